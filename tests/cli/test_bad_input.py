@@ -20,7 +20,7 @@ from training import PRETRAIN, configured
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import DiskFull, OutOfMemory
-from nalanda.train import build, loop, memory
+from nalanda.train import build, loop, memory, step
 from nalanda.train.checkpoint_dir import latest_checkpoint
 from nalanda_cli import main
 
@@ -310,7 +310,7 @@ def test_too_little_memory_while_training_says_what_would_fit(
         asks_for_too_much()
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "summed_loss", summed_loss)
+        patch.setattr(step, "summed_loss", summed_loss)
         patch.setattr(build, "check_causal", lambda *_: None)
         with pytest.raises(OutOfMemory) as error:
             loop.train(configured(recipe, run))

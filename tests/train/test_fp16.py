@@ -25,6 +25,7 @@ from nalanda.config.load import load_config
 from nalanda.config.schema import OptimConfig, TrainConfig
 from nalanda.model.loss import linear_cross_entropy
 from nalanda.train import build, launch, loop, parallel
+from nalanda.train import step as training_step
 from nalanda.train.checkpoint_dir import latest_checkpoint
 from nalanda.train.flops import known_peak
 from nalanda.train.log import read_facts, read_metrics
@@ -246,8 +247,8 @@ def test_precision_moves_on_resume(recipe, tmp_path):
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_gradients_that_overflow_at_any_scale_are_bad_steps(recipe, tmp_path, monkeypatch, capsys):
     scaled(monkeypatch, 4.0)
-    real = loop.summed_loss
-    monkeypatch.setattr(loop, "summed_loss", lambda *a: real(*a) * math.inf)
+    real = training_step.summed_loss
+    monkeypatch.setattr(training_step, "summed_loss", lambda *a: real(*a) * math.inf)
     with pytest.raises(InputError, match="the loss is"):
         loop.train(configured(recipe, tmp_path / "run", FP16, "guard.max_bad_steps=3"))
     run = tmp_path / "run"

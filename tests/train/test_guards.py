@@ -20,6 +20,7 @@ from nalanda.common.errors import InputError, NothingTrained, SourceUnavailable
 from nalanda.config.schema import MIN_GOOD_STEPS, GuardConfig
 from nalanda.data.loader import PackedBatches
 from nalanda.train import build, checkpoint, guards, loop
+from nalanda.train import step as training_step
 from nalanda.train.checkpoint_dir import (
     checkpoint_folders,
     latest_checkpoint,
@@ -119,7 +120,7 @@ def poisoned(monkeypatch, steps: dict[int, str]) -> Counter:
         tried["steps"] += 1
         return judge(self, *values)
 
-    monkeypatch.setattr(loop, "summed_loss", loss)
+    monkeypatch.setattr(training_step, "summed_loss", loss)
     monkeypatch.setattr(SpikeDetector, "judge", count)
     return tried
 
@@ -158,7 +159,9 @@ def test_a_bad_step_changes_nothing(recipe, tmp_path, monkeypatch, kind):
     ]
     stopped = tmp_path / "stopped"
     poisoned(monkeypatch, {20: kind})
-    monkeypatch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 19, signal.SIGTERM))
+    monkeypatch.setattr(
+        training_step, "learning_rate", kicked(training_step.learning_rate, 19, signal.SIGTERM)
+    )
     with pytest.raises(SystemExit):
         loop.train(configured(recipe, stopped, "checkpoint.every=50", *NO_VALIDATION))
     after = tensors(stopped, 20)
@@ -183,7 +186,9 @@ def test_a_run_stopped_between_bad_steps_goes_on_as_if_it_had_not(recipe, tmp_pa
         loop.train(configured(recipe, tmp_path / "whole", *settings))
     with monkeypatch.context() as patch:
         poisoned(patch, bad)
-        patch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 18, signal.SIGUSR1))
+        patch.setattr(
+            training_step, "learning_rate", kicked(training_step.learning_rate, 18, signal.SIGUSR1)
+        )
         with pytest.raises(SystemExit) as stop:
             loop.train(configured(recipe, tmp_path / "run", *settings))
         assert stop.value.code == 128 + signal.SIGUSR1
@@ -198,7 +203,7 @@ def test_bad_steps_in_a_row_go_back_and_past_their_data(recipe, tmp_path, monkey
     """Checkpoints lie at 5, 10, 15; steps 17 to 19 are bad, so that 16 is done anew with other rows."""
     read = []
     monkeypatch.setattr(
-        loop, "count_labels", lambda batch, *_: read.append(batch) or count_labels(batch)
+        training_step, "count_labels", lambda batch, *_: read.append(batch) or count_labels(batch)
     )
     poisoned(monkeypatch, {17: "nan loss", 18: "nan gradient", 19: "nan loss"})
     loop.train(configured(recipe, tmp_path / "run", "guard.max_bad_steps=3", *NO_VALIDATION))
@@ -342,7 +347,9 @@ def test_without_a_checkpoint_what_was_learnt_before_bad_steps_is_saved(
     assert "\n" not in str(error.value)
     with monkeypatch.context() as patch:
         poisoned(patch, {18: "nan loss"})
-        patch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 17, signal.SIGTERM))
+        patch.setattr(
+            training_step, "learning_rate", kicked(training_step.learning_rate, 17, signal.SIGTERM)
+        )
         with pytest.raises(SystemExit):
             loop.train(configured(recipe, tmp_path / "other", *settings))
     before, after = tensors(tmp_path / "other", 18), tensors(run, 22)
@@ -375,7 +382,9 @@ def usual_signals():
 )
 def test_signals_save_and_the_run_goes_on(recipe, tmp_path, whole, monkeypatch, capfd, signum):
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 9, signum))
+        patch.setattr(
+            training_step, "learning_rate", kicked(training_step.learning_rate, 9, signum)
+        )
         with pytest.raises(SystemExit) as stop:
             loop.train(configured(recipe, tmp_path / "run"))
     assert stop.value.code == 128 + signum
@@ -401,7 +410,9 @@ def test_two_signals_that_save_together(recipe, tmp_path, monkeypatch, pair):
     first, second = (getattr(signal, name) for name in pair)
     before = kept_handlers(first, second)
     monkeypatch.setattr(
-        loop, "learning_rate", kicked(kicked(loop.learning_rate, 3, second), 3, first)
+        training_step,
+        "learning_rate",
+        kicked(kicked(training_step.learning_rate, 3, second), 3, first),
     )
     with pytest.raises(SystemExit) as stop:
         loop.train(configured(recipe, tmp_path / "run", *NO_VALIDATION))
@@ -455,7 +466,9 @@ def test_run_json_says_interrupted_while_the_run_still_saves(recipe, tmp_path, m
         return commit(saver, step, files)
 
     monkeypatch.setattr(checkpoint.Saver, "_commit", read)
-    monkeypatch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 6, signal.SIGTERM))
+    monkeypatch.setattr(
+        training_step, "learning_rate", kicked(training_step.learning_rate, 6, signal.SIGTERM)
+    )
     with pytest.raises(SystemExit):
         loop.train(configured(recipe, tmp_path / "run", "checkpoint.asynchronous=false"))
     assert states == [(5, "running"), (7, "interrupted")]
@@ -527,7 +540,9 @@ def test_a_checkpoint_that_falls_on_a_bad_step_is_saved_at_the_next_good_one(
     run, settings = tmp_path / "run", ("train.steps=13", *NO_VALIDATION)
     with monkeypatch.context() as patch:
         poisoned(patch, {5: "nan loss", 10: "nan loss", 11: "nan loss"})
-        patch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 9, signal.SIGTERM))
+        patch.setattr(
+            training_step, "learning_rate", kicked(training_step.learning_rate, 9, signal.SIGTERM)
+        )
         with pytest.raises(SystemExit):
             loop.train(configured(recipe, run, *settings))
     assert [step_of(path) for path in checkpoint_folders(run / "checkpoints")] == [
@@ -541,14 +556,14 @@ def test_a_checkpoint_that_falls_on_a_bad_step_is_saved_at_the_next_good_one(
 
 
 def test_data_that_stops_saves_what_was_learnt(recipe, tmp_path, whole, monkeypatch):
-    def failing(batches, count, take=loop.take_batches):
+    def failing(batches, count, take=training_step.take_batches):
         taken, error = take(batches, count)
         calls.append(1)
         return (taken[:1], SourceUnavailable("hub: 9 times")) if len(calls) == 8 else (taken, error)
 
     calls: list = []
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "take_batches", failing)
+        patch.setattr(training_step, "take_batches", failing)
         with pytest.raises(SourceUnavailable) as error:
             loop.train(configured(recipe, tmp_path / "run"))
     assert error.value.exit_code == 75

@@ -17,6 +17,7 @@ from nalanda.data.masking import Masking
 from nalanda.data.prepare import prepare
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda.train import loop, loss
+from nalanda.train import step as training_step
 from nalanda.train.build import build_model, open_batches
 from nalanda.train.guards import SpikeDetector
 from nalanda.train.log import read_facts, read_metrics
@@ -70,7 +71,7 @@ def test_adamw_has_the_settings_of_the_recipe():
 def test_rate_and_mfu_are_of_the_steps_since_the_last_line(recipe, tmp_path, monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr(
-        loop, "time", SimpleNamespace(perf_counter=lambda: float(next(clock)))
+        training_step, "time", SimpleNamespace(perf_counter=lambda: float(next(clock)))
     )  # 1 s a step
     loop.train(
         configured(recipe, tmp_path / "run", "train.steps=6", "log.every=2", "validation.every=0")
@@ -104,7 +105,7 @@ def test_validation_is_without_dropout_and_training_goes_on_with_it(recipe, tmp_
         return summed(model, *rest, **more)
 
     monkeypatch.setattr(loss, "summed_loss", noted)
-    monkeypatch.setattr(loop, "summed_loss", noted)
+    monkeypatch.setattr(training_step, "summed_loss", noted)
     loop.train(
         configured(
             recipe, tmp_path / "run", "model.dropout=0.2", "train.steps=4", "validation.every=2"

@@ -35,6 +35,7 @@ from nalanda.data.tokenizer import build_tokenizer, tokenizer_fingerprint
 from nalanda.model import FEATURE_MAPS, NalandaConfig
 from nalanda.report.verify import verify
 from nalanda.train import build, checkpoint, launch, loop, loss
+from nalanda.train import step as training_step
 from nalanda.train.build import build_model, open_batches
 from nalanda.train.checkpoint_dir import (
     checkpoint_folders,
@@ -450,8 +451,8 @@ def test_sigterm_saves_and_the_run_goes_on(recipe, tmp_path, whole, monkeypatch)
             signal.raise_signal(signal.SIGTERM)
         return learning_rate(step, *rest)
 
-    learning_rate, before = loop.learning_rate, signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(loop, "learning_rate", kick)
+    learning_rate, before = training_step.learning_rate, signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(training_step, "learning_rate", kick)
     config = configured(recipe, tmp_path / "run")
     with pytest.raises(SystemExit) as stop:
         loop.train(config)
@@ -624,7 +625,7 @@ def test_an_asynchronous_checkpoint_is_whole_when_the_data_fail_behind_it(
 ):
     run, write, go = tmp_path / "run", checkpoint._write, threading.Event()
     monkeypatch.setattr(checkpoint, "_write", lambda *args: go.wait(20) and write(*args))
-    take, wait, taken = loop.take_batches, checkpoint.Saver.wait, []
+    take, wait, taken = training_step.take_batches, checkpoint.Saver.wait, []
 
     def failing(batches, count):
         taken.append(take(batches, count))
@@ -635,7 +636,7 @@ def test_an_asynchronous_checkpoint_is_whole_when_the_data_fail_behind_it(
             go.set()
         wait(self)
 
-    monkeypatch.setattr(loop, "take_batches", failing)
+    monkeypatch.setattr(training_step, "take_batches", failing)
     monkeypatch.setattr(checkpoint.Saver, "wait", released)
     settings = ("checkpoint.asynchronous=true", "checkpoint.every=5")
     with pytest.raises(InputError, match="a shard is damaged"):
@@ -987,7 +988,7 @@ def on_set(recipe: Path, run: Path, folder: Path, *overrides: str) -> RunConfig:
 def at_step(step: int, act):
     """A learning rate; behind `step`, `act` is called."""
 
-    def rate(at, *rest, rate=loop.learning_rate):
+    def rate(at, *rest, rate=training_step.learning_rate):
         if at == step:
             act()
         return rate(at, *rest)
@@ -1005,7 +1006,7 @@ def test_a_shard_that_shrinks_under_a_run_saves_and_stops_it(
     loop.train(on_set(recipe, tmp_path / "whole", folder))
     config = on_set(recipe, tmp_path / "run", folder)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "learning_rate", at_step(7, lambda: os.truncate(file, 100)))
+        patch.setattr(training_step, "learning_rate", at_step(7, lambda: os.truncate(file, 100)))
         with pytest.raises(InputError, match=rf"00000\.{kind}: ends before byte") as error:
             loop.train(config)
     assert error.value.exit_code == 2
@@ -1030,7 +1031,7 @@ def test_a_save_on_a_signal_does_not_wait_for_sums_and_the_next_start_goes_on_wi
     with monkeypatch.context() as patch:
         patch.setattr(token_set, "sha256_of", slow)
         patch.setattr(
-            loop, "learning_rate", at_step(6, lambda: signal.raise_signal(signal.SIGTERM))
+            training_step, "learning_rate", at_step(6, lambda: signal.raise_signal(signal.SIGTERM))
         )
         with pytest.raises(SystemExit):
             loop.train(on_set(recipe, run, prepared_set))
@@ -1063,7 +1064,7 @@ def test_damage_that_is_found_after_a_save_names_what_may_have_learnt_from_it(
     sha256_of, config = token_set.sha256_of, on_set(recipe, tmp_path / "run", folder)
     with monkeypatch.context() as patch:
         patch.setattr(token_set, "sha256_of", lambda path: found.wait(60) and sha256_of(path))
-        patch.setattr(loop, "learning_rate", at_step(7, found.set))
+        patch.setattr(training_step, "learning_rate", at_step(7, found.set))
         with pytest.raises(
             InputError, match=r"00000\.tokens: damaged, .*; step-5.* may have learnt from it"
         ):

@@ -1,47 +1,37 @@
 """The training loop. `train` reads from top to bottom; what it calls stands below it, in that order."""
 
 import contextlib
-import copy
 import itertools
 import json
 import math
 import os
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from accelerate import Accelerator
-from torch import Tensor
 
 from nalanda.common.errors import InputError, NothingTrained
 from nalanda.common.progress import Progress
 from nalanda.config.load import at_home
 from nalanda.config.schema import RunConfig
-from nalanda.data.records import Left, describe_left
 from nalanda.data.stores import with_local_sets
 from nalanda.train import memory, parallel
-from nalanda.train.build import finish_sums, refuse_damage, set_up
+from nalanda.train.build import finish_sums, set_up
 from nalanda.train.checkpoint import random_state, set_random_state
 from nalanda.train.checkpoint_dir import step_of
 from nalanda.train.estimate import estimate, time_left
 from nalanda.train.export import export
-from nalanda.train.guards import SIGNALS, Interruptions, Watchdog, interruptible
+from nalanda.train.guards import Interruptions, Watchdog, interruptible
 from nalanda.train.launch import from_main_process, launch
 from nalanda.train.log import RunLog, last_metrics, write_facts
-from nalanda.train.loss import (
-    count_labels,
-    describe_perplexity,
-    negative_share,
-    summed_loss,
-    validate,
-)
+from nalanda.train.loss import describe_perplexity, negative_share, validate
+from nalanda.train.meters import ReadingLog, TrainingSpeed
 from nalanda.train.mirror import Mirror, mirrored, staged
-from nalanda.train.optim import LEAST_SCALE, describe_groups, follow_gradients, learning_rate
+from nalanda.train.optim import describe_groups
 from nalanda.train.run import Run
 from nalanda.train.run_dir import (
     claim,
@@ -52,6 +42,7 @@ from nalanda.train.run_dir import (
     record_state,
     rollback_message,
 )
+from nalanda.train.step import Judgement, Step, apply, forward_backward, judge, received_stop
 
 
 def train(config: RunConfig) -> Path:
@@ -78,13 +69,13 @@ def train(config: RunConfig) -> Path:
         accelerator = launch(config)
         with interruptible() as signals:
             if not accelerator.is_main_process:
-                return _train(config, accelerator, kind, None, signals)
+                return train_together(config, accelerator, kind, None, signals)
             with lock_run_dir(Path(config.output_dir)), mirrored(mirror):
                 claimed = claim(Path(config.output_dir), config)
-                return _train(config, accelerator, kind, claimed, signals, mirror)
+                return train_together(config, accelerator, kind, claimed, signals, mirror)
 
 
-def _train(
+def train_together(
     config: RunConfig,
     accelerator: Accelerator,
     kind: parallel.Kind,
@@ -92,28 +83,17 @@ def _train(
     signals: Interruptions,
     mirror: Mirror | None = None,
 ) -> Path:
-    """`train`, with the processes launched and the folder locked. claimed: what
-    `claim` returned on the main process, None on others. mirror: copies the run to its store."""
-    main, device, processes = (
-        accelerator.is_main_process,
-        accelerator.device,
-        accelerator.num_processes,
-    )
-    accumulation = config.accumulation(processes)
-    run_dir = Path(config.output_dir)
+    """Trains on all processes, once they are launched and the folder is locked.
+
+    claimed: the result of `claim` on the main process, None on others. mirror: copies the run to its store.
+    """
+    main, run_dir = accelerator.is_main_process, Path(config.output_dir)
     recipe, config = config, with_local_sets(config)
     changes, facts, resume = from_main_process(claimed)
-    done = step_of(resume) if resume else 0
-    if (
-        facts.get("state") == "finished"
-        and done >= config.train.steps
-        and is_exported(run_dir / "final")
-    ):
+    if is_finished(config, facts, resume):
         if main:
-            print(
-                f"{run_dir} is finished, {done} steps: raise train.steps to train further",
-                flush=True,
-            )
+            done = f"{run_dir} is finished, {step_of(resume)} steps"
+            print(f"{done}: raise train.steps to train further", flush=True)
         return run_dir
 
     sharing = parallel.Sharing(accelerator, kind, config.train)
@@ -122,185 +102,40 @@ def _train(
         Progress("setting up", stream=sys.stdout) as progress,
     ):
         run = set_up(config, accelerator, sharing, facts, changes, resume, progress.call)
-    run.mirror = mirror
+    run.mirror, run.signals = mirror, signals
     generators = random_state()  # restored below: set-up draws numbers, as importing rich does
-    model, optimizer, batches, row_states = run.model, run.optimizer, run.batches, run.row_states
-    open_log = partial(RunLog, run_dir, config.log, steps=config.train.steps, quiet=not main)
-    skipped, epochs = batches.skipped(), batches.epochs_read()
-    seconds, since = (
-        0.0,
-        run.at.tokens,
-    )  # since the last line of metrics, without validation and saving
-    with contextlib.ExitStack() as stack:
-        watchdog = stack.enter_context(
-            contextlib.closing(Watchdog(config.guard.hang_timeout, accelerator.process_index))
-        )
-        stack.enter_context(contextlib.closing(batches))
-        stack.enter_context(contextlib.closing(run.sums))
-        if main:
-            if resume and "train.resume" in changes and config.train.resume is not None:
-                make_newest(resume)
-            stack.enter_context(record_state(run_dir, run.facts, recipe, run.model.config))
-        signals.first = partial(note_stop, run)
-        stack.push(lambda error, *_: run.leave(error))
-        log = open_log(step=run.at.step)
-        stack.callback(lambda: log.close())
-        announce(log, run, accumulation, changes)
+
+    with watched(run, recipe, changes, resume):
+        announce(run, changes)
         set_random_state(generators)
 
         while run.at.step < config.train.steps:
-            validate_if_due(run, log, watchdog)
-            at, step, began = run.at, run.at.step + 1, time.perf_counter()
-            good = at.step - len(at.bad)  # the last good step
-            watchdog.beat(f"step {step}, reading data")
-            micro_batches, labels = next_step(run, accumulation, log)
+            validate_if_due(run)
+            step = forward_backward(run)  # loss and gradient norm, over all processes
+            verdict = judge(run, step)  # good, skip or overflow, with a reason
+            apply(run, step, verdict)  # one update, or no bit changes
+            unsound = check_soundness(run, step)  # before a checkpoint, which they would spoil
+            if must_roll_back(run, step, unsound):
+                roll_back(run, step, unsound)
+            else:
+                report(run, step, verdict)
+                save_if_due(run, step, unsound)
+                leave_if_asked(run, step, unsound)
 
-            # The loss is the mean over all label tokens of the step, on all processes. A mean of means would
-            # give the tokens of short micro-batches more weight.
-            loss = torch.zeros((), device=device)
-            for i, batch in enumerate(micro_batches):
-                watchdog.beat(f"step {step}, forward and backward")
-                with parallel.accumulating(run.wrapped, last=i == accumulation - 1):
-                    carried = row_states, i
-                    part = summed_loss(
-                        run.wrapped, batch, device, config.train.z_loss, *carried, sharing.context
-                    )
-                    part = part / max(1, labels)
-                    # DDP takes the mean over the processes.
-                    accelerator.backward(run.scaler.scale(part * processes))
-                loss += part.detach()
-            run.scaler.unscale_(optimizer)
-            norm = parallel.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm).item()
-            loss, stop = gather_step(run, loss, signals.received)
-            run.note_saved()
-
-            overflow = overflowed(run, log, step)
-            problem = overflow or run.spikes.judge(loss, norm)
-            lr = learning_rate(step, config.train.steps, config.optim.lr, config.schedule)
-            if problem is None:
-                for group in optimizer.param_groups:
-                    group["lr"] = lr * group.get("lr_scale", 1.0)
-                optimizer.step()
-                at.bad, run.rolled_back_to = [], None
-            elif overflow:  # a matter of fp16, not of the step
-                at.overflows += 1
-                if row_states and not math.isfinite(loss):
-                    row_states.forget()
-            else:  # no update at all: weights, moments and step counts keep every bit
-                at.bad, at.skipped = [*at.bad, problem], at.skipped + 1
-                log.event(step, "skipped", reason=problem)
-                if row_states:
-                    row_states.forget()
-            optimizer.zero_grad()
-            at.step, at.tokens = step, at.tokens + config.train.tokens_per_step
-            run.facts["step"] = step
-            took = time.perf_counter() - began
-            seconds += took
-
-            end = step == config.train.steps
-            saving = stop or end or (is_due(step, config.checkpoint.every, good) and not at.bad)
-            # Unsound weights are never saved: they would displace a sound checkpoint.
-            unsound = run.saver.unsound(model, optimizer) if saving else None
-            if unsound:
-                log.event(step, "unsound", reason=unsound)
-            if (unsound or len(at.bad) >= config.guard.max_bad_steps) and not stop:
-                event = roll_back(run, unsound, good)
-                log.close()
-                log = open_log(step=run.at.step, keep_events=True)
-                log.event(run.at.step + 1, "rollback", **event)
-                seconds, since = 0.0, run.at.tokens
-                continue
-
-            rate = (at.tokens - since) / seconds
-            mfu = rate * run.facts["training_flops_per_token"] / run.facts["peak_flops"]
-            values: dict[str, Any] = {"loss": loss, "grad_norm": norm, "lr": lr}
-            values |= {"tokens_per_second": rate, "mfu": mfu}
-            left = (config.train.steps - step) * config.train.tokens_per_step / rate
-            log.advance(step, took, left, **values)
-            if problem is None and (end or is_due(step, config.log.every)):
-                scale = {"loss_scale": run.scaler.get_scale()} if run.scaler.is_enabled() else {}
-                log.write(step=step, tokens=at.tokens, **values, **scale)
-                seconds, since = 0.0, at.tokens
-                if reason := describe_left(batches.skipped() - skipped):
-                    skipped = batches.skipped()
-                    only = skipped.keys() == {Left.OVERSIZED.value}
-                    log.event(
-                        step,
-                        "oversized" if only else "left out",
-                        reason=reason,
-                        documents=skipped.total(),
-                    )
-            before, epochs = epochs, batches.epochs_read()
-            report_epochs(before, epochs, log, step)
-            if saving and not unsound:
-                if end and not stop:  # no model is written of data that was not compared
-                    beat = partial(watchdog.beat, "comparing the data with its sums")
-                    finish_sums(run.sums, beat, run.saver.directory)
-                watchdog.beat(f"step {step}, saving")
-                log.doing("saving")
-                run.save(batches.state_dict(), wait=bool(stop or end))
-                stop = stop or received_stop(run, signals.received)  # one that came meanwhile
-            if stop and (unsound or not end):
-                run.saver.wait()  # this save, or an earlier one where nothing was saved now
-                saved = f"not saved, {unsound}" if unsound else "saved"
-                start = run.checkpoint or "the beginning"
-                log.say(f"interrupted: {saved}; the same command resumes from {start}")
-                raise SystemExit(128 + stop)
-
-        validate_if_due(run, log, watchdog)
-        watchdog.beat("writing the model")
-        log.doing("writing the model")
-        finish(run, log)
+        validate_if_due(run)
+        finish(run)
     accelerator.wait_for_everyone()
     return run_dir
 
 
-def announce(log: RunLog, run: Run, accumulation: int, changes: dict) -> None:
-    """Describes the run for people, before the first step."""
-    config, facts = run.config, run.facts
-    c = config.train
-    log.say(
-        f"run        {config.output_dir}, seed {config.seed}"
-        + (f", resumes from {run.checkpoint.name}" if run.checkpoint else "")
+def is_finished(config: RunConfig, facts: dict, resume: Path | None) -> bool:
+    """Whether the run in the folder has made all its steps and written its model."""
+    return (
+        facts.get("state") == "finished"
+        and resume is not None
+        and step_of(resume) >= config.train.steps
+        and is_exported(Path(config.output_dir) / "final")
     )
-    for key, (old, new) in changes.items():
-        note = " (the schedule follows it from here on)" if key == "train.steps" else ""
-        if note and run.at.step >= c.steps:
-            note = f" (already at step {run.at.step}: nothing is trained, the learning rate did not fall)"
-        log.say(f"changed    {key}: {old} → {new}{note}")
-    for line in run.batches.changes:
-        log.say(f"changed    {line}")
-    for line in run.batches.describe_files():
-        log.say(f"data       {line}")
-    log.say(
-        f"model      {run.model.config.model_type}, {facts['parameters']:,} parameters, "
-        f"{facts['parameters_without_embeddings']:,} without embeddings"
-    )
-    log.say(f"optimizer  {config.optim.name}: {describe_groups(run.optimizer.param_groups)}")
-    sharers = f"{facts['processes']} process(es)"
-    if run.sharing.context:
-        sharers = f"{run.sharing.world_size} context(s) of {c.context_parallel} processes, each a part of a row"
-    log.say(
-        f"step       {c.tokens_per_step:,} tokens = {c.micro_batch_size} rows × {config.data.seq_len} tokens"
-        f" × {accumulation} accumulated × {sharers}"
-    )
-    tokens = (
-        run.at.tokens + (c.steps - run.at.step) * c.tokens_per_step
-    )  # of other steps before a resume
-    log.say(f"steps      {c.steps:,} = {tokens:,} tokens")
-    log.say(
-        f"device     {facts['device']}, {c.precision}, {'compiled' if facts['compiled'] else 'eager'}"
-        f", peak {facts['peak_flops'] / 1e12:.3g} TFLOP/s ({facts['peak']})"
-    )
-    log.say(f"FLOPs      {facts['training_flops_per_token']:.3g} a token ({facts['flops']})")
-    if not log.quiet:
-        log.say(f"estimate   {estimate(config, facts, run.model)}")
-        log.expect(c.steps - facts["step"], time_left(config, facts))
-    if not facts["documents_kept_apart"]:
-        log.say(
-            "WARNING    this model lets packed documents see one another; run.json is marked accordingly"
-        )
-    log.doing("compiling, first step" if facts["compiled"] else "first step")
 
 
 @contextlib.contextmanager
@@ -314,6 +149,32 @@ def record_interruption(run_dir: Path, facts: dict, main: bool) -> Iterator[None
             if facts.get("state") != "finished":
                 write_facts(run_dir, {"step": 0, "saved": 0} | facts | {"state": "interrupted"})
         raise
+
+
+@contextlib.contextmanager
+def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> Iterator[None]:
+    """The time in which a run trains: with its watchdog, its log, its state in run.json, and signals that
+    let the step end first."""
+    config, main = run.config, run.accelerator.is_main_process
+    run.speed, run.reading = TrainingSpeed(run.at.tokens), ReadingLog(run.batches)
+    with contextlib.ExitStack() as stack:
+        run.watchdog = stack.enter_context(
+            contextlib.closing(Watchdog(config.guard.hang_timeout, run.accelerator.process_index))
+        )
+        stack.enter_context(contextlib.closing(run.batches))
+        stack.enter_context(contextlib.closing(run.sums))
+
+        if main:
+            if resume and "train.resume" in changes and config.train.resume is not None:
+                make_newest(resume)
+            state = record_state(Path(config.output_dir), run.facts, recipe, run.model.config)
+            stack.enter_context(state)
+        run.signals.first = partial(note_stop, run)
+        stack.push(lambda error, *_: run.leave(error))
+
+        run.log = open_log(run)
+        stack.callback(lambda: run.log.close())  # the log at that time: a rollback opens another
+        yield
 
 
 def note_stop(run: Run) -> None:
@@ -330,165 +191,99 @@ def note_stop(run: Run) -> None:
             part.replace(file)
 
 
-def next_step(run: Run, accumulation: int, log: RunLog) -> tuple[list[dict[str, Tensor]], int]:
-    """The micro-batches of the next step, and the step's label tokens on all processes.
-
-    If the data fails on one process, all processes save. That one raises its `InputError`, the others
-    SystemExit with the same exit code.
-    """
-    before = copy.copy(run.batches)  # its position: a batch replaces it and changes none
-    micro_batches, failure = take_batches(run.batches, accumulation)
-    if run.masking is not None:
-        first, rows = run.at.step * accumulation, run.config.train.micro_batch_size
-        micro_batches = [
-            run.masking(batch, first + i, rows, run.sharing.rank, run.sharing.world_size)
-            for i, batch in enumerate(micro_batches)
-        ]
-    labels = sum(count_labels(batch, run.sharing.context) for batch in micro_batches)
-    code = failure.exit_code if failure else 0
-    counts = torch.tensor([labels, code, code > 0])
-    if run.accelerator.num_processes > 1:  # one process alone needs no synchronisation
-        counts = counts.to(run.accelerator.device)
-    labels, code, failed = run.accelerator.reduce(counts).tolist()
-    if not failed:
-        return micro_batches, labels
-    if run.at.step > (step_of(run.checkpoint) if run.checkpoint else 0):
-        run.save(before.state_dict(), wait=True)
-    run.saver.wait()
-    if run.checkpoint:
-        log.say(f"stopped: saved; the same command resumes from {run.checkpoint}")
-    raise failure or SystemExit(code // failed)
-
-
-def take_batches(
-    batches: Iterator[dict[str, Tensor]], count: int
-) -> tuple[list[dict[str, Tensor]], InputError | None]:
-    """The next `count` micro-batches; if the data fails, those before that, and the error."""
-    taken = []
-    try:
-        for _ in range(count):
-            taken.append(next(batches))
-    except InputError as error:
-        return taken, error
-    return taken, None
-
-
-def report_epochs(before: dict[str, float], now: dict[str, float], log: RunLog, step: int) -> None:
-    """Logs the sources that were read to their end, at each doubling of their whole epochs."""
-    for name, count in ((name, int(epochs)) for name, epochs in now.items()):
-        if count.bit_length() > int(before[name]).bit_length():
-            times = "once" if count == 1 else f"{count} times"
-            reason = f"{name or 'the corpus'} was read {times} and begins again"
-            log.event(step, "epoch", reason=reason, source=name, epochs=count)
-
-
-def gather_step(run: Run, loss: Tensor, signals: list[int]) -> tuple[float, int | None]:
-    """The loss summed over all processes, and the signal to stop for if any process received one.
-
-    One collective for all of it. Raises on all processes if data is damaged or an asynchronous save failed.
-    """
-    seen = [float(signum in signals) for signum in SIGNALS.values()]
-    seen += [
-        float(not run.sums.finished),
-        float(run.sums.problem is not None),
-        float(run.saver.failed),
-    ]
-    totals = torch.stack([loss, *torch.tensor(seen, device=loss.device)])
-    total, *received, comparing, damaged, unsaved = run.accelerator.reduce(totals).tolist()
-    if damaged:
-        run.saver.wait()
-        refuse_damage(run.sums, run.saver.directory)
-    if unsaved:
-        run.saver.wait()
-    run.sums.settled = not comparing
-    return total, first_of(received)
-
-
-def received_stop(run: Run, signals: list[int]) -> int | None:
-    """The signal to stop for if any process received one. All processes must call it."""
-    seen = torch.tensor([signum in signals for signum in SIGNALS.values()]).long()
-    return first_of(run.accelerator.reduce(seen.to(run.accelerator.device)).tolist())
-
-
-def first_of(received: list[float]) -> int | None:
-    """The first of `SIGNALS` that any process received. received: how many did, of each."""
-    return next((n for n, count in zip(SIGNALS.values(), received, strict=True) if count), None)
-
-
-def overflowed(run: Run, log: RunLog, step: int) -> str | None:
-    """Lets fp16's loss scale follow the gradients. Says why the step must be left out if they overflowed.
-    None if they did not, or if no lower scale may help: the guard then judges the step."""
-    changed = follow_gradients(run.scaler)
-    if changed is None:
-        return None
-    before, lowered = changed
-    if lowered < LEAST_SCALE:
-        if not run.at.bad:
-            log.say(
-                f"WARNING    gradients overflow fp16 at loss scale {before:g}: set train.precision=fp32"
-            )
-        return None
-    reason = f"{before:g} → {lowered:g}, gradients overflowed fp16"
-    log.event(step, "loss scale", reason=reason, scale=lowered)
-    return reason
-
-
-def is_due(step: int, every: int | None, after: int | None = None) -> bool:
-    """Whether a multiple of `every` lies behind step `after`, by default the one before, and up to `step`."""
-    return bool(every) and step // every > (step - 1 if after is None else after) // every
-
-
-def roll_back(run: Run, unsound: str | None, good: int) -> dict[str, Any]:
-    """Loads the last good checkpoint. The data is not rewound: the rows of the bad steps are not read again.
-    good: the last good step. Returns the event for the log. Raises `InputError` if there is no checkpoint or
-    it did not help."""
-    step, bad = run.at.step, run.at.bad
-    why = unsound or f"{len(bad)} steps in a row were left out ({bad[-1]})"
-    run.saver.wait()
-    find = partial(last_good, run.saver.directory)
-    # If no step after the last rollback was good, an older checkpoint is taken.
-    run.load(
-        find(suspect=run.rolled_back_to, reason=why) if run.accelerator.is_main_process else None,
-        find,
+def open_log(run: Run, keep_events: bool = False) -> RunLog:
+    """Opens the log at the run's step. keep_events: of `RunLog`."""
+    return RunLog(
+        Path(run.config.output_dir),
+        run.config.log,
+        step=run.at.step,
+        steps=run.config.train.steps,
+        quiet=not run.accelerator.is_main_process,
+        keep_events=keep_events,
     )
-    back = run.checkpoint
-    if back is None and good and run.saver.unsound(run.model, run.optimizer) is None:
-        run.save(run.batches.state_dict(), wait=True)  # bad steps changed no weight
-    if back is None or run.rollbacks[back] == run.config.guard.max_rollbacks:
-        raise InputError(
-            rollback_message(step, why, back, run.checkpoint if back is None else None)
+
+
+def announce(run: Run, changes: dict) -> None:
+    """Describes the run for people, before the first step."""
+    config, facts, say = run.config, run.facts, run.log.say
+    resumed = f", resumes from {run.checkpoint.name}" if run.checkpoint else ""
+    say(f"run        {config.output_dir}, seed {config.seed}{resumed}")
+    for line in [*changed_settings(run, changes), *run.batches.changes]:
+        say(f"changed    {line}")
+    for line in run.batches.describe_files():
+        say(f"data       {line}")
+    say(
+        f"model      {run.model.config.model_type}, {facts['parameters']:,} parameters, "
+        f"{facts['parameters_without_embeddings']:,} without embeddings"
+    )
+    say(f"optimizer  {config.optim.name}: {describe_groups(run.optimizer.param_groups)}")
+
+    train = config.train
+    sharers = f"{facts['processes']} process(es)"
+    if run.sharing.context:
+        contexts = f"{run.sharing.world_size} context(s) of {train.context_parallel} processes"
+        sharers = f"{contexts}, each a part of a row"
+    say(
+        f"step       {train.tokens_per_step:,} tokens = {train.micro_batch_size} rows × "
+        f"{config.data.seq_len} tokens × {run.accumulation} accumulated × {sharers}"
+    )
+    # Steps before a resume may have had other sizes.
+    tokens = run.at.tokens + (train.steps - run.at.step) * train.tokens_per_step
+    say(f"steps      {train.steps:,} = {tokens:,} tokens")
+
+    say(
+        f"device     {facts['device']}, {train.precision}, {'compiled' if facts['compiled'] else 'eager'}"
+        f", peak {facts['peak_flops'] / 1e12:.3g} TFLOP/s ({facts['peak']})"
+    )
+    say(f"FLOPs      {facts['training_flops_per_token']:.3g} a token ({facts['flops']})")
+    if not run.log.quiet:
+        say(f"estimate   {estimate(config, facts, run.model)}")
+        run.log.expect(train.steps - facts["step"], time_left(config, facts))
+    if not facts["documents_kept_apart"]:
+        say(
+            "WARNING    this model lets packed documents see one another; run.json is marked accordingly"
         )
-    run.rollbacks[back] += 1
-    run.rolled_back_to = back
-    reason = f"{why}: back to {back.name}, on past their data"
-    return {"reason": reason, "to": run.at.step, "at": step, "reasons": bad or [why]}
+    run.log.doing("compiling, first step" if facts["compiled"] else "first step")
 
 
-def validate_if_due(run: Run, log: RunLog, watchdog: Watchdog) -> None:
-    """Validates the model, and writes the result to the log, if this step's is due and not yet there. A run
-    that ended in between makes it up when it resumes, from this step or from an earlier one."""
+def changed_settings(run: Run, changes: dict) -> Iterator[str]:
+    """Describes the settings that changed since the run stopped, `{key: [old, new]}`."""
+    for key, (old, new) in changes.items():
+        note = ""
+        if key == "train.steps":
+            note = " (the schedule follows it from here on)"
+            if run.at.step >= run.config.train.steps:
+                note = f" (already at step {run.at.step}: nothing is trained, the learning rate did not fall)"
+        yield f"{key}: {old} → {new}{note}"
+
+
+def validate_if_due(run: Run) -> None:
+    """Validates the model and logs the result, if validation is due at this step and not yet in the log. A run
+    interrupted between saving and validating validates when it resumes."""
     step, steps, every = run.at.step, run.config.train.steps, run.config.validation.every
     if not run.validation or not step or not (step >= steps or is_due(step, every)):
         return
     file = Path(run.config.output_dir) / "metrics.jsonl"
     if from_main_process(run.accelerator.is_main_process and is_validated(file, step)):
         return
-    log.doing("validating")
+
+    run.log.doing("validating")
     values = validate(
         run.accelerator,
         run.model,
         run.validation,
         run.text_bytes,
         run.sharing.context,
-        lambda: watchdog.beat(f"step {step}, validation"),
+        lambda: run.watchdog.beat(f"step {step}, validation"),
     )
     loss = values["val_loss"]
     values |= negative_share(run.model, next(iter(run.validation.values()))[0]["input_ids"])
-    log.write(step=step, tokens=run.at.tokens, **values)
-    log.say(f"validation at step {step}: loss {loss:.4f}, {describe_perplexity(values)}")
+
+    run.log.write(step=step, tokens=run.at.tokens, **values)
+    run.log.say(f"validation at step {step}: loss {loss:.4f}, {describe_perplexity(values)}")
     if not math.isfinite(loss):
-        log.say("WARNING    the validation loss is not finite: this model is of no use")
-    log.doing("step")
+        run.log.say("WARNING    the validation loss is not finite: this model is of no use")
+    run.log.doing("step")
 
 
 def is_validated(file: Path, step: int) -> bool:
@@ -497,9 +292,134 @@ def is_validated(file: Path, step: int) -> bool:
     return any("val_loss" in line for line in newest)
 
 
-def finish(run: Run, log: RunLog) -> None:
+def is_due(step: int, every: int | None, after: int | None = None) -> bool:
+    """Whether (after, step] holds a multiple of `every`; `after` defaults to step − 1."""
+    return bool(every) and step // every > (step - 1 if after is None else after) // every
+
+
+def is_last(run: Run, step: Step) -> bool:
+    return step.number == run.config.train.steps
+
+
+def save_is_due(run: Run, step: Step) -> bool:
+    """Whether a checkpoint is due behind a step. One that falls on bad steps is due at the next good one."""
+    if step.stop or is_last(run, step):
+        return True
+    return is_due(step.number, run.config.checkpoint.every, step.last_good) and not run.at.bad
+
+
+def check_soundness(run: Run, step: Step) -> str | None:
+    """Why the weights or moments must not be saved, if a checkpoint is due: they would displace a sound one.
+    None if they are sound."""
+    if not save_is_due(run, step):
+        return None
+    unsound = run.saver.unsound(run.model, run.optimizer)
+    if unsound:
+        run.log.event(step.number, "unsound", reason=unsound)
+    return unsound
+
+
+def must_roll_back(run: Run, step: Step, unsound: str | None) -> bool:
+    """Whether the run goes back to a checkpoint. A run that was asked to stop does not."""
+    too_many = len(run.at.bad) >= run.config.guard.max_bad_steps
+    return (too_many or unsound is not None) and not step.stop
+
+
+def roll_back(run: Run, step: Step, unsound: str | None) -> None:
+    """Loads the last good checkpoint. The data is not rewound: the rows of the bad steps are not read again.
+
+    Raises:
+        InputError: there is no checkpoint, or it did not help.
+    """
+    bad = run.at.bad
+    why = unsound or f"{len(bad)} steps in a row were left out ({bad[-1]})"
+    run.saver.wait()
+
+    # If no step after the last rollback was good, an older checkpoint is taken.
+    find = partial(last_good, run.saver.directory)
+    target = None
+    if run.accelerator.is_main_process:
+        target = find(suspect=run.rolled_back_to, reason=why)
+    run.load(target, find)
+    back = run.checkpoint
+
+    if back is None and step.last_good and run.saver.unsound(run.model, run.optimizer) is None:
+        run.save(run.batches.state_dict(), wait=True)  # bad steps changed no weight
+    if back is None or run.rollbacks[back] == run.config.guard.max_rollbacks:
+        saved = run.checkpoint if back is None else None
+        raise InputError(rollback_message(step.number, why, back, saved))
+    run.rollbacks[back] += 1
+    run.rolled_back_to = back
+
+    run.log.close()
+    run.log = open_log(run, keep_events=True)
+    run.log.event(
+        run.at.step + 1,
+        "rollback",
+        reason=f"{why}: back to {back.name}, on past their data",
+        to=run.at.step,
+        at=step.number,
+        reasons=bad or [why],
+    )
+    run.speed.restart(run.at.tokens)
+
+
+def report(run: Run, step: Step, verdict: Judgement) -> None:
+    """Moves the progress bar; every `log.every` good steps, writes a line of metrics."""
+    config, tokens, rate = run.config, run.at.tokens, run.speed.rate(run.at.tokens)
+    values: dict[str, Any] = {
+        "loss": step.loss,
+        "grad_norm": step.norm,
+        "lr": step.lr,
+        "tokens_per_second": rate,
+        "mfu": rate * run.facts["training_flops_per_token"] / run.facts["peak_flops"],
+    }
+    tokens_left = (config.train.steps - step.number) * config.train.tokens_per_step
+    run.log.advance(step.number, run.speed.last_step, tokens_left / rate, **values)
+
+    if verdict.kind == "good" and (is_last(run, step) or is_due(step.number, config.log.every)):
+        if run.scaler.is_enabled():
+            values["loss_scale"] = run.scaler.get_scale()
+        run.log.write(step=step.number, tokens=tokens, **values)
+        run.speed.restart(tokens)
+        run.reading.report_left_out(run.log, step.number)
+    run.reading.report_epochs(run.log, step.number)
+
+
+def save_if_due(run: Run, step: Step, unsound: str | None) -> None:
+    """Saves a checkpoint of sound weights, and notes a signal that comes meanwhile in `step.stop`."""
+    if unsound or not save_is_due(run, step):
+        return
+    last = is_last(run, step)
+    if last and not step.stop:  # no model is written of data that was not compared
+        beat = partial(run.watchdog.beat, "comparing the data with its sums")
+        finish_sums(run.sums, beat, run.saver.directory)
+    run.watchdog.beat(f"step {step.number}, saving")
+    run.log.doing("saving")
+    run.save(run.batches.state_dict(), wait=bool(step.stop or last))
+    step.stop = step.stop or received_stop(run)
+
+
+def leave_if_asked(run: Run, step: Step, unsound: str | None) -> None:
+    """Ends the run after a signal. A run that has saved its last step finishes instead.
+
+    Raises:
+        SystemExit: 128 + signal.
+    """
+    if not step.stop or (is_last(run, step) and not unsound):
+        return
+    run.saver.wait()  # this save, or an earlier one where nothing was saved now
+    saved = f"not saved, {unsound}" if unsound else "saved"
+    start = run.checkpoint or "the beginning"
+    run.log.say(f"interrupted: {saved}; the same command resumes from {start}")
+    raise SystemExit(128 + step.stop)
+
+
+def finish(run: Run) -> None:
     """Exports the final model. Raises `NothingTrained` if every step was skipped."""
     at, run_dir = run.at, Path(run.config.output_dir)
+    run.watchdog.beat("writing the model")
+    run.log.doing("writing the model")
     if at.skipped + at.overflows >= at.step:
         raise NothingTrained(
             f"{run_dir}: all {at.step} steps were left out; metrics.jsonl says why of each"
@@ -508,4 +428,4 @@ def finish(run: Run, log: RunLog) -> None:
     if run.accelerator.is_main_process:
         checkpoint, config = run.saver.directory / f"step-{at.step}", run.model.config
         export(checkpoint, run_dir / "final", run.facts, replace=True, config=config)
-    log.say(f"model: {run_dir / 'final'}")
+    run.log.say(f"model: {run_dir / 'final'}")

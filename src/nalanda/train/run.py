@@ -17,9 +17,10 @@ from nalanda.data.text_bytes import TextBytes
 from nalanda.data.token_set import SumCheck
 from nalanda.train import checkpoint, parallel
 from nalanda.train.checkpoint_dir import mark_unsound
-from nalanda.train.guards import SpikeDetector
+from nalanda.train.guards import Interruptions, SpikeDetector, Watchdog
 from nalanda.train.launch import from_main_process
-from nalanda.train.log import write_facts
+from nalanda.train.log import RunLog, write_facts
+from nalanda.train.meters import ReadingLog, TrainingSpeed
 from nalanda.train.mirror import Mirror
 from nalanda.train.row_states import RowStates
 
@@ -74,6 +75,13 @@ class Run:
     """Rollbacks to each checkpoint since the launch."""
     rolled_back_to: Path | None = None
     """Checkpoint of the last rollback, until a step after it is good."""
+
+    # Of `loop.watched`: what accompanies the steps.
+    signals: Interruptions = field(init=False)
+    watchdog: Watchdog = field(init=False)
+    log: RunLog = field(init=False)
+    speed: TrainingSpeed = field(init=False)
+    reading: ReadingLog = field(init=False)
 
     @property
     def accumulation(self) -> int:
