@@ -582,7 +582,7 @@ def test_tokenizer_and_generation_config_go_along(tokenizer, tmp_path):
     assert padded.attention_mask == [[1, 1, 1], [0, 1, 1]]
     assert AutoModelForCausalLM.from_pretrained(ours).generation_config.max_new_tokens == 17
     assert not (ours / "optimizer.pt").exists()
-    assert (ours / "modeling.py").is_file()
+    assert (ours / "language.py").is_file()
     assert (
         json.loads((ours / "config.json").read_text())["bos_token_id"] == 0
     )  # it is put in front of a text

@@ -49,7 +49,7 @@ def test_masked_lm_loss_is_of_the_logits_in_place():
     close(out.loss, F.cross_entropy(out.logits.flatten(0, 1), labels.flatten()))
     expected = torch.autograd.grad(out.loss, model.parameters())
     fused = mock.patch(
-        "nalanda.model.modeling.linear_cross_entropy", side_effect=linear_cross_entropy
+        "nalanda.model.language.linear_cross_entropy", side_effect=linear_cross_entropy
     )
     with fused as read:
         trained = model.train()(tokens, labels=labels)

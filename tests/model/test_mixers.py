@@ -8,9 +8,9 @@ from tiny_models import build as tiny
 
 from nalanda import NalandaConfig
 from nalanda.model import FEATURE_MAPS, MIXERS, delta
+from nalanda.model.decoder import Decoder
 from nalanda.model.layers import place_angles, rotate
 from nalanda.model.mixers import build_mixer
-from nalanda.model.modeling import Decoder
 from nalanda.model.sequences import Sequences
 from nalanda.testing import build_map, norm_awareness, normal
 

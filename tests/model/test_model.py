@@ -870,7 +870,8 @@ model.save_pretrained({str(tmp_path / "again")!r})
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert {p.name for p in (tmp_path / "again").glob("*.py")} >= {
-        "modeling.py",
+        "decoder.py",
+        "language.py",
         "ops.py",
         "mixers.py",
     }
@@ -1122,7 +1123,7 @@ def test_decay_stays_as_defined_in_distributed_wrappers(wrapper, process_group, 
     wrapped.train()
     # Nor do they make the head more than a matrix, whose loss needs all logits at once.
     fused = mock.Mock(side_effect=linear_cross_entropy)
-    monkeypatch.setattr("nalanda.model.modeling.linear_cross_entropy", fused)
+    monkeypatch.setattr("nalanda.model.language.linear_cross_entropy", fused)
     with torch.autocast("cpu", torch.bfloat16, enabled=wrapper == "ddp"):
         wrapped(ids(2, 9) % 8, labels=ids(2, 9) % 8).loss.backward()
     fused.assert_called_once()

@@ -499,7 +499,7 @@ def test_a_sharded_checkpoint_is_exported_whole(folder, tmp_path):
     ):
         assert part in card
     assert str(tmp_path) not in card.replace(str(folder), "")
-    assert {"modeling.py", "generation_config.json", "tokenizer.json"} <= {
+    assert {"language.py", "generation_config.json", "tokenizer.json"} <= {
         p.name for p in out.iterdir()
     }
     with pytest.raises(InputError, match="exists"):

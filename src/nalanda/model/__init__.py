@@ -8,6 +8,7 @@ from . import ops
 from .base import Mixer
 from .cache import NalandaCache
 from .configuration import AUTO_MAP, NalandaConfig
+from .decoder import Decoder
 from .feature_maps import FEATURE_MAPS, FeatureMap, build_feature_map, register_feature_map
 from .graphs import decoding_graphs
 from .heads import (
@@ -15,8 +16,8 @@ from .heads import (
     NalandaForSequenceClassification,
     NalandaForTokenClassification,
 )
+from .language import NalandaForCausalLM
 from .mixers import MIXERS, register_mixer
-from .modeling import Decoder, NalandaForCausalLM
 from .state import State
 from .vision import NalandaForImageClassification
 

@@ -23,8 +23,8 @@ for _module in (transformers, getattr(_serving, "transformers", transformers)):
     setattr(_module, "NalandaForCausalLM", transformers.AutoModelForCausalLM)  # noqa: B010
 
 AUTO_MAP = {
-    "AutoModel": "modeling.Decoder",
-    "AutoModelForCausalLM": "modeling.NalandaForCausalLM",
+    "AutoModel": "decoder.Decoder",
+    "AutoModelForCausalLM": "language.NalandaForCausalLM",
     "AutoModelForMaskedLM": "heads.NalandaForMaskedLM",
     "AutoModelForSequenceClassification": "heads.NalandaForSequenceClassification",
     "AutoModelForTokenClassification": "heads.NalandaForTokenClassification",

@@ -12,9 +12,10 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from .configuration import NalandaConfig
+from .decoder import Decoder, NalandaPreTrainedModel
+from .language import LanguageModel
 from .layers import at_least_fp32
 from .loss import mean_over
-from .modeling import Decoder, LanguageModel, NalandaPreTrainedModel
 from .sequences import Layout, foreign_bounds
 
 

@@ -28,10 +28,10 @@ from nalanda.config.schema import RunConfig
 from nalanda.data.tokenizer import build_tokenizer, vocabulary_of
 from nalanda.model import NalandaConfig, chunk_forward, chunk_order, ops
 from nalanda.model.context import Context, Parts
+from nalanda.model.decoder import Block
 from nalanda.model.epilogues import add_norm
 from nalanda.model.layers import RMSNorm
 from nalanda.model.loss import linear_cross_entropy
-from nalanda.model.modeling import Block
 from nalanda.model.sequences import Sequences
 from nalanda.train import parallel
 from nalanda.train.flops import DTYPES

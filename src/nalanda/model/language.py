@@ -1,0 +1,403 @@
+"""The language model: the decoder with a head over the vocabulary, its loss, generation and reading."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.generic import can_return_tuple
+
+from .cache import NalandaCache
+from .configuration import NalandaConfig
+from .context import Context
+from .decoder import Decoder, NalandaPreTrainedModel
+from .graphs import current_graphs, decoding_graphs
+from .layers import at_least_fp32
+from .loss import linear_cross_entropy, mean_over
+from .projections import matrix_of
+from .sequences import foreign_bounds, next_tokens
+from .state import State, check_prompt, check_state
+
+
+@dataclass
+class CausalLMOutput(CausalLMOutputWithPast):
+    row_states: NalandaCache | None = None
+    """State of each row's last document, if requested."""
+
+
+class LanguageModel(NalandaPreTrainedModel):
+    """The decoder with a head over the vocabulary, and its loss."""
+
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: NalandaConfig):
+        super().__init__(config)
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _checked_labels(self, labels: Tensor, h: Tensor, T: int) -> Tensor:
+        """Labels `[B, T]` as int64 on the device of h `[B, ·, D]`. Raises ValueError for other labels."""
+        if not isinstance(labels, Tensor):
+            raise ValueError(f"labels must be a tensor, got {type(labels).__name__}")
+        integers = not (
+            labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool
+        )
+        if not integers or labels.shape != (len(h), T):
+            raise ValueError(
+                f"labels must be integers of the input's shape {[len(h), T]}, "
+                f"got {labels.dtype} {list(labels.shape)}"
+            )
+
+        V = self.config.vocab_size
+        # Labels on a device are not read, since that would wait for the device.
+        if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+            outside = labels[((labels < 0) & (labels != -100)) | (labels >= V)]
+            if len(outside):
+                raise ValueError(
+                    f"label {int(outside[0])}: give token ids from 0 to {V - 1}, or -100 for none"
+                )
+
+        return labels.to(h.device, torch.int64)
+
+    def _summed_loss(self, h: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+        """`linear_cross_entropy` of hidden states `[M, D]`; from the head's logits if the head is more than a
+        matrix in memory: an adapter, a hook, a quantised or an offloaded weight."""
+        weight = matrix_of(self.lm_head)
+        if weight is not None:
+            return linear_cross_entropy(h, weight, targets, z_loss=z_loss)
+        logits = at_least_fp32(self.lm_head(h))
+        total = F.cross_entropy(logits, targets, reduction="sum")
+        if z_loss:
+            squares = z_loss * logits[targets != -100].logsumexp(-1).square().sum()
+            total = total + squares - squares.detach()
+        return total
+
+
+class _Behind(BaseStreamer):
+    """Hands a streamer all but the first token, which is the last one of a state."""
+
+    def __init__(self, streamer: BaseStreamer):
+        self.streamer, self.before = streamer, 1
+
+    def put(self, value: Tensor) -> None:
+        self.streamer.put(value[..., self.before :])
+        self.before = 0
+
+    def end(self) -> None:
+        self.streamer.end()
+
+
+class NalandaForCausalLM(LanguageModel, GenerationMixin):
+    """The decoder with a language-model head."""
+
+    def __init__(self, config: NalandaConfig):
+        if not config.is_decoder:
+            raise ValueError(
+                "is_decoder is false: tokens see the next one; load AutoModelForMaskedLM"
+            )
+        super().__init__(config)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config,
+        model_kwargs: dict,
+        generation_mode,
+        batch_size: int,
+        *args,
+        **kwargs,
+    ) -> None:
+        # pyrefly: ignore[bad-argument-type]
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
+        )
+        cache = model_kwargs.get("past_key_values")
+        if cache is None and generation_config.use_cache:
+            cache = NalandaCache(self.config.num_hidden_layers)
+        elif isinstance(cache, NalandaCache):
+            copies = max(
+                generation_config.num_beams or 1, generation_config.num_return_sequences or 1
+            )
+            if (
+                copies > 1 and cache.batch_size == batch_size
+            ):  # `generate` repeats only the prompt's rows
+                cache = cache.fork()
+                cache.batch_repeat_interleave(copies)
+        else:
+            return
+        # Drafts may be cropped. A cache of an earlier call may still record for that.
+        cache.recording = bool(generation_config.is_assistant)
+        model_kwargs["past_key_values"] = cache
+
+    @torch.no_grad()
+    def read(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        state: State | None = None,
+        chunk_size: int = 2048,
+        context: Context | None = None,
+    ) -> State:
+        """The state after reading a text. It can be saved, and continued any number of times.
+
+        input_ids: `[B, T]`; attention_mask: `[B, T]`, zeros are padding, on the left.
+        state: the state of the text before, which is not changed; a state of one row serves all B.
+        chunk_size: tokens read at once. It bounds memory for any T (except the states of layers that keep
+            every token), and does not change the result.
+        context: processes that read the text together, each calling with all of it; all get the state.
+
+        Raises ValueError for an empty text, padding on the right, a state that does not fit, or a chunk_size
+        below 1.
+        """
+        if type(chunk_size) is not int or chunk_size < 1:
+            raise ValueError(f"chunk_size={chunk_size!r} must be an integer from 1 on")
+        cache = NalandaCache(self.config.num_hidden_layers)
+        if state is not None:
+            check_state(state)
+            cache, input_ids, attention_mask = state.resumed(self, input_ids, attention_mask)
+        check_prompt(input_ids, attention_mask)
+        if attention_mask is not None and not bool(attention_mask[:, -1].all()):
+            raise ValueError("a state ends with its last token: pad on the left")
+        if (
+            attention_mask is not None
+        ):  # on the host, so that a piece of one column is not taken for a token
+            attention_mask = attention_mask.cpu()
+        if context is not None:
+            if attention_mask is not None and not bool(attention_mask.all()):
+                raise ValueError(
+                    "processes cannot share texts with padding: read each length apart"
+                )
+            cache, read = self._read_parts(cache, input_ids[:, :-1], chunk_size, context), input_ids
+            input_ids, attention_mask = (
+                read[:, (read.shape[1] - 1) // context.size * context.size :],
+                None,
+            )
+        for start in range(0, input_ids.shape[1] - 1, chunk_size):
+            piece = slice(start, min(start + chunk_size, input_ids.shape[1] - 1))
+            mask = None if attention_mask is None else attention_mask[:, piece]
+            self.model(input_ids=input_ids[:, piece], attention_mask=mask, past_key_values=cache)
+        return State(self, cache, input_ids[:, -1:])
+
+    def _read_parts(
+        self, cache: NalandaCache, input_ids: Tensor, chunk_size: int, context: Context
+    ) -> NalandaCache:
+        """Reads as many tokens as can be cut equally, in pieces of `chunk_size` a process."""
+        end = input_ids.shape[1] // context.size * context.size
+        states = None if cache.lengths is None else cache
+        for piece in input_ids[:, :end].split(chunk_size * context.size, 1):
+            if piece.shape[1]:
+                carried = torch.full((len(piece),), states is not None)
+                rows: Any = {"row_states": states, "carried": carried, "return_row_states": True}
+                states = self.model(input_ids=piece, context=context, **rows).row_states
+        return cache if states is None else states
+
+    def load_state(self, path: str | Path) -> State:
+        """`State.load(path, self)`."""
+        return State.load(path, self)
+
+    def generate(self, inputs: Tensor | None = None, *args, state: State | None = None, **kwargs):
+        """transformers' `generate`, optionally continuing a state with `inputs` or directly.
+
+        The state is not changed. A state of one row serves all rows of `inputs`; attention_mask is that of
+        `inputs`. Returns `inputs` and the new tokens, which a streamer gets too. Logits processors, prompt
+        lookup and `max_length` see these and the state's last token, not the text before. On CUDA it decodes
+        by graphs (`graphs.py`).
+        """
+        foreign_bounds(None, {"token_type_ids": kwargs.pop("token_type_ids", None)})
+        if state is None:
+            embedded, cached = (
+                kwargs.get(name) is not None for name in ("inputs_embeds", "past_key_values")
+            )
+            given = kwargs["inputs_embeds"] if embedded else kwargs.get("input_ids", inputs)
+            if given is not None:
+                check_prompt(given, kwargs.get("attention_mask"), cached=cached)
+            with decoding_graphs(self):
+                return super().generate(inputs, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
+        if kwargs.get("inputs_embeds") is not None:
+            raise ValueError("a state continues with input_ids, not inputs_embeds")
+        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache") is False:
+            named = (
+                "use_cache=False" if kwargs.get("past_key_values") is None else "past_key_values"
+            )
+            raise ValueError(f"a state is a cache: leave {named} out")
+        check_state(state)
+        cache, ids, mask = state.resumed(
+            self, kwargs.pop("input_ids", inputs), kwargs.pop("attention_mask", None)
+        )
+        cache.seen_tokens = 0  # `generate` counts tokens from the start of this call
+        mask = torch.ones_like(ids) if mask is None else mask
+        kwargs |= {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        if kwargs.get("streamer") is not None:
+            kwargs["streamer"] = _Behind(kwargs["streamer"])
+        with decoding_graphs(self):
+            out: Any = super().generate(ids, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
+        if isinstance(out, Tensor):
+            return out[:, 1:]
+        out.sequences = out.sequences[:, 1:]
+        out.past_key_values.seen_tokens -= (
+            1  # so that it counts these tokens when they are continued
+        )
+        return out
+
+    def prepare_inputs_for_generation(
+        self, input_ids, *args, inputs_embeds: Tensor | None = None, tokenizer: Any = None, **kwargs
+    ) -> dict:
+        """Drops the tokenizer that `generate` passes on where it has stop strings. `generate` takes
+        inputs_embeds only where they are named here."""
+        kwargs |= {"inputs_embeds": inputs_embeds}
+        # pyrefly: ignore[bad-argument-type]
+        return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+
+    @property
+    def init_continuous_batching(self):
+        """Unsupported, as it pages keys and values. `transformers serve` then serves requests in turn."""
+        raise AttributeError
+
+    def _read_before(
+        self, cache: NalandaCache, keep: int, attention_mask: Tensor | None, *columns: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Reads all but the last `keep` columns of (input_ids, inputs_embeds, …), and returns the rest."""
+        ids, embeddings = (None if x is None else x[:, :-keep] for x in columns[:2])
+        if any(x is not None and x.shape[1] for x in (ids, embeddings)):
+            mask = None if attention_mask is None else attention_mask[:, :-keep]
+            self.model(
+                input_ids=ids, inputs_embeds=embeddings, attention_mask=mask, past_key_values=cache
+            )
+        return tuple(None if x is None else x[:, -keep:] for x in columns)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: NalandaCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seqlens: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        z_loss: float = 0.0,
+        row_states: NalandaCache | None = None,
+        carried: Tensor | None = None,
+        return_row_states: bool = False,
+        context: Context | None = None,
+        output_attentions: bool | None = None,
+        shift_labels: Tensor | None = None,
+        **foreign: Any,
+    ) -> CausalLMOutput:
+        """Next-token logits and, with labels, their loss.
+
+        input_ids: `[B, T]`, or inputs_embeds `[B, T, D]`.
+        attention_mask: `[B, T]`, or with a cache `[B, past + T]`; zeros are padding, on either side. A single
+            column behind rows that have all begun is read as tokens, except by a mask on the host: to look
+            at one on a device would wait for it, every token.
+        cu_seqlens: int `[N+1]`, bounds in the B·T tokens of documents that must not see each other, best on
+            the host. position_ids that restart are equivalent.
+        labels: `[B, T]`, aligned with input_ids (shifted here). −100 is ignored, and so are padding and the
+            first token of a row or document, which nothing predicts.
+        shift_labels: `[B, T]`, in place of labels: already the next tokens, of which only −100 is ignored.
+        num_items_in_batch: the divisor of the summed loss; by default the number of labels not ignored. It
+            must count none of those either. Without a label the loss is 0.
+        z_loss: the weight of the mean of logsumexp(logits)² in the loss's gradient; its value leaves it out.
+        logits_to_keep: the last n positions, or the given positions; 0 for all.
+        row_states: those of an earlier call's output, for documents that continue in the same row; only for
+            states of constant size. The output then has `row_states`, a detached NalandaCache of B sequences
+            with the states of the rows' last documents (truncated backpropagation through time).
+        carried: bool `[B]`, best on the host: whether the row's first document continues its row state and
+            its count of tokens. Other rows start empty.
+        return_row_states: whether to return `row_states` without being given any.
+        context: the processes that share these rows, each calling with the same whole rows (`context.py`).
+            Logits and hidden states are of this process's part `[B, T/N]`, and the loss is the part's share:
+            that of the rows is the sum over the processes.
+        output_attentions: accepted because PEFT passes it; True is refused.
+        foreign: keywords of other libraries, as `sequences.foreign_bounds` takes them.
+
+        In training mode with labels `logits` is None: the loss is computed in blocks without all logits.
+
+        Raises ValueError for labels, a mask, a packing or a cache that does not fit the batch.
+        """
+        cu_seqlens = foreign_bounds(cu_seqlens, foreign)
+        given_labels = labels if shift_labels is None else shift_labels
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        cache = past_key_values
+        graphs = None if torch.compiler.is_compiling() else current_graphs()
+        if graphs is not None and isinstance(cache, NalandaCache) and input_ids is not None:
+            more = (inputs_embeds, given_labels, cu_seqlens, row_states, carried)
+            plain = input_ids.shape[1] == 1 and not (output_hidden_states or return_row_states)
+            if plain and all(x is None for x in more):
+                logits = graphs.decode(self, input_ids, cache)
+                if logits is not None:
+                    # pyrefly: ignore[bad-argument-type]
+                    return CausalLMOutput(logits=logits, past_key_values=cache)
+        if isinstance(cache, NalandaCache) and cache.recording and cache.marked is None:
+            # `crop` may remove only positions after the first one with requested logits.
+            whole = (
+                given_labels is not None
+                or output_hidden_states
+                or isinstance(logits_to_keep, Tensor)
+            )
+            columns = (input_ids, inputs_embeds, position_ids)
+            if not whole and logits_to_keep:
+                columns = self._read_before(cache, logits_to_keep, attention_mask, *columns)
+            input_ids, inputs_embeds, position_ids = columns
+            self.model.catch_up(cache)
+            cache.mark()
+        out = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            cu_seqlens=cu_seqlens,
+            row_states=row_states,
+            carried=carried,
+            return_row_states=return_row_states,
+            context=context,
+            output_attentions=output_attentions,
+        )
+        h = out.last_hidden_state
+        loss = logits = None
+        if given_labels is not None:
+            T = h.shape[1] * (1 if context is None else context.size)
+            targets = self._checked_labels(given_labels, h, T)
+            if shift_labels is None:
+                targets = next_tokens(targets, attention_mask, position_ids, cu_seqlens)
+            count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            if context is not None:
+                targets = context.part(targets)
+            total = self._summed_loss(h.flatten(0, 1), targets.flatten(), z_loss)
+            loss = mean_over(total, count)
+        if loss is None or not self.training:
+            keep = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
+            logits = self.lm_head(h[:, keep])
+        return CausalLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+            row_states=out.row_states,
+        )
+
+
+# transformers' Trainer smooths labels of the classes that it lists here against the token before.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["nalanda"] = NalandaForCausalLM.__name__
