@@ -61,21 +61,25 @@ class Encoder:
 class Tokenisers:
     """Tokenises groups of texts in order, in `workers` processes ahead of the reader, or in this one if < 2.
 
-    Each process takes one group at a time, in turn, so at most `workers` groups of a stream are under way.
-    They start with the first group. They end with `close`, with this object, with the interpreter, and
-    however the trainer dies, since their input ends.
+    A process takes one group at a time, so at most `workers` groups of a stream are under way. The processes
+    start with the first groups. They end with `close`, with this object, with the interpreter, and however
+    the trainer dies, since their input ends.
 
     peers: the L processes that take the same groups. Each tokenises every L-th group for all of them, so L
     times as many groups are under way. With `workers` < 2 a thread tokenises.
     """
 
     def __init__(self, encode: Encoder, workers: int, peers: Peers | None = None):
-        self.encode, self._peers = encode, peers
-        self._workers = [_Worker() for _ in range(workers if workers > 1 else 0)]
-        self._turn = 0
+        self._encode, self._peers = encode, peers
+        self._workers = [Worker(encode) for _ in range(workers if workers > 1 else 0)]
+        self._free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._free.put(worker)
         # Beside peers the reader hands groups on while the next one is tokenised, else all would wait for it.
-        self._thread = ThreadPoolExecutor(1) if peers and not self._workers else None
-        self.close = weakref.finalize(self, _close, self._workers, self._thread, peers)
+        threads = len(self._workers) or int(peers is not None)
+        self._pool = ThreadPoolExecutor(threads) if threads else None
+        self._ahead = threads * (peers.count if peers else 1)
+        self.close = weakref.finalize(self, _close, self._workers, self._pool, peers)
 
     def in_order(
         self, groups: Iterator[tuple[Any, list[str]]]
@@ -91,9 +95,6 @@ class Tokenisers:
     def _in_order(
         self, groups: Iterator[tuple[Any, list[str]]]
     ) -> Iterator[tuple[Any, list[np.ndarray]]]:
-        ahead = len(self._workers)
-        if self._peers:
-            ahead = max(1, ahead) * self._peers.count
         waiting: deque[tuple[Any, Callable[[], list[np.ndarray]]]] = deque()
         failure = None
         for number in itertools.count():
@@ -101,9 +102,11 @@ class Tokenisers:
                 group = None if failure else next(groups, None)
             except Exception as error:
                 group, failure = None, error
+
             if group:
-                waiting.append((group[0], self._share(number, group[1])))
-            if waiting and (not group or len(waiting) > ahead):
+                key, texts = group
+                waiting.append((key, self._share(number, texts)))
+            if waiting and (not group or len(waiting) > self._ahead):
                 key, result = waiting.popleft()
                 yield key, result()
             elif not group:
@@ -120,40 +123,41 @@ class Tokenisers:
         return partial(self._peers.take, number, len(texts))
 
     def _begin(self, texts: list[str]) -> Callable[[], list[np.ndarray]]:
-        if self._thread:
-            return self._thread.submit(self.encode, texts).result
-        if not self._workers:
-            return lambda: self.encode(texts)
-        worker = self._workers[self._turn]
-        self._turn = (self._turn + 1) % len(self._workers)
-        return worker.begin(self.encode, texts)
+        if self._pool is None:
+            return partial(self._encode, texts)
+        encode = self._encode_in_process if self._workers else self._encode
+        return self._pool.submit(encode, texts).result
+
+    def _encode_in_process(self, texts: list[str]) -> list[np.ndarray]:
+        worker = self._free.get()
+        try:
+            return worker.encode(texts)
+        finally:
+            self._free.put(worker)
 
 
-class _Worker:
-    """One process and the group that it works on."""
+class Worker:
+    """A process that tokenises one group at a time.
 
-    def __init__(self) -> None:
+    Not of a `ProcessPoolExecutor`: that imports the trainer's main module again in each process, and its
+    processes outlive a trainer that is killed.
+    """
+
+    def __init__(self, encode: Encoder):
+        self._encode = encode
         self.process: Any = None  # a Popen
-        self.closed = False
-        self._task: list | None = None  # becomes [tokens]
+        self._closed = False
 
-    def begin(self, encode: Encoder, texts: list[str]) -> Callable[[], list[np.ndarray]]:
-        self._finish()  # with two under way, both sides could block on a full pipe
-        if not self.process:
-            self._start()
-            self._send((encode.backend.to_str(), encode.first, encode.last))
-        self._send(texts)
-        task: list = []
-        self._task = task
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """`Encoder.__call__`. Raises `InputError` if the process ends."""
+        try:
+            process = self.process or self._start()
+            self._send(texts)
+            return pickle.load(process.stdout)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            raise self._describe_end() from None
 
-        def result() -> list[np.ndarray]:
-            if not task:
-                self._finish()
-            return task.pop()
-
-        return result
-
-    def _start(self) -> None:
+    def _start(self) -> Any:
         # A process inherits the blocked signals, so they cannot strike it while it starts.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_THE_TRAINER)
         try:
@@ -165,45 +169,36 @@ class _Worker:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if self.closed:  # by another thread meanwhile
+        if self._closed:  # by another thread meanwhile
             self.close()
+        self._send((self._encode.backend.to_str(), self._encode.first, self._encode.last))
+        return self.process
 
     def _send(self, message: Any) -> None:
-        try:
-            pickle.dump(message, self.process.stdin, pickle.HIGHEST_PROTOCOL)
-            self.process.stdin.flush()
-        except OSError:
-            self._ended()
+        pickle.dump(message, self.process.stdin, pickle.HIGHEST_PROTOCOL)
+        self.process.stdin.flush()
 
-    def _finish(self) -> None:
-        if self._task is not None:
-            try:
-                self._task.append(pickle.load(self.process.stdout))
-            except (EOFError, OSError, pickle.UnpicklingError):
-                self._ended()
-            self._task = None
-
-    def _ended(self) -> None:
+    def _describe_end(self) -> Exception:
         from nalanda.common.errors import InputError
 
         code = self.process.wait()
-        raise InputError(
+        return InputError(
             f"data.workers: a process that tokenises ended by itself (exit code {code}; -9 may be a lack of "
             "memory); lower data.workers"
-        ) from None
+        )
 
     def close(self) -> None:
-        self.closed = True
+        self._closed = True
         if self.process:
             self.process.kill()
             self.process.wait()
 
 
-def _close(workers: list[_Worker], thread: ThreadPoolExecutor | None, peers: Peers | None) -> None:
+def _close(workers: list[Worker], pool: ThreadPoolExecutor | None, peers: Peers | None) -> None:
     if peers:
         peers.close()
-    if thread:
-        thread.shutdown(wait=False, cancel_futures=True)
+    if pool:
+        pool.shutdown(wait=False, cancel_futures=True)
     for worker in workers:
         worker.close()
 
