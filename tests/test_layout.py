@@ -98,7 +98,7 @@ def test_nothing_of_the_product_names_the_lab():
         f
         for r in rooms
         for f in (ROOT / r).rglob("*")
-        if f.suffix in (".py", ".yaml", ".md", ".sh")
+        if f.suffix in (".py", ".yaml", ".md", ".sh") and "decisions" not in f.parts
     ]
     assert len(texts) > 300
     assert not [
