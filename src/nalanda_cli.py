@@ -620,14 +620,6 @@ def prepare(
     format: Annotated[
         str, Option(help="nalanda, or megatron: a prepared set SOURCE as Megatron's .idx and .bin")
     ] = "nalanda",
-    executor: Annotated[str | None, Option(help="run by datatrove: local, slurm or ray")] = None,
-    tasks: Annotated[int, Option(min=1, help="tasks of the executor, which share the shards")] = 1,
-    logs: Annotated[
-        str | None, Option(help="directory for its logs; by default OUTPUT-logs")
-    ] = None,
-    slurm_partition: Annotated[str | None, Option(help="Slurm partition of the tasks")] = None,
-    slurm_time: Annotated[str, Option(help="time limit of a task")] = "24:00:00",
-    slurm_arg: Annotated[list[str] | None, Option(help="NAME=VALUE for sbatch; repeatable")] = None,
 ) -> None:
     """Tokenise a corpus into token shards.
 
@@ -635,8 +627,7 @@ def prepare(
     nalanda data prepare python tokens/python --vocab-size 4096
     nalanda data prepare gated_deltanet_340m tokens/340m --workers 16
 
-    Runs in parallel and resumes after an interruption. The number of workers, tasks and machines does not
-    change the bytes.
+    Runs in parallel and resumes after an interruption. The number of workers does not change the bytes.
     """
     with _doing("loading"):
         from nalanda.common.errors import InputError
@@ -661,9 +652,6 @@ def prepare(
             made = f"{output}/{split}: {documents:,} documents, {tokens:,} tokens"
             print(made if documents else f"no {split}")
         return
-    for needs_executor in ("tasks", "logs", "slurm_partition", "slurm_time", "slurm_arg"):
-        if executor is None and needs_executor in given:
-            raise typer.BadParameter("needs --executor", param_hint=given[needs_executor])
     settings = {
         "validation_share": validation_share,
         "text_field": text_field,
@@ -678,14 +666,7 @@ def prepare(
         workers=workers,
         shard_bytes=shard_mb and shard_mb << 20,
         say=print,
-        executor=executor,
-        tasks=tasks,
-        logs=logs,
-        slurm={"partition": slurm_partition, "time": slurm_time, "args": slurm_arg or []},
     )
-    if index is None:
-        print(f"the tasks are queued; {output} is complete when it has an index.json")
-        return
     print_token_set(index, output)
     recipe = source if is_recipe(source) else "demo"
     asked = load_config(recipe).data

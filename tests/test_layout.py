@@ -35,7 +35,6 @@ DEFERRED = {
         "nalanda.model.configuration",
     ): "imports torch; the rest of a recipe does not",
     ("nalanda.config.schema", "nalanda.model.configuration"): "as above",
-    ("nalanda.data.make_set", "nalanda.data.datatrove"): "imports datatrove, which is optional",
     ("nalanda.data.workers", "nalanda.common.errors"): "the file also runs by itself",
     ("nalanda.report.runs", "nalanda.model.configuration"): "imports torch",
     ("nalanda_eval.fetch", "nalanda_eval.adapter"): "imports lm-evaluation-harness",

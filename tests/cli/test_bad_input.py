@@ -116,7 +116,6 @@ TABLE = [
     ("runs --josn", r"No such option: --josn \(Possible options: --json\)"),
     ("info --processes 8", r"Invalid value for --processes: needs a recipe"),
     ("export run out --private", r"Invalid value for --private: needs --push"),
-    ("data prepare r.yaml out --tasks 3", r"Invalid value for --tasks: needs --executor"),
     ("eval model --tasks piqa --max-length 0", r"Invalid value for '--max-length': Input .*"),
     ("evall model", r"No such command 'evall'.*"),
     ("plot run --x parsecs", r"Invalid value.*choose tokens, steps or hours"),

@@ -3,7 +3,6 @@
 import copy
 import gzip
 import hashlib
-import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -1204,68 +1203,3 @@ def test_command_trains_a_tokenizer_and_takes_a_recipe(tmp_path, monkeypatch):
     damaged = run.invoke(app, ["data", "inspect", str(tmp_path / "a"), "--verify"]).exception
     assert isinstance(damaged, InputError)
     assert "train/00000.tokens: damaged" in str(damaged)
-
-
-@pytest.mark.slow
-def test_datatrove_writes_the_same_bytes(tmp_path, byte_tokenizer):
-    pytest.importorskip("datatrove")
-    from nalanda.data.datatrove import prepare_with
-
-    data = DataConfig(source=str(corpus(tmp_path / "in")))
-    prepare(data, byte_tokenizer, tmp_path / "one", shard_bytes=3000)
-    prepare_with("local", data, byte_tokenizer, str(tmp_path / "two"), tasks=2, shard_bytes=3000)
-    assert sums(tmp_path / "one") == sums(tmp_path / "two")
-    done = json.loads((tmp_path / "two-logs/shards/stats.json").read_text())
-    assert done
-    with pytest.raises(InputError, match="there are local, slurm and ray"):
-        prepare_with("cloud", data, byte_tokenizer, str(tmp_path / "three"), tasks=2)
-
-
-def test_slurm_gets_an_array_and_then_an_index(tmp_path, byte_tokenizer, monkeypatch):
-    """With a stand-in for Slurm: the submitted tasks, run one by one, make the same set."""
-    pytest.importorskip("datatrove")
-    import dill
-
-    from nalanda.data.datatrove import prepare_with
-
-    data, out = DataConfig(source=str(corpus(tmp_path / "in"))), tmp_path / "out"
-    commands = {
-        "sbatch": f'echo "$@" >> {tmp_path}/calls; cat "${{@: -1}}" >> {tmp_path}/calls; echo job 7',
-        "scontrol": "echo localhost",
-    }
-    for name, script in commands.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    slurm = {"partition": "cpu", "time": "01:00:00", "args": ["account=me"]}
-    with pytest.raises(InputError, match="--slurm-partition"):
-        prepare_with("slurm", data, byte_tokenizer, str(out), tasks=2)
-    prepare_with("slurm", data, byte_tokenizer, str(out), tasks=2, shard_bytes=3000, slurm=slurm)
-    assert not is_token_set(out)
-    calls = (tmp_path / "calls").read_text()
-    for part in (
-        "--partition=cpu",
-        "--time=01:00:00",
-        "--account=me",
-        "--array=0-1",
-        "--dependency=afterok:7",
-    ):
-        assert part in calls
-    monkeypatch.setenv("SLURM_NODELIST", "localhost")
-    for job, task in (("shards", 1), ("shards", 0), ("index", 0)):
-        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(task))
-        with (tmp_path / f"out-logs/{job}/executor.pik").open("rb") as file:
-            dill.load(file).run()
-    prepare(data, byte_tokenizer, tmp_path / "one", shard_bytes=3000)
-    assert sums(tmp_path / "one") == sums(out)
-
-
-def test_ray_says_what_is_missing(tmp_path, byte_tokenizer):
-    pytest.importorskip("datatrove")
-    if importlib.util.find_spec("ray"):
-        pytest.skip("Ray is installed")
-    from nalanda.data.datatrove import prepare_with
-
-    data = DataConfig(source=str(corpus(tmp_path / "in", files=1)))
-    with pytest.raises(InputError, match=r"ray does not start here.*ray"):
-        prepare_with("ray", data, byte_tokenizer, str(tmp_path / "out"), tasks=2)

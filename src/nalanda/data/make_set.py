@@ -14,7 +14,7 @@ from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.megatron import read_megatron
 from nalanda.data.prepare import prepare
 from nalanda.data.stores import make_in_store
-from nalanda.data.token_set import is_token_set, megatron_splits, read_index
+from nalanda.data.token_set import megatron_splits
 from nalanda.data.workers import processors
 
 
@@ -26,29 +26,21 @@ def make_token_set(
     tokenizer: Mapping[str, Any],
     workers: int | None = None,
     shard_bytes: int | None = None,
-    executor: str | None = None,
     say: Callable[[str], None] = lambda line: None,
-    **cluster: Any,
-) -> dict | None:
-    """Makes a token set in `directory`, which may be a folder of a store; returns its index, or None if tasks
-    are queued that will make it.
+) -> dict:
+    """Makes a token set in `directory`, which may be a folder of a store; returns its index.
 
     Args:
         source: of documents, or a recipe, whose data and tokenizer are taken; or PREFIX.idx of Megatron.
         data, tokenizer: settings instead of the recipe's, or of the defaults; None is not given.
         workers: by default one per core.
         shard_bytes, say: as in `prepare`.
-        executor, cluster: as in `prepare_with`, which works by datatrove.
     Raises:
-        InputError: as in `prepare`, `prepare_with` or `read_megatron`.
+        InputError: as in `prepare` or `read_megatron`.
     """
     check_output(directory, "output")
     directory = local_path(directory)
     if is_store(directory):
-        if executor:
-            raise InputError(
-                "--executor: its tasks share a local folder; name one, and copy the set"
-            )
         return make_in_store(
             directory,
             lambda folder: make_token_set(
@@ -72,33 +64,19 @@ def make_token_set(
     chosen = _given(data)
     settings = replace(settings, **chosen)
     if megatron_splits(settings.source):
-        if executor or {"bos", "eos"} & chosen.keys():
-            option = "--executor" if executor else "--bos, --eos"
+        if {"bos", "eos"} & chosen.keys():
             raise InputError(
-                f"{option}: a Megatron set is taken as it is, in one process; leave it out"
+                "--bos, --eos: a Megatron set is taken as it is, in one process; leave it out"
             )
         return read_megatron(settings, its_tokenizer, directory)
-    if executor is None:
-        return prepare(
-            settings,
-            its_tokenizer,
-            directory,
-            workers=workers or processors(),
-            shard_bytes=shard_bytes,
-            say=say,
-        )
-    from nalanda.data.datatrove import prepare_with
-
-    prepare_with(
-        executor,
+    return prepare(
         settings,
         its_tokenizer,
         directory,
-        workers=workers,
+        workers=workers or processors(),
         shard_bytes=shard_bytes,
-        **cluster,
+        say=say,
     )
-    return read_index(directory) if is_token_set(directory) else None
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

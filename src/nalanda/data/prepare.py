@@ -71,7 +71,7 @@ PRELOAD = ["nalanda.data.prepare", "transformers.models.auto.tokenization_auto"]
 
 URLS = "urls.json"
 """File beside the plan, readable by its owner alone, that has sources whose URLs may hold a password or a
-signature. It is removed when the work ends; an interrupted executor's is kept with the plan."""
+signature. `prepare` removes it when the work ends, `Preparation.seal` with the plan."""
 
 LEFTOVER = re.compile(r"\.(\d+(\.docs)?|index\.json)\.\d+")
 """A file that a killed process left (`ShardWriter`, `write_whole`)."""

@@ -316,9 +316,7 @@ def _is_there(file: Path, stored: StoreFile) -> bool:
     return file.is_file() and file.stat().st_size == stored.size
 
 
-def make_in_store(
-    url: str, make: Callable[[str], dict | None], say: Callable[[str], None]
-) -> dict | None:
+def make_in_store(url: str, make: Callable[[str], dict], say: Callable[[str], None]) -> dict:
     """Makes a token set in a local folder by `make(folder)`, and copies it to the folder `url` of a store.
 
     Files of the set that the store has are taken from there, so a set is not made twice. While it is copied,
