@@ -47,7 +47,7 @@ from nalanda.data.documents import hash_text
 from nalanda.data.inspect import check_set
 from nalanda.data.token_set import TokenSet, is_token_set
 from nalanda.report.verify import verify
-from nalanda.train import checkpoint
+from nalanda.train import tensor_files
 from nalanda.train.build import build_model
 from nalanda.train.checkpoint_dir import latest_checkpoint
 
@@ -749,7 +749,7 @@ def nan_validation(work: Work) -> str:
         need("not finite" in text, text[-400:])
         card = (run / "final" / "README.md").read_text()
         need("NOT FINITE" in card, card[:800])
-        need(checkpoint.shapes(run / "final" / "model.safetensors"), "no weights")
+        need(tensor_files.shapes(run / "final" / "model.safetensors"), "no weights")
     return "2 runs; final/ is whole, its card says NOT FINITE"
 
 

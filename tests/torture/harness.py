@@ -279,13 +279,13 @@ def digest(value: object) -> str:
 def tensors(source: Path) -> dict[str, str]:
     """SHA-256 of every tensor of a safetensors file, or of a folder of parts of them: metadata, order and how
     many processes wrote it are none of it."""
-    from nalanda.train import checkpoint
+    from nalanda.train import tensor_files
 
     found = {
         name: torch.empty(*kind[:1], dtype=kind[1])
-        for name, kind in checkpoint.shapes(source).items()
+        for name, kind in tensor_files.shapes(source).items()
     }
-    checkpoint.read_tensors(source, found)
+    tensor_files.read_tensors(source, found)
     return {
         name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in sorted(found.items())
     }

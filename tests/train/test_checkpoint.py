@@ -20,7 +20,7 @@ from nalanda.common import files
 from nalanda.common.errors import DiskFull, InputError
 from nalanda.common.files import manifest_text, verify_manifest
 from nalanda.config.schema import CheckpointConfig, OptimConfig
-from nalanda.train import checkpoint
+from nalanda.train import checkpoint, tensor_files
 from nalanda.train.checkpoint_dir import (
     MARK,
     checkpoint_folders,
@@ -210,7 +210,7 @@ def test_a_disk_that_is_too_small_is_known_before_a_byte_is_written(tmp_path, mo
     model, optimizer = made(updates=1)
     wrote = []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    monkeypatch.setattr(checkpoint, "_write", lambda *_: wrote.append(1))
+    monkeypatch.setattr(checkpoint, "write_file", lambda *_: wrote.append(1))
     with pytest.raises(
         DiskFull, match=r"there is no earlier one: .* are needed, .* more than are free"
     ):
@@ -229,15 +229,15 @@ def test_another_error_is_no_full_disk(tmp_path, monkeypatch):
 
 def held(monkeypatch) -> threading.Event:
     """Writing waits for it."""
-    go, write = threading.Event(), checkpoint._write
-    monkeypatch.setattr(checkpoint, "_write", lambda *args: go.wait(20) and write(*args))
+    go, write = threading.Event(), checkpoint.write_file
+    monkeypatch.setattr(checkpoint, "write_file", lambda *args: go.wait(20) and write(*args))
     return go
 
 
 def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(tmp_path, monkeypatch):
     model, optimizer = made(updates=1)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    moments = {k: v.clone() for k, v in checkpoint._optimizer_tensors(model, optimizer).items()}
+    moments = {k: v.clone() for k, v in checkpoint.optimizer_tensors(model, optimizer).items()}
     saver = checkpoint.Saver(tmp_path, CheckpointConfig(asynchronous=True))
     state = {"data_state": {"position": 1}, "trainer_state": {"tokens": 7}}
     go = held(monkeypatch)
@@ -260,7 +260,7 @@ def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(tmp_path, monkey
     assert data == {"position": 1}
     assert random.getstate() == drawn
     assert all(torch.equal(before[name], p) for name, p in other.named_parameters())
-    loaded = checkpoint._optimizer_tensors(other, fresh)
+    loaded = checkpoint.optimizer_tensors(other, fresh)
     assert all(torch.equal(moments[key], loaded[key]) for key in moments)
     assert not torch.equal(before["bias"], model.bias)
 
@@ -377,7 +377,7 @@ def test_a_step_saved_again_takes_the_place_of_the_other(tmp_path):
     save(tmp_path, 1, model, optimizer)
     model, optimizer = made(updates=2)
     path = save(tmp_path, 1, model, optimizer)
-    assert torch.equal(checkpoint.weights(path)["bias"], model.bias)
+    assert torch.equal(tensor_files.read_weights(path)["bias"], model.bias)
     prune(tmp_path, CheckpointConfig(), 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
 
@@ -386,7 +386,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
     drawn = torch.randn(5, 3)
     parts = {
         name.lower(): ((drawn * 10).to(dtype) if name != "BOOL" else drawn > 0)
-        for name, dtype in checkpoint.DTYPES.items()
+        for name, dtype in tensor_files.DTYPES.items()
     }
     parts |= {
         "scalar": torch.tensor(3.0),
@@ -395,12 +395,13 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
         "ü.ß": drawn[1:, 1],
     }
     file = tmp_path / "some.safetensors"
-    checkpoint._write(
-        file, checkpoint._safetensors({name: (t, []) for name, t in parts.items()}, copy=True)
+    tensor_files.write_file(
+        file,
+        tensor_files.safetensors_content({name: (t, []) for name, t in parts.items()}, copy=True),
     )
     theirs = safetensors.torch.load_file(file)
     ours = {name: torch.zeros_like(t) for name, t in parts.items()}
-    checkpoint.read_tensors(file, ours)
+    tensor_files.read_tensors(file, ours)
     for name, tensor in parts.items():
         assert theirs[name].dtype == ours[name].dtype == tensor.dtype
         assert torch.equal(theirs[name], tensor)

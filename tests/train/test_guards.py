@@ -294,17 +294,16 @@ def test_spoilt_weights_and_moments_are_never_saved(recipe, tmp_path, monkeypatc
 
 def test_a_spoilt_checkpoint_is_marked_and_passed_over(recipe, tmp_path, monkeypatch, capsys):
     """One that an older version saved, or that went bad on its way to the disk: its sums fit."""
-    run = tmp_path / "run"
+    run, save = tmp_path / "run", checkpoint.Saver.save
+
+    def spoiled(saver, step, *, model, optimizer, **state):
+        if step == 10:
+            spoil(model, optimizer, "moment inf")
+        return save(saver, step, model=model, optimizer=optimizer, **state)
+
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.Saver, "unsound", lambda *_: None)
-        patch.setattr(
-            checkpoint,
-            "_contents",
-            lambda step, m, o, *rest, f=checkpoint._contents: (
-                spoil(m, o, "moment inf") if step == 10 else None,
-                f(step, m, o, *rest),
-            )[1],
-        )
+        patch.setattr(checkpoint.Saver, "save", spoiled)
         loop.train(
             configured(recipe, run, "train.steps=10", "schedule.name=constant", *NO_VALIDATION)
         )
@@ -479,14 +478,14 @@ def test_a_save_under_way_when_the_signal_comes_is_the_last(
     recipe, tmp_path, monkeypatch, asynchronous
 ):
     """No further step is made and saved: that would take the time twice that a preemption leaves."""
-    run, contents, saved = tmp_path / "run", checkpoint._contents, []
+    run, contents, saved = tmp_path / "run", checkpoint.shared_contents, []
 
     def signalled(step, *rest):
         saved.append(step)
         signal.raise_signal(signal.SIGTERM)
         return contents(step, *rest)
 
-    monkeypatch.setattr(checkpoint, "_contents", signalled)
+    monkeypatch.setattr(checkpoint, "shared_contents", signalled)
     settings = (f"checkpoint.asynchronous={asynchronous}", *NO_VALIDATION)
     with pytest.raises(SystemExit) as stop:
         loop.train(configured(recipe, run, *settings))

@@ -37,7 +37,7 @@ from nalanda.common.errors import DiskFull, InputError
 from nalanda.common.files import verify_manifest
 from nalanda.config.load import load_config
 from nalanda.config.schema import CheckpointConfig, OptimConfig, TrainConfig
-from nalanda.train import checkpoint, launch, memory, parallel
+from nalanda.train import checkpoint, launch, memory, parallel, tensor_files
 from nalanda.train.checkpoint import Saver
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint
 from nalanda.train.export import export
@@ -150,7 +150,7 @@ def steps(accelerator, model, wrapped, optimizer, first: int = 0, count: int = S
 
 
 def moments(model, optimizer) -> dict[str, torch.Tensor]:
-    return {k: whole(v) for k, v in checkpoint._optimizer_tensors(model, optimizer).items()}
+    return {k: whole(v) for k, v in checkpoint.optimizer_tensors(model, optimizer).items()}
 
 
 # ------------------------------------------------------------------------------------------ in two processes
@@ -364,7 +364,9 @@ def test_decays_stay_fp32_and_move(results):
 def test_replicas_of_shards_train_the_same(results, folder):
     assert furthest(results["fp32"]["ddp"]["weights"], results["hybrid"]["weights"]) < 1e-4
     assert (
-        furthest(results["hybrid"]["weights"], checkpoint.weights(folder / "hybrid" / "step-1"))
+        furthest(
+            results["hybrid"]["weights"], tensor_files.read_weights(folder / "hybrid" / "step-1")
+        )
         == 0
     )
     files = list((folder / "hybrid" / "step-1" / "model").iterdir())
@@ -378,7 +380,7 @@ def test_a_checkpoint_of_two_serves_one_and_one_of_one_serves_two(results, folde
     trained = results["fp32"]["fsdp"]["weights"]
     saved, alone, on = results["saved"]["moments"], results["alone"], results["on"]
     assert furthest(trained, alone["weights"]) == 0
-    assert furthest(trained, checkpoint.weights(path)) == 0
+    assert furthest(trained, tensor_files.read_weights(path)) == 0
     assert furthest(saved, alone["moments"]) == 0
     assert all(v.ndim == 0 and v == STEPS for k, v in saved.items() if k.endswith(".step"))
     for source in ("plain", "sharded"):
@@ -401,7 +403,7 @@ def test_torch_reads_what_is_written_here_and_the_other_way_round(results, folde
         dcp.load(read, storage_reader=reader, no_dist=True)
         assert furthest(expected, read) == 0
         ours = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
-        checkpoint.read_tensors(folder / source, ours)
+        tensor_files.read_tensors(folder / source, ours)
         assert furthest(expected, ours) == 0
 
 
@@ -477,10 +479,10 @@ def test_a_sharded_checkpoint_is_exported_whole(folder, tmp_path):
     model, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(report.values())
     path = folder / "whole" / "checkpoints" / "step-2"
-    assert furthest(checkpoint.weights(path), dict(model.named_parameters())) == 0
+    assert furthest(tensor_files.read_weights(path), dict(model.named_parameters())) == 0
     assert (
         furthest(
-            checkpoint.weights(path.with_name("step-4")),
+            tensor_files.read_weights(path.with_name("step-4")),
             safetensors.torch.load_file(folder / "whole" / "final" / "model.safetensors"),
         )
         == 0

@@ -34,7 +34,7 @@ from nalanda.data.text_bytes import text_bytes
 from nalanda.data.tokenizer import build_tokenizer, tokenizer_fingerprint
 from nalanda.model import FEATURE_MAPS, NalandaConfig
 from nalanda.report.verify import verify
-from nalanda.train import build, checkpoint, launch, loop, loss
+from nalanda.train import build, checkpoint, launch, loop, loss, tensor_files
 from nalanda.train import step as training_step
 from nalanda.train.build import build_model, open_batches
 from nalanda.train.checkpoint_dir import (
@@ -623,8 +623,8 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(recipe, 
 def test_an_asynchronous_checkpoint_is_whole_when_the_data_fail_behind_it(
     recipe, tmp_path, monkeypatch
 ):
-    run, write, go = tmp_path / "run", checkpoint._write, threading.Event()
-    monkeypatch.setattr(checkpoint, "_write", lambda *args: go.wait(20) and write(*args))
+    run, write, go = tmp_path / "run", checkpoint.write_file, threading.Event()
+    monkeypatch.setattr(checkpoint, "write_file", lambda *args: go.wait(20) and write(*args))
     take, wait, taken = training_step.take_batches, checkpoint.Saver.wait, []
 
     def failing(batches, count):
@@ -1090,7 +1090,8 @@ def test_checkpoints_of_a_thread_are_those_of_the_loop(recipe, tmp_path):
     for folder, other in zip(a, b, strict=True):
         for name in ("model", "optimizer"):
             found, expected = (
-                dict(checkpoint.tensors(f / f"{name}.safetensors")) for f in (folder, other)
+                dict(tensor_files.iterate_tensors(f / f"{name}.safetensors"))
+                for f in (folder, other)
             )
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[key], expected[key]) for key in found)

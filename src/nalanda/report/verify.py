@@ -12,7 +12,7 @@ from nalanda.common.files import verify_manifest
 from nalanda.config.load import load_config
 from nalanda.config.model import language_model
 from nalanda.config.schema import OptimConfig
-from nalanda.train import checkpoint
+from nalanda.train import checkpoint, tensor_files
 from nalanda.train.checkpoint_dir import checkpoints_of, step_of, unsound_reason
 from nalanda.train.export import load_model_config
 from nalanda.train.optim import build_optimizer
@@ -65,7 +65,7 @@ def _answer(question, *arguments) -> str:
 
 def _find_unsound(path: Path) -> str | None:
     for name in ("model", "optimizer"):
-        for key, tensor in checkpoint.tensors(checkpoint.tensor_source(path, name)):
+        for key, tensor in tensor_files.iterate_tensors(tensor_files.tensor_source(path, name)):
             if problem := checkpoint.find_unsound({key: tensor}):
                 return problem
     return None
@@ -78,8 +78,8 @@ def _find_mismatch(path: Path, optim: OptimConfig) -> str | None:
         model = language_model(config).from_config(config, dtype=torch.float32)
     record = json.loads((path / "trainer.json").read_text())
     for name in ("model", "optimizer"):
-        source = checkpoint.tensor_source(path, name)
-        saved = checkpoint.shapes(source)
+        source = tensor_files.tensor_source(path, name)
+        saved = tensor_files.shapes(source)
         if name == "model":
             checkpoint.check_weights(source, saved, model)
         else:

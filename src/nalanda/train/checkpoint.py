@@ -13,15 +13,9 @@
 
 Files are written into `.tmp-step-N`, synced, and then the folder is renamed: `step-N` is complete. A run
 resumes only from a checkpoint whose files match the manifest. `rank-R.pt` is read with `weights_only=True`.
-
-Parts have the Hugging Face format of `torch.distributed.checkpoint`: safetensors whose header says where in
-its tensor each part begins; torch's `HuggingFaceStorageReader` reads them too. Any number of processes,
-sharded or not, loads either kind of checkpoint. torch's own writer is not used: it copies the file in memory,
-communicates while it writes, and hides the disk's errors.
 """
 
 import errno
-import hashlib
 import inspect
 import io
 import json
@@ -32,16 +26,15 @@ import platform
 import random
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from torch.distributed.tensor import DTensor
 
 from nalanda.common.errors import DiskFull, InputError, first_line, no_room
 from nalanda.common.files import manifest_text, sync
@@ -49,30 +42,23 @@ from nalanda.common.text import size
 from nalanda.config.schema import CheckpointConfig
 from nalanda.train import memory
 from nalanda.train.checkpoint_dir import checkpoint_folders, prune, step_of
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""Dtypes by their names in safetensors."""
+from nalanda.train.tensor_files import (
+    Content,
+    is_sharded,
+    is_writer,
+    local_part,
+    read_tensors,
+    safetensors_content,
+    shapes,
+    tensor_source,
+    write_file,
+)
 
 LAST_SAVE = 60.0
-"""Seconds that a run which fails leaves to a checkpoint under way; of a process that is gone, it would wait
-for ever."""
+"""Seconds that a failing run leaves to a running save. It would wait for ever for a process that is gone."""
 
 LARGEST = 1e15
 """Largest sound weight or moment: a sum of squares of larger ones overflows fp32."""
-
-Content = list[bytes | torch.Tensor]
-"""A file's contents, in pieces."""
 
 Exchange = Callable[[Any], list[Any]]
 """Gathers one value from each process on all of them; every process must call it."""
@@ -118,11 +104,13 @@ class Saver:
         """Writes `directory/step-N`, or starts to if asynchronous. row_states: `RowStates.state_tensors`."""
         self.wait()
         copy = self._copies(model, optimizer)
-        files = _contents(step, model, optimizer, data_state, trainer_state, self.rank, copy)
+        files = tensor_contents(model, optimizer, self.rank, copy)
         if row_states is not None:
-            files[f"lanes-{self.rank}.safetensors"] = _safetensors(
-                {name: (t, []) for name, t in row_states.items()}, copy
-            )
+            parts = {name: (tensor, []) for name, tensor in row_states.items()}
+            files[f"lanes-{self.rank}.safetensors"] = safetensors_content(parts, copy)
+        files[f"rank-{self.rank}.pt"] = [rank_content(data_state)]
+        if self.rank == 0:
+            files |= shared_contents(step, model, optimizer, trainer_state)
         if not copy:
             return self._commit(step, files)
 
@@ -147,8 +135,8 @@ class Saver:
             raise error
 
     def close(self, error: type[BaseException] | None) -> None:
-        """Lets a running save end, if the run ends by an `error` that leaves time for it; its own error is
-        nobody's any more."""
+        """Lets a running save end, if the run ends by an `error` that leaves time for it. The save's own error
+        is not raised."""
         if self._thread is not None and error is not None and issubclass(error, Exception):
             self._thread.join(LAST_SAVE)
 
@@ -156,20 +144,24 @@ class Saver:
         """Whether a save is asynchronous. All processes agree: each must have the memory."""
         if self.config.asynchronous != "auto":
             return self.config.asynchronous
-        tensors = {**_unique(model), **_optimizer_tensors(model, optimizer)}
-        own = sum(
-            _local(tensor)[0].nbytes for tensor in tensors.values() if _writes(tensor, self.rank)
+        tensors = {**model_tensors(model), **optimizer_tensors(model, optimizer)}
+        bytes_here = sum(
+            local_part(tensor)[0].nbytes
+            for tensor in tensors.values()
+            if is_writer(tensor, self.rank)
         )
-        copies = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if _is_sharded(model) else 1
-        return all(self._exchange(own * copies <= memory.host() // 2))
+        # Without shards only one process of a machine writes.
+        writers = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_sharded(model) else 1
+        fits = bytes_here * writers <= memory.host() // 2
+        return all(self._exchange(fits))
 
     def unsound(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
         """Why the weights or moments of any process are unsound (`find_unsound`), or None.
 
         Waits for a running save, whose thread gathers over the same group."""
         self.wait()
-        mine = find_unsound({**_unique(model), **_optimizer_tensors(model, optimizer)})
-        return next(filter(None, self._exchange(mine)), None)
+        problem = find_unsound({**model_tensors(model), **optimizer_tensors(model, optimizer)})
+        return next(filter(None, self._exchange(problem)), None)
 
     @property
     def failed(self) -> bool:
@@ -177,93 +169,136 @@ class Saver:
         return self._error is not None
 
     def _commit(self, step: int, files: dict[str, Content]) -> Path:
-        """Writes every process's `files`, then the manifest, and renames the folder `step-N`."""
-        directory, rank, exchange = self.directory, self.rank, self._exchange
-        final, part = directory / f"step-{step}", directory / f".tmp-step-{step}"
-        pieces = [piece for content in files.values() for piece in content]
-        own = sum(len(piece) if isinstance(piece, bytes) else piece.nbytes for piece in pieces)
-        need, done = sum(exchange(own)), 0
-
-        def begin() -> None:
-            if rank == 0:
-                shutil.rmtree(part, ignore_errors=True)
-                part.mkdir(parents=True)
-                free = shutil.disk_usage(directory).free
-                if free < need:
-                    raise OSError(
-                        errno.ENOSPC,
-                        f"{size(need)} are needed, {size(need - free)} more than are free",
-                    )
-                for folder in {Path(name).parent for name in files}:
-                    (part / folder).mkdir(exist_ok=True)
-
-        def write() -> dict[str, dict]:
-            nonlocal done
-            entries = {}
-            for name, content in files.items():
-                entries[name] = _write(part / name, content)
-                done += entries[name]["bytes"]
-            return entries
-
-        def seal(entries: dict[str, dict]) -> None:
-            if rank == 0:
-                versions = {
-                    "python": platform.python_version(),
-                    "torch": torch.__version__,
-                    "numpy": np.__version__,
-                }
-                head = {"format": 2, "step": step, "versions": versions}
-                text = manifest_text({**head, "files": dict(sorted(entries.items()))})
-                _write(part / "manifest.json", [text.encode()])
-                for folder in {part / Path(name).parent for name in entries} | {part}:
-                    sync(folder)
-                if final.exists():  # a damaged one, or one from before a rollback
-                    shutil.rmtree(old := part.with_name(f"{part.name}-old"), ignore_errors=True)
-                    final.rename(old)
-                part.rename(final)
-                sync(directory)
-
-        def clear() -> None:
-            if rank == 0:
-                prune(directory, self.config, step)
-
-        def together(act: Callable[[], Any]) -> list[Any]:
-            """The results of `act` on all processes; an error on one is raised on all."""
-            try:
-                mine = act(), None, done
-            except OSError as error:
-                mine = None, error, done
-            except Exception as error:  # any error: the others must not wait forever
-                mine = None, RuntimeError(repr(error)), done
-            values, errors, counts = zip(*exchange(mine), strict=True)
-            for error in filter(None, errors):
-                if rank == 0:
-                    shutil.rmtree(part, ignore_errors=True)
-                if not isinstance(error, OSError):
-                    raise error
-                kept = [p for p in checkpoint_folders(directory) if p != final]
-                stays = f"{kept[-1].name} stays" if kept else "there is no earlier one"
-                if not no_room(error):
-                    raise InputError(f"{final}: not saved, {stays}: {error}")
-                rest = need - sum(counts)
-                left = f"{size(rest)} of {size(need)} were still to be written"
-                problem = error.strerror if act is begin or not rest else left
-                what = (
-                    "a file may not grow further"
-                    if error.errno == errno.EFBIG
-                    else "the disk is full"
-                )
-                raise DiskFull(
-                    f"{final}: not saved, {stays}: {what}: {problem}; make room, and start again"
-                )
-            return list(values)
-
-        together(begin)
-        entries = {name: entry for own in together(write) for name, entry in own.items()}
-        together(lambda: seal(entries))
+        """Writes every process's `files`, and then removes the checkpoints that are not kept."""
+        commit = Commit(self.directory, step, files, self.rank, self._exchange)
+        path = commit.run()
         self.saved = step
-        together(clear)
-        return final
+        commit.prune(self.config)
+        return path
+
+
+class Commit:
+    """One checkpoint on its way to the disk, in two phases.
+
+    First all processes write their files into a temporary folder. Then the first process writes the manifest
+    and renames the folder. After each step the processes exchange their errors: one is raised on all.
+    """
+
+    def __init__(
+        self, directory: Path, step: int, files: dict[str, Content], rank: int, exchange: Exchange
+    ):
+        self.directory, self.step, self.files = directory, step, files
+        self.rank, self.exchange = rank, exchange
+        self.final = directory / f"step-{step}"
+        self.temporary = directory / f".tmp-step-{step}"
+        pieces = [piece for content in files.values() for piece in content]
+        bytes_here = sum(
+            len(piece) if isinstance(piece, bytes) else piece.nbytes for piece in pieces
+        )
+        self.bytes_needed = sum(exchange(bytes_here))
+        self.bytes_written = 0  # by this process
+
+    def run(self) -> Path:
+        """Makes the steps; returns the checkpoint's folder."""
+        self.together(self.make_folder)
+        written = self.together(self.write_files, writes=True)
+        entries = {name: entry for process in written for name, entry in process.items()}
+        self.together(partial(self.seal, entries))
+        return self.final
+
+    def make_folder(self) -> None:
+        """Makes an empty temporary folder, if the disk has room."""
+        if self.rank != 0:
+            return
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.temporary.mkdir(parents=True)
+        free = shutil.disk_usage(self.directory).free
+        if free < self.bytes_needed:
+            lacking = size(self.bytes_needed - free)
+            raise OSError(
+                errno.ENOSPC, f"{size(self.bytes_needed)} are needed, {lacking} more than are free"
+            )
+        for folder in {Path(name).parent for name in self.files}:
+            (self.temporary / folder).mkdir(exist_ok=True)
+
+    def write_files(self) -> dict[str, dict]:
+        """Writes this process's files; returns their entries in the manifest."""
+        entries = {}
+        for name, content in self.files.items():
+            entries[name] = write_file(self.temporary / name, content)
+            self.bytes_written += entries[name]["bytes"]
+        return entries
+
+    def seal(self, entries: dict[str, dict]) -> None:
+        """Writes the manifest, syncs the folders, and gives the checkpoint its name."""
+        if self.rank != 0:
+            return
+        versions = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        }
+        head = {"format": 2, "step": self.step, "versions": versions}
+        text = manifest_text({**head, "files": dict(sorted(entries.items()))})
+        write_file(self.temporary / "manifest.json", [text.encode()])
+        for folder in {self.temporary / Path(name).parent for name in entries} | {self.temporary}:
+            sync(folder)
+
+        if self.final.exists():  # a damaged one, or one from before a rollback
+            old = self.temporary.with_name(f"{self.temporary.name}-old")
+            shutil.rmtree(old, ignore_errors=True)
+            self.final.rename(old)
+        self.temporary.rename(self.final)
+        sync(self.directory)
+
+    def prune(self, config: CheckpointConfig) -> None:
+        """Removes the checkpoints that `config` does not keep."""
+
+        def prune_on_first() -> None:
+            if self.rank == 0:
+                prune(self.directory, config, self.step)
+
+        self.together(prune_on_first)
+
+    def together(self, act: Callable[[], Any], *, writes: bool = False) -> list[Any]:
+        """Calls `act` on all processes; returns all results. An error on one is raised on all.
+
+        writes: whether `act` writes the files, so that a full disk leaves some of them unwritten.
+        """
+        result = error = None
+        try:
+            result = act()
+        except OSError as raised:
+            error = raised
+        except Exception as raised:  # any error: the others must not wait forever
+            error = RuntimeError(repr(raised))
+
+        reply = self.exchange((result, error, self.bytes_written))
+        results, errors, counts = zip(*reply, strict=True)
+        first_error = next(filter(None, errors), None)
+        if first_error is None:
+            return list(results)
+        if self.rank == 0:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+        raise self.explain(first_error, self.bytes_needed - sum(counts) if writes else 0)
+
+    def explain(self, error: Exception, bytes_left: int) -> Exception:
+        """The error to raise for one of a step: `DiskFull` or `InputError` for an error of the disk."""
+        if not isinstance(error, OSError):
+            return error
+        others = [path for path in checkpoint_folders(self.directory) if path != self.final]
+        stays = f"{others[-1].name} stays" if others else "there is no earlier one"
+        if not no_room(error):
+            return InputError(f"{self.final}: not saved, {stays}: {error}")
+
+        limited = error.errno == errno.EFBIG
+        cause = "a file may not grow further" if limited else "the disk is full"
+        problem = error.strerror
+        if bytes_left:
+            problem = f"{size(bytes_left)} of {size(self.bytes_needed)} were still to be written"
+        return DiskFull(
+            f"{self.final}: not saved, {stays}: {cause}: {problem}; make room, and start again"
+        )
 
 
 def exchange(processes: int, timeout: timedelta | None = None) -> Exchange:
@@ -281,80 +316,58 @@ def exchange(processes: int, timeout: timedelta | None = None) -> Exchange:
 
 
 @torch.no_grad()
-def _contents(
-    step: int,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    data_state: dict,
-    trainer_state: dict,
-    rank: int,
-    copy: bool,
+def tensor_contents(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, copy: bool
 ) -> dict[str, Content]:
-    """The files that this process writes. copy: copies tensors to host memory."""
-    own = io.BytesIO()
-    torch.save({"random": random_state(), "data": data_state}, own)
-    files: dict[str, Content] = {f"rank-{rank}.pt": [own.getvalue()]}
-    sharded = _is_sharded(model)
+    """The files of weights and moments that this process writes. copy: copies tensors to host memory."""
+    files: dict[str, Content] = {}
+    sharded = is_sharded(model)
     for name, tensors in (
-        ("model", _unique(model)),
-        ("optimizer", _optimizer_tensors(model, optimizer)),
+        ("model", model_tensors(model)),
+        ("optimizer", optimizer_tensors(model, optimizer)),
     ):
         if sharded:
             # The file name of torch.distributed.checkpoint.
-            name = f"{name}/shard-{rank + 1:05}-model-00001-of-00001"
+            file = f"{name}/shard-{rank + 1:05}-model-00001-of-00001.safetensors"
             parts = {
-                key: _local(tensor) for key, tensor in tensors.items() if _writes(tensor, rank)
+                key: local_part(tensor)
+                for key, tensor in tensors.items()
+                if is_writer(tensor, rank)
             }
-            files[f"{name}.safetensors"] = _safetensors(parts, copy, sharded=True)
+            files[file] = safetensors_content(parts, copy, sharded=True)
         elif rank == 0:
-            files[f"{name}.safetensors"] = _safetensors(
-                {k: (t, []) for k, t in tensors.items()}, copy
-            )
-    if rank == 0:
-        if hasattr(model, "config"):
-            config: Any = model.config
-            files["config.json"] = [config.to_json_string().encode()]
-            if hasattr(config, "plugin_files"):
-                files |= {name: [text.encode()] for name, text in config.plugin_files().items()}
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        without = [
-            n
-            for n, p in model.named_parameters()
-            if id(p) in trained and not optimizer.state.get(p)
-        ]
-        record = {**trainer_state, "step": step, "without_moments": without}
-        files["trainer.json"] = [(json.dumps(record, indent=1) + "\n").encode()]
+            parts = {key: (tensor, []) for key, tensor in tensors.items()}
+            files[f"{name}.safetensors"] = safetensors_content(parts, copy)
     return files
 
 
-def _is_sharded(model: torch.nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+def rank_content(data_state: dict) -> bytes:
+    """`rank-R.pt`, which `load_rank` reads."""
+    stream = io.BytesIO()
+    torch.save({"random": random_state(), "data": data_state}, stream)
+    return stream.getvalue()
 
 
-def _writes(tensor: torch.Tensor, rank: int) -> bool:
-    """Whether this process saves its part: only the first of several replicas does, and no empty part."""
-    if not isinstance(tensor, DTensor):
-        return rank == 0
-    coordinate = tensor.device_mesh.get_coordinate() or []
-    first = all(
-        place.is_shard() or at == 0 for place, at in zip(tensor.placements, coordinate, strict=True)
-    )
-    return first and (tensor.to_local().numel() > 0 or rank == 0)
+def shared_contents(
+    step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, trainer_state: dict
+) -> dict[str, Content]:
+    """The files that only the first process writes: the model's config and code, and trainer.json."""
+    files: dict[str, Content] = {}
+    if hasattr(model, "config"):
+        config: Any = model.config
+        files["config.json"] = [config.to_json_string().encode()]
+        if hasattr(config, "plugin_files"):
+            files |= {name: [text.encode()] for name, text in config.plugin_files().items()}
 
-
-def _write(file: Path, content: Content) -> dict[str, Any]:
-    """Writes and syncs a file. Returns its entry in the manifest, made from `content`, not read back."""
-    digest, count = hashlib.sha256(), 0
-    with file.open("wb") as stream:
-        for piece in content:
-            if isinstance(piece, torch.Tensor):
-                piece = piece.cpu().contiguous().flatten().view(torch.uint8).numpy().data
-            digest.update(piece)
-            count += len(piece)
-            stream.write(piece)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return {"bytes": count, "sha256": digest.hexdigest()}
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    without_moments = [
+        name
+        for name, parameter in model.named_parameters()
+        if id(parameter) in trained and not optimizer.state.get(parameter)
+    ]
+    record = {**trainer_state, "step": step, "without_moments": without_moments}
+    files["trainer.json"] = [(json.dumps(record, indent=1) + "\n").encode()]
+    return files
 
 
 def load(
@@ -370,30 +383,47 @@ def load(
     """
     trainer_state = json.loads((path / "trainer.json").read_text())
     load_weights(tensor_source(path, "model"), model)
-    names, source = dict(model.named_parameters()), tensor_source(path, "optimizer")
+    without_moments = trainer_state.pop("without_moments", None)
+    load_moments(tensor_source(path, "optimizer"), model, optimizer, without_moments)
+
+    file = path / f"rank-{rank}.pt"
+    saved_this_rank = file.exists()
+    state = load_rank(file if saved_this_rank else path / "rank-0.pt")
+    if saved_this_rank:
+        set_random_state(state["random"])
+    return trainer_state, state["data"]
+
+
+def load_moments(
+    source: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    without_moments: list[str] | None,
+) -> None:
+    """Replaces the moments of `optimizer` by the saved ones. without_moments: of `check_moments`.
+
+    Raises:
+        InputError: they are of another optimizer or model.
+    """
     saved = shapes(source)
-    check_moments(source, saved, model, optimizer, trainer_state.pop("without_moments", None))
-    targets: dict[str, torch.Tensor] = {}
+    check_moments(source, saved, model, optimizer, without_moments)
+    parameters = dict(model.named_parameters())
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+
+    targets: dict[str, torch.Tensor] = {}
     optimizer.state.clear()
     for key, (shape, dtype) in saved.items():
-        name, _, state = key.rpartition(".")
-        parameter = names[name]
+        name, _, moment = key.rpartition(".")
+        parameter = parameters[name]
         if shape == parameter.shape and shape:
-            targets[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            target = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         else:
             # torch keeps step counts on the host, unless its kernels read them on the device.
             on_host = not shape and not fused
-            targets[key] = torch.empty(
-                shape, dtype=dtype, device="cpu" if on_host else parameter.device
-            )
-        optimizer.state[parameter][state] = targets[key]
+            target = torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+        targets[key] = target
+        optimizer.state[parameter][moment] = target
     read_tensors(source, targets)
-    own = path / f"rank-{rank}.pt"
-    state = load_rank(own if own.exists() else path / "rank-0.pt")
-    if own.exists():
-        set_random_state(state["random"])
-    return trainer_state, state["data"]
 
 
 def load_rank(file: Path) -> dict[str, Any]:
@@ -411,25 +441,26 @@ def load_rank(file: Path) -> dict[str, Any]:
 def load_weights(source: Path, model: torch.nn.Module) -> None:
     """Loads a safetensors file, or a folder of parts, into `model`. Raises `InputError` if names or shapes
     differ."""
-    own, saved = model.state_dict(), shapes(source)
+    saved = shapes(source)
     check_weights(source, saved, model)
-    read_tensors(source, {name: own[name] for name in saved})
+    weights = model.state_dict()
+    read_tensors(source, {name: weights[name] for name in saved})
 
 
 def check_weights(
     source: Path, saved: dict[str, tuple[torch.Size, torch.dtype]], model: torch.nn.Module
 ) -> None:
     """Raises `InputError` unless `saved` has the names and shapes of the weights of `model`."""
-    own = model.state_dict()
+    weights = model.state_dict()
     for name, (shape, _) in saved.items():
-        if name not in own:
+        if name not in weights:
             raise InputError(f"{source}: a checkpoint of another shape: this model has no {name}")
-        if own[name].shape != shape:
+        if weights[name].shape != shape:
             raise InputError(
                 f"{source}: a checkpoint of another shape: {name} is {list(shape)} there, "
-                f"{list(own[name].shape)} in this model"
+                f"{list(weights[name].shape)} in this model"
             )
-    absent = sorted(_unique(model).keys() - saved.keys())
+    absent = sorted(model_tensors(model).keys() - saved.keys())
     if absent:
         raise InputError(f"{source}: a checkpoint of another shape: it lacks {absent[0]}")
 
@@ -439,12 +470,12 @@ def check_moments(
     saved: dict[str, tuple[torch.Size, torch.dtype]],
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    without: list[str] | None,
+    without_moments: list[str] | None,
 ) -> None:
-    """Raises `InputError` unless `saved` has every moment of `optimizer` in its shape. Into smaller tensors,
-    the optimizer's kernels would write past the end.
+    """Raises `InputError` unless `saved` has every moment of `optimizer` in its shape. Fused optimizers do not
+    check bounds: into smaller tensors they would write past the end.
 
-    without: parameters that had no moments when they were saved; None if an older version recorded none.
+    without_moments: parameters that had none when they were saved; None if an older version recorded none.
     """
 
     def refuse(problem: str) -> None:
@@ -453,49 +484,53 @@ def check_moments(
             "begin a new run with model.init_from"
         )
 
-    found: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}
+    remaining: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}
     for key, kind in saved.items():
-        name, _, state = key.rpartition(".")
-        found.setdefault(name, {})[state] = kind
-    names = {id(p): name for name, p in model.named_parameters()}
+        name, _, moment = key.rpartition(".")
+        remaining.setdefault(name, {})[moment] = kind
+
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
-        expected = _moments_of(optimizer, group)
+        expected = moments_of(optimizer, group)
         for parameter in group["params"]:
             name = names[id(parameter)]
-            own = found.pop(name, None)
-            if own is None:
-                if without is not None and name not in without:
+            moments = remaining.pop(name, None)
+            if moments is None:
+                if without_moments is not None and name not in without_moments:
                     refuse(f"it lacks those of {name}")
                 continue
-            if own.keys() != expected.keys():
-                refuse(
-                    f"{name} has {', '.join(sorted(own))}; expected {', '.join(sorted(expected))}"
-                )
-            for state, (shape, dtype) in own.items():
-                wanted = torch.Size() if expected[state] else parameter.shape
+
+            if moments.keys() != expected.keys():
+                saved_names = ", ".join(sorted(moments))
+                refuse(f"{name} has {saved_names}; expected {', '.join(sorted(expected))}")
+            for moment, (shape, dtype) in moments.items():
+                wanted = torch.Size() if expected[moment] else parameter.shape
                 if shape != wanted or not dtype.is_floating_point:
-                    there = f"{dtype} of {list(shape)}".removeprefix("torch.")
-                    refuse(f"{name}.{state} is {there}; expected {list(wanted)}")
-    if found:
-        refuse(f"this model trains no {next(iter(found))}")
+                    actual = f"{dtype} of {list(shape)}".removeprefix("torch.")
+                    refuse(f"{name}.{moment} is {actual}; expected {list(wanted)}")
+    if remaining:
+        refuse(f"this model trains no {next(iter(remaining))}")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises `InputError` for an optimizer whose moments a checkpoint cannot hold."""
     for group in optimizer.param_groups:
-        _moments_of(optimizer, group)
+        moments_of(optimizer, group)
 
 
-def _moments_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, bool]:
+def moments_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, bool]:
     """Names of the moments that `optimizer` keeps per parameter of `group`, and whether each is a scalar.
 
-    Found by a step with a parameter of shape 2 × 3. Raises `InputError` if they are no such tensors."""
+    They are read off a step with a parameter of shape 2 × 3. Raises `InputError` if a checkpoint cannot hold
+    them.
+    """
+    bare = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+    members = getattr(bare, "parts", [bare])  # of `optim.Joined`
+    kind = next(type(member) for member in members if any(g is group for g in member.param_groups))
+    settings = inspect.signature(kind).parameters.keys() & group.keys() - {"params", "capturable"}
+
     probe = torch.nn.Parameter(torch.zeros(2, 3))
     probe.grad = torch.zeros(2, 3)
-    bare = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-    parts = getattr(bare, "parts", [bare])  # of `optim.Joined`
-    kind = next(type(part) for part in parts if any(own is group for own in part.param_groups))
-    settings = inspect.signature(kind).parameters.keys() & group.keys() - {"params", "capturable"}
     try:
         fresh = kind([probe], **{key: group[key] for key in settings})
         fresh.step()
@@ -503,6 +538,7 @@ def _moments_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict
         raise InputError(
             f"optim.name: {kind.__name__} cannot be made again from a group's keys: {first_line(error)}"
         ) from None
+
     for key, moment in fresh.state[probe].items():
         is_tensor = isinstance(moment, torch.Tensor)
         if not (is_tensor and moment.is_floating_point() and moment.shape in ((), probe.shape)):
@@ -512,16 +548,6 @@ def _moments_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict
                 "checkpoints hold float tensors of the parameter's shape or without dimensions"
             )
     return {key: moment.ndim == 0 for key, moment in fresh.state[probe].items()}
-
-
-def weights(path: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's unsharded weights, in host memory."""
-    source = tensor_source(path, "model")
-    found = {
-        name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes(source).items()
-    }
-    read_tensors(source, found)
-    return found
 
 
 def random_state() -> dict:
@@ -548,8 +574,8 @@ def set_random_state(state: dict) -> None:
 
 
 def find_unsound(tensors: dict[str, torch.Tensor]) -> str | None:
-    """Describes a tensor with a value of this process that is not finite or beyond `LARGEST`, or None."""
-    values = {name: _local(tensor)[0].detach() for name, tensor in tensors.items()}
+    """Describes a tensor with a value on this process that is not finite or is beyond `LARGEST`, or None."""
+    values = {name: local_part(tensor)[0].detach() for name, tensor in tensors.items()}
     values = {name: t for name, t in values.items() if t.is_floating_point() and t.numel()}
     if not values:
         return None
@@ -564,124 +590,22 @@ def find_unsound(tensors: dict[str, torch.Tensor]) -> str | None:
     return None
 
 
-def shapes(source: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Names, unsharded shapes and dtypes of the tensors of a safetensors file or a folder of parts."""
-    found: dict[str, tuple[torch.Size, torch.dtype]] = {}
-    for file in _files(source):
-        for name, offsets, part in _parts(file):
-            ends = [o + n for o, n in zip(offsets, part.get_shape(), strict=True)]
-            before = found[name][0] if name in found else ends
-            found[name] = torch.Size(map(max, ends, before)), DTYPES[part.get_dtype()]
-    return found
-
-
-@torch.no_grad()
-def read_tensors(source: Path, targets: dict[str, torch.Tensor]) -> None:
-    """Fills `targets` from a safetensors file or a folder of parts, of a DTensor this process's part.
-
-    Raises `InputError` if values are missing.
-    """
-    missing = {name: _local(target)[0].numel() for name, target in targets.items()}
-    for file in _files(source):
-        for name, offsets, part in _parts(file):
-            if name not in targets:
-                continue
-            local, start = _local(targets[name])
-            # The overlap, in coordinates of the unsharded tensor.
-            low = list(map(max, offsets, start))
-            high = [
-                min(o + n, s + m)
-                for o, n, s, m in zip(offsets, part.get_shape(), start, local.shape, strict=True)
-            ]
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                here = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
-                there = tuple(
-                    slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True)
-                )
-                values = part[there] if there else part[...]
-                local[here].copy_(values)
-                missing[name] -= values.numel()
-    if short := [name for name, count in missing.items() if count]:
-        raise InputError(f"{source}: it lacks parts of {short[0]}")
-
-
-def tensors(source: Path) -> Iterable[tuple[str, torch.Tensor]]:
-    """(name, values) of every tensor of a safetensors file or part of a folder."""
-    for file in _files(source):
-        for name, _, part in _parts(file):
-            yield name, part[...]
-
-
-def tensor_source(path: Path, name: str) -> Path:
-    """The folder of parts, or the file, of a checkpoint's `model` or `optimizer`."""
-    return folder if (folder := path / name).is_dir() else path / f"{name}.safetensors"
-
-
-def _files(source: Path) -> list[Path]:
-    return sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
-
-
-def _parts(file: Path) -> Iterable[tuple[str, list[int], Any]]:
-    """(name, offsets of the part in each dimension, safetensors slice) of each tensor of a file."""
-    try:
-        with safe_open(file, framework="pt") as stream:
-            offsets = json.loads((stream.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
-            for name in stream.keys():  # noqa: SIM118  not a dict
-                part = stream.get_slice(name)
-                yield (
-                    name,
-                    offsets[name]["saved_offsets"] if offsets else [0] * len(part.get_shape()),
-                    part,
-                )
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise InputError(
-            f"{file}: not a safetensors file of a checkpoint, and was not loaded: {error}"
-        ) from None
-
-
-def _local(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """This process's part of a tensor, and its offset in each dimension."""
-    if not isinstance(tensor, DTensor):
-        return tensor, [0] * tensor.ndim
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # torch.distributed.checkpoint's
-    return tensor.to_local(), list(chunk.offsets)
-
-
-def _unique(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The state dict, with tied weights under their first name only."""
-    first = {id(p): name for name, p in reversed([*model.named_parameters(remove_duplicate=False)])}
-    again = {n for n, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != n}
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in again}
+    first_names: dict[int, str] = {}
+    repeated = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first_names.setdefault(id(parameter), name) != name:
+            repeated.add(name)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in repeated}
 
 
-def _optimizer_tensors(
+def optimizer_tensors(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
+    """The moments, by `<parameter name>.<moment>`."""
     return {
         f"{name}.{key}": tensor
         for name, parameter in model.named_parameters()
         for key, tensor in optimizer.state.get(parameter, {}).items()
     }
-
-
-def _safetensors(
-    parts: dict[str, tuple[torch.Tensor, list[int]]], copy: bool, sharded: bool = False
-) -> Content:
-    """A safetensors file. parts: name to tensor and its offset in the unsharded one."""
-    metadata = {"format": "pt"}
-    if sharded:
-        places = {name: {"saved_offsets": offsets} for name, (_, offsets) in sorted(parts.items())}
-        metadata |= {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
-    header: dict[str, Any] = {"__metadata__": metadata}
-    codes, tensors, end = {dtype: code for code, dtype in DTYPES.items()}, [], 0
-    # The widest dtype first: every value is then aligned to its size.
-    for name, (tensor, _) in sorted(
-        parts.items(), key=lambda item: (-item[1][0].itemsize, item[0])
-    ):
-        begin, end = end, end + tensor.nbytes
-        place = {"shape": list(tensor.shape), "data_offsets": [begin, end]}
-        header[name] = {"dtype": codes[tensor.dtype], **place}
-        tensors.append(tensor.detach().to("cpu", copy=True) if copy else tensor.detach())
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little") + text, *tensors]

@@ -25,7 +25,7 @@ from nalanda.config.load import load_config
 from nalanda.config.model import in_one_line, is_encoder, language_model
 from nalanda.data.hub import is_hub_id
 from nalanda.model.state import fingerprint
-from nalanda.train import checkpoint
+from nalanda.train import tensor_files
 from nalanda.train.checkpoint_dir import find_checkpoint, step_of
 from nalanda.train.log import read_facts, read_metrics, with_hours, write_facts
 from nalanda.train.loss import describe_perplexity
@@ -71,7 +71,7 @@ def export(
     ):  # for the files beside the weights, and tied names
         model = language_model(config).from_config(config, dtype=torch.float32)
     with new_folder(out, replace) as part:
-        model.save_pretrained(part, state_dict=checkpoint.weights(found))
+        model.save_pretrained(part, state_dict=tensor_files.read_weights(found))
         if (run_dir / "tokenizer").is_dir():
             sums = shutil.ignore_patterns("manifest.json")  # holds for the run's folder only
             shutil.copytree(run_dir / "tokenizer", part, dirs_exist_ok=True, ignore=sums)

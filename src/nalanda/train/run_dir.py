@@ -19,7 +19,7 @@ from nalanda.config.load import differences, read_sections, recipe_of
 from nalanda.config.model import build_model_config, config_source, recorded_model, written_out
 from nalanda.config.schema import RunConfig
 from nalanda.model import NalandaConfig
-from nalanda.train import checkpoint
+from nalanda.train import tensor_files
 from nalanda.train.checkpoint_dir import (
     MARK,
     checkpoint_folders,
@@ -87,7 +87,9 @@ def is_exported(final: Path) -> bool:
     try:
         files = list(final.glob("*.safetensors"))
         return bool(
-            files and all(map(checkpoint.shapes, files)) and (final / "config.json").stat().st_size
+            files
+            and all(map(tensor_files.shapes, files))
+            and (final / "config.json").stat().st_size
         )
     except (InputError, OSError):
         return False

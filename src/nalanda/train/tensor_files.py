@@ -1,0 +1,199 @@
+"""Reads and writes tensors: a safetensors file, or a folder with one part per process.
+
+Parts have the Hugging Face format of `torch.distributed.checkpoint`: safetensors whose header says where in
+its tensor each part begins; torch's `HuggingFaceStorageReader` reads them too. Any number of processes,
+sharded or not, loads either kind of checkpoint. torch's own writer is not used: it copies the file in memory,
+communicates while it writes, and hides the disk's errors.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor
+
+from nalanda.common.errors import InputError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Dtypes by their names in safetensors."""
+
+Content = list[bytes | torch.Tensor]
+"""A file's contents, in pieces."""
+
+
+def tensor_source(path: Path, name: str) -> Path:
+    """The folder of parts, or the file, of a checkpoint's `model` or `optimizer`."""
+    return folder if (folder := path / name).is_dir() else path / f"{name}.safetensors"
+
+
+def shapes(source: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Names, unsharded shapes and dtypes of the tensors of a safetensors file or a folder of parts."""
+    kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    for file in list_files(source):
+        for name, offsets, values in open_parts(file):
+            # A part ends at most where the tensor does.
+            ends = [o + n for o, n in zip(offsets, values.get_shape(), strict=True)]
+            before = kinds[name][0] if name in kinds else ends
+            kinds[name] = torch.Size(map(max, ends, before)), DTYPES[values.get_dtype()]
+    return kinds
+
+
+def iterate_tensors(source: Path) -> Iterable[tuple[str, torch.Tensor]]:
+    """(name, values) of every tensor of a safetensors file or part of a folder."""
+    for file in list_files(source):
+        for name, _, values in open_parts(file):
+            yield name, values[...]
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's unsharded weights, in host memory."""
+    source = tensor_source(path, "model")
+    weights = {
+        name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes(source).items()
+    }
+    read_tensors(source, weights)
+    return weights
+
+
+@torch.no_grad()
+def read_tensors(source: Path, targets: dict[str, torch.Tensor]) -> None:
+    """Fills `targets` from a safetensors file or a folder of parts. Of a DTensor it fills this process's part.
+
+    Raises `InputError` if values are missing.
+    """
+    missing = {name: local_part(target)[0].numel() for name, target in targets.items()}
+    for file in list_files(source):
+        for name, offsets, saved in open_parts(file):
+            if name in targets:
+                missing[name] -= copy_overlap(saved, offsets, *local_part(targets[name]))
+    if short := [name for name, count in missing.items() if count]:
+        raise InputError(f"{source}: it lacks parts of {short[0]}")
+
+
+def copy_overlap(saved: Any, saved_start: list[int], local: torch.Tensor, start: list[int]) -> int:
+    """Copies the values that the part `saved` and the part `local` of a tensor share; returns their number.
+
+    saved: a safetensors slice. saved_start, start: where the parts begin in the unsharded tensor.
+    """
+    # Bounds of the overlap, in coordinates of the unsharded tensor.
+    saved_ends = [s + n for s, n in zip(saved_start, saved.get_shape(), strict=True)]
+    ends = [s + n for s, n in zip(start, local.shape, strict=True)]
+    low = list(map(max, saved_start, start))
+    high = list(map(min, saved_ends, ends))
+    if any(a >= b for a, b in zip(low, high, strict=True)):
+        return 0
+
+    target = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
+    index = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, saved_start, strict=True))
+    values = saved[index] if index else saved[...]  # a tensor without dimensions
+    local[target].copy_(values)
+    return values.numel()
+
+
+def list_files(source: Path) -> list[Path]:
+    """The files of a folder of parts, or the file itself."""
+    return sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
+
+
+def open_parts(file: Path) -> Iterable[tuple[str, list[int], Any]]:
+    """Yields (name, offset of the part in each dimension, safetensors slice) for each tensor of a file."""
+    try:
+        with safe_open(file, framework="pt") as stream:
+            offsets = json.loads((stream.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+            for name in stream.keys():  # noqa: SIM118  not a dict
+                values = stream.get_slice(name)
+                start = [0] * len(values.get_shape())
+                if offsets:
+                    start = offsets[name]["saved_offsets"]
+                yield name, start, values
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise InputError(
+            f"{file}: not a safetensors file of a checkpoint, and was not loaded: {error}"
+        ) from None
+
+
+def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """This process's part of a tensor, and its offset in each dimension."""
+    if not isinstance(tensor, DTensor):
+        return tensor, [0] * tensor.ndim
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # torch.distributed.checkpoint's
+    return tensor.to_local(), list(chunk.offsets)
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether each process has only a part of the weights."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def is_writer(tensor: torch.Tensor, rank: int) -> bool:
+    """Whether this process saves its part. Only the first of several replicas does, and no empty part is saved."""
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    coordinate = tensor.device_mesh.get_coordinate() or []
+    first = all(
+        placement.is_shard() or at == 0
+        for placement, at in zip(tensor.placements, coordinate, strict=True)
+    )
+    return first and (tensor.to_local().numel() > 0 or rank == 0)
+
+
+def safetensors_content(
+    parts: dict[str, tuple[torch.Tensor, list[int]]], copy: bool, sharded: bool = False
+) -> Content:
+    """A safetensors file. parts: name → (tensor, its offset in the unsharded one).
+
+    copy: copies the tensors to host memory.
+    """
+    metadata = {"format": "pt"}
+    if sharded:
+        starts = {name: {"saved_offsets": offsets} for name, (_, offsets) in sorted(parts.items())}
+        metadata |= {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(starts)}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+
+    # The widest dtype first: every value is then aligned to its size.
+    order = sorted(parts.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
+    values, end = [], 0
+    for name, (tensor, _) in order:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": codes[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        values.append(tensor.detach().to("cpu", copy=True) if copy else tensor.detach())
+
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, *values]
+
+
+def write_file(file: Path, content: Content) -> dict[str, Any]:
+    """Writes and syncs a file. Returns its entry in the manifest, made from `content`, not read back."""
+    digest, count = hashlib.sha256(), 0
+    with file.open("wb") as stream:
+        for piece in content:
+            if isinstance(piece, torch.Tensor):
+                piece = piece.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+            digest.update(piece)
+            count += len(piece)
+            stream.write(piece)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return {"bytes": count, "sha256": digest.hexdigest()}
