@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from nalanda.model import FeatureMap, Mixer, ops, register_feature_map, register_mixer
 from nalanda.model.base import Heads, State, StateSpec
+from nalanda.model.call import Call, Rule
 from nalanda.model.context import recurrence
 from nalanda.model.layers import Fp32Module, at_least_fp32
 from nalanda.model.sequences import Sequences
@@ -55,18 +56,15 @@ class ForgetfulAttention(Mixer):
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> torch.Tensor:
         g = None if self.rates is None else self.rates().expand(*heads["v"].shape[:2], -1)
-        o, final = recurrence(
-            ops.linear_attention,
-            seq,
-            heads["q"],
-            heads["k"],
-            heads["v"],
-            g,
+        q, k, v = heads["q"], heads["k"], heads["v"]  # [B, T, H, ·]
+        rule = Rule(
             feature_map=self.feature_map,
-            initial_state=state.get("memory"),
             output_final_state=new is not None,
-            mode="recurrent" if heads["q"].shape[1] == 1 else "chunk",
+            mode="recurrent" if q.shape[1] == 1 else "chunk",
         )
+        # Without β it is linear attention.
+        call = Call(q, k, v, g=g, initial_state=state.get("memory"))
+        o, final = recurrence(call, rule, seq)
         if new is not None and final is not None:
             new["memory"] = final
         return o

@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM, NalandaForMaskedLM, ops
 from nalanda.model import MIXERS, FeatureMap, Mixer, build_feature_map
+from nalanda.model.call import Call, Rule
 from nalanda.model.context import Context
 from nalanda.model.layers import Fp32Module
 from nalanda.model.sequences import Sequences
@@ -264,11 +265,12 @@ def chunkwise_is_recurrent_is_reference(model: Any) -> None:
     for mode in ("recurrent", "reference"):
 
         def in_mode(
-            *args: Any, _mode: str = mode, _op: Callable = ops._recurrence, **kwargs: Any
+            call: Call, rule: Rule, _mode: str = mode, _run: Callable = ops._run_in_torch
         ) -> Any:
-            return _op(*args, **{**kwargs, "mode": _mode})
+            return _run(call, rule._replace(mode=_mode))
 
-        with mock.patch.object(ops, "_recurrence", in_mode):
+        without_kernels = mock.patch.object(ops, "_kernels", None)
+        with without_kernels, mock.patch.object(ops, "_run_in_torch", in_mode):
             close(logits(model, tokens), whole)
 
 

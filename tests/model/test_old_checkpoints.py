@@ -4,19 +4,22 @@
 weights, with its own copies of the model's files as they were laid out then.
 """
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
+import nalanda_kernels
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nalanda.model import NalandaForCausalLM
+from nalanda.model import NalandaForCausalLM, ops
 from nalanda.testing import VOCAB, ids
 
 OLD = Path(__file__).parent / "data" / "checkpoint_aa58fb8.zip"
@@ -91,3 +94,28 @@ def test_an_old_folder_saved_again_carries_todays_code(checkpoint, tmp_path):
     AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(tmp_path / "new")
 
     check_equal(by_its_own_code(tmp_path / "new"), expected)
+
+
+def test_an_old_folders_ops_are_served_by_todays_kernels(checkpoint, monkeypatch):
+    """Its copy of ops.py asks for kernel API 3, whose entry takes an op's flat arguments."""
+    seen = []
+
+    def kernel(q, k, v, *gates, **options):
+        seen.append((len(gates), sorted(options)))
+        return v + 1, None
+
+    served = SimpleNamespace(devices=("cpu",), load=lambda: kernel, serves=lambda device: True)
+    rows = {op: {"triton": served} for op in ("delta_rule", "linear_attention")}
+    monkeypatch.setattr(nalanda_kernels, "KERNELS", rows)
+    package = ModuleType("old_folder")
+    package.__path__ = [str(checkpoint)]
+    monkeypatch.setitem(sys.modules, "old_folder", package)
+    old_ops = importlib.import_module("old_folder.ops")
+
+    q, k, v = torch.rand(3, 1, 20, 2, 4).unbind()
+    beta = torch.rand(1, 20, 2)
+    for module in (old_ops, ops):
+        assert torch.equal(module.delta_rule(q, k, v, beta, backend="triton")[0], v + 1)
+        assert torch.equal(module.linear_attention(q, k, v, backend="triton")[0], v + 1)
+    assert seen[:2] == seen[2:]
+    assert "scale" in seen[0][1]

@@ -1,4 +1,8 @@
-"""The chunkwise form of the recurrences in `ops`, as one differentiable operator."""
+"""The chunkwise form of the recurrences in `ops`, as one differentiable operator.
+
+`chunk_order` says which chunks are computed together, `chunk_forward` has the formulas and the forward,
+`chunk_backward` the backward.
+"""
 
 import functools
 import itertools
@@ -10,57 +14,83 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .chunk_backward import chunk_backward, empty_grads
+from .call import Call, dtype_of
+from .chunk_backward import chunk_backward, empty_gradients
 from .chunk_forward import Chunk, chunk_forward
-from .chunk_order import chunk_of, wide_dtype
+from .chunk_order import chunk_of
 from .layers import no_autocast
+
+TENSORS = len(Call._fields)
+
+
+def run_chunkwise(call: Call, scale: float, chunk_size: int) -> tuple[Tensor, Tensor]:
+    """The outputs and the final states."""
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call)
+    run = chunk_op if torch.compiler.is_compiling() else ChunkRecurrence.apply
+    o, state, _ = run(*call, scale, chunk_size, save)
+    return o, state
 
 
 class ChunkRecurrence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *args):
-        kept: list[Chunk] = []
-        outputs = chunk_forward(*args, kept=kept)
+    def forward(ctx, *inputs):
+        saved_chunks: list[Chunk] = []
+        outputs = _forward(*inputs, saved_chunks=saved_chunks)
         # Saved as inputs are, so that the backward frees them and checkpointing drops them.
-        parts = [chunk.tensors() for chunk in kept]
-        ctx.parts = [(names, len(tensors)) for names, tensors in parts]
-        _setup_context(ctx, args, outputs, [x for _, tensors in parts for x in tensors])
+        of_chunks = [chunk.tensors() for chunk in saved_chunks]
+        ctx.chunks = [(names, len(tensors)) for names, tensors in of_chunks]
+        _setup_context(ctx, inputs, outputs, [x for _, tensors in of_chunks for x in tensors])
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         saved = ctx.saved_tensors  # read once: checkpointing refuses a second time
-        tensors = iter(saved[_SAVED:])
-        kept = [Chunk.of_tensors(names, [*itertools.islice(tensors, n)]) for names, n in ctx.parts]
-        return _gradients(functools.partial(chunk_backward, kept=kept), ctx, saved[:_SAVED], *grads)
+        tensors = iter(saved[TENSORS + 1 :])
+        saved_chunks = [
+            Chunk.of_tensors(names, [*itertools.islice(tensors, count)])
+            for names, count in ctx.chunks
+        ]
+        backward = functools.partial(_backward, saved_chunks=saved_chunks)
+        return _gradients(backward, ctx, saved[: TENSORS + 1], *grads)
 
 
-_SAVED = 10
-"""The nine tensors among the op's inputs, and the states."""
+# The flat edge: what autograd and torch.compile call takes tensors and numbers, not NamedTuples.
 
 
-def _setup_context(ctx, inputs, output, kept: Sequence[Tensor | None] = ()) -> None:
+def _forward(*inputs, saved_chunks: list[Chunk] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    return chunk_forward(Call(*inputs[:TENSORS]), *inputs[TENSORS:], saved_chunks=saved_chunks)
+
+
+def _backward(
+    d_o: Tensor, d_final: Tensor | None, *inputs, saved_chunks: list[Chunk] | None = None
+) -> tuple[Tensor, ...]:
+    call = Call(*inputs[:TENSORS])
+    return chunk_backward(d_o, d_final, call, *inputs[TENSORS:], saved_chunks=saved_chunks)
+
+
+def _setup_context(ctx, inputs, output, of_chunks: Sequence[Tensor | None] = ()) -> None:
+    """Saves the call, the states and the tensors of the chunks, in this order."""
     *tensors, ctx.scale, ctx.chunk_size, _ = inputs
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[2], *kept)
+    ctx.save_for_backward(*tensors, output[2], *of_chunks)
 
 
 def _gradients(
     function: Callable, ctx, saved: Sequence[Any], d_o: Tensor | None, d_final: Tensor | None, _
 ) -> tuple[Tensor | None, ...]:
+    """One gradient for each input of the operator."""
     *inputs, states = saved
-    v, initial_state = inputs[2], inputs[7]
-    d_o = torch.zeros_like(v) if d_o is None else d_o
-    with no_autocast(v):
-        grads = function(d_o, d_final, *inputs, states, ctx.scale, ctx.chunk_size)
-    *grads, d_initial = (
-        None if x is None else dx for x, dx in zip(inputs[:-1], grads, strict=True)
-    )
-    if d_initial is not None:
-        d_initial = d_initial.to(initial_state.dtype)
-    return *grads, d_initial, None, None, None, None
+    call = Call(*inputs)
+    d_o = torch.zeros_like(call.v) if d_o is None else d_o
+    with no_autocast(call.v):
+        grads = function(d_o, d_final, *call, states, ctx.scale, ctx.chunk_size)
+
+    grads: list[Any] = [None if x is None else d_x for x, d_x in zip(call[:-1], grads, strict=True)]
+    if call.initial_state is not None:
+        grads[-1] = grads[-1].to(call.initial_state.dtype)
+    return *grads, None, None, None, None  # of cu_seqlens, scale, chunk_size and save
 
 
 # torch.compile sees the chunkwise form as one operator and its backward as another, not as an unrolled loop.
@@ -73,13 +103,13 @@ _INPUTS = (
 )
 chunk_op = torch.library.custom_op(
     f"{_NAMESPACE}::chunk_recurrence",
-    chunk_forward,
+    _forward,
     mutates_args=(),
     schema=f"({_INPUTS}, float scale, int chunk_size, bool save) -> (Tensor, Tensor, Tensor)",
 )
 _chunk_backward_op = torch.library.custom_op(
     f"{_NAMESPACE}::chunk_recurrence_backward",
-    chunk_backward,
+    _backward,
     mutates_args=(),
     schema=f"(Tensor d_o, Tensor? d_final, {_INPUTS}, Tensor states, float scale, int chunk_size) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -87,40 +117,31 @@ _chunk_backward_op = torch.library.custom_op(
 
 
 @chunk_op.register_fake
-def _(q, k, v, beta, g, erase, write, initial_state, cu_seqlens, scale, chunk_size, save):
-    batch, length, heads, width = v.shape
-    rows = 0
-    if save and cu_seqlens is None and isinstance(length, int):
-        rows = -(-length // chunk_of(chunk_size, [length], q, v)) * batch
+def _(*inputs):
+    call, (_, chunk_size, save) = Call(*inputs[:TENSORS]), inputs[TENSORS:]
+    batch, length, heads, V = call.v.shape
+    K = call.q.shape[3]
+
+    chunks = 0
+    if save and call.cu_seqlens is None and isinstance(length, int):
+        chunks = -(-length // chunk_of(chunk_size, [length], call.q, call.v)) * batch
     elif save:  # the number of chunks depends on the values of cu_seqlens, or on a dynamic length
-        rows = torch.library.get_ctx().new_dynamic_size()
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    dtype = wide_dtype(q, k, v, beta, g, erase, write, initial_state)
-    state = v.new_empty(sequences, heads, q.shape[3], width, dtype=dtype)
-    o = torch.empty_like(v, memory_format=torch.contiguous_format)
-    return o, state, state.new_empty(rows * heads, q.shape[3], width)
+        chunks = torch.library.get_ctx().new_dynamic_size()
+
+    o = torch.empty_like(call.v, memory_format=torch.contiguous_format)
+    state = call.v.new_empty(_sequences(call), heads, K, V, dtype=dtype_of(call))
+    return o, state, state.new_empty(chunks * heads, K, V)
 
 
 @_chunk_backward_op.register_fake
-def _(
-    d_o,
-    d_final,
-    q,
-    k,
-    v,
-    beta,
-    g,
-    erase,
-    write,
-    initial_state,
-    cu_seqlens,
-    states,
-    scale,
-    chunk_size,
-):
-    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    d_initial = states.new_empty(sequences, v.shape[2], *states.shape[1:])
-    return *empty_grads(q, k, v, beta, g, erase, write), d_initial
+def _(d_o, d_final, *inputs):
+    call, states = Call(*inputs[:TENSORS]), inputs[TENSORS]
+    d_initial = states.new_empty(_sequences(call), call.v.shape[2], *states.shape[1:])
+    return *empty_gradients(call), d_initial
+
+
+def _sequences(call: Call) -> int:
+    return call.v.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
 
 
 def _operator_gradients(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -1,158 +1,271 @@
-"""The chunkwise form of the recurrences in `ops`, backward.
+"""The chunkwise form of the recurrences in `ops`, backward. Shapes and symbols are those of `chunk_forward`.
 
-Shapes: B batch, T time, H heads of q and k, HV heads of v, K and V their features, N sequences; C tokens a
-chunk, R chunks of a segment ("rows"), P = R·HV pairs of a chunk and a head.
+Here d stands for gradients and S' for the state after the chunk. The backward needs no gradient of T, U or W.
+For V' = TX with X = β(V − eᵞ R S), so that dA = −dX V'⊤:
+
+    dV' = tril(Δ QK⊤)⊤ dO + e^{γ_C − γ} K dS'         dX = T⊤ dV'         dA = −tril(dX V'⊤, −1)
+    dS = e^{γ_C} dS' + (eᵞ Q)⊤ dO − W⊤ dV'
+
+Four terms decay at token t, and dg_t sums their shares:
+
+    pairs (i, j) with j < t ≤ i        reads of S by i ≥ t        writes of j < t to S'        S as it becomes S'
+
+No differences are taken, so small gradients stay exact.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .chunk_forward import Chunk, read_chunk
-from .chunk_order import order_of, ranked, unranked
+from .call import Call, group_of
+from .chunk_forward import Chunk, below_diagonal, read_chunk
+from .chunk_order import Segment, order_of, ranked, unranked
 
-# The backward (d for gradients, S' the state after the chunk) needs no gradient of T, U or W, because
-# V' = TX with X = β(V − eᵞ K S) gives dA = −dX V'⊤:
-#
-#     dV' = tril(Δ QK⊤)⊤ dO + e^{γ_C − γ} K dS'         dX = T⊤ dV'         dA = −tril(dX V'⊤, −1)
-#     dS = e^{γ_C} dS' + (eᵞ Q)⊤ dO − W⊤ dV'
-#
-# dg_t sums the shares of all that decays at token t: pairs (i, j) with j < t ≤ i, reads of S by i ≥ t, writes
-# of j < t to S', and S itself as it becomes S'. No differences are taken, so small gradients stay exact.
+
+class Gradients(NamedTuple):
+    """The gradients of a call's tensors but the state and cu_seqlens; empty for absent tensors."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    g: Tensor
+    erase: Tensor
+    write: Tensor
+
+
+class DecayShares:
+    """The shares of dg in a segment's chunks, as the parts of the backward add them up."""
+
+    def __init__(self, chunk: Chunk, d_q: Tensor, d_k: Tensor, d_all: Tensor):
+        """The shares of reads, writes and S itself, for d_q and d_k [P, C, K] through S and S'.
+
+        d_all: e^{γ_C} times its gradient, [P, K, 1].
+        """
+        reads, writes = chunk.q * d_q, chunk.k * d_k
+        if chunk.by_channel:
+            reads[:, -1:] += d_all.mT
+            self.reads, self.writes = reads, writes  # [P, C, K]
+        else:
+            self.reads, self.writes = reads.sum(-1, True), writes.sum(-1, True)  # [P, C, 1]
+            self.all = d_all.sum(1, True)  # [P, 1, 1]
+        self.pairs: Tensor = reads.new_empty(0)  # [P, C, C], of a decay per head
+
+    def by_head(self) -> Tensor:
+        """dg [P, C] of a decay per head, from all shares."""
+        C = self.reads.shape[1]
+        from_t_on = self.reads.new_ones(C, C).triu()
+
+        d_g = torch.zeros_like(self.writes)
+        d_g[:, 1:] = self.writes[:, :-1].cumsum(1)
+        d_g += self.all
+        d_g += from_t_on @ self.reads
+        d_g += (from_t_on @ self.pairs).tril_(-1).sum(-1, keepdim=True)
+        return d_g.squeeze(-1)
+
+
+class ChunkGradients:
+    """The gradients of a segment's chunks, from those of its outputs, V' and states.
+
+    state: S before each chunk, d_after: dS', [P, K, V]. d_o and d_v_new: [P, C, V].
+    """
+
+    beta: Tensor  # [P, C], set where there is β
+    shares: DecayShares  # set where there is a decay
+
+    def __init__(self, chunk: Chunk, state: Tensor, d_after: Tensor, d_o: Tensor, d_v_new: Tensor):
+        self.chunk, self.state, self.d_v_new = chunk, state, d_v_new
+        self.q = d_o @ state.mT  # [P, C, K], through S
+        self.k = chunk.v_new @ d_after.mT  # [P, C, K], through S'
+        self.v = d_v_new  # [P, C, V]; of X with β
+        self.erased = self.k  # of R, [P, C, K]: a tensor of its own only where R is not K
+
+        if chunk.g is not None:
+            self.q.mul_(chunk.decay_in)
+            self.k.mul_(chunk.decay_out)
+            d_all = chunk.decay_all * (state * d_after).sum(-1, keepdim=True)
+            self.shares = DecayShares(chunk, self.q, self.k, d_all)
+
+        self.qk = (d_o @ chunk.v_new.mT).tril_()  # [P, C, C]
+        self._through_qk()
+        if chunk.delta_rule:
+            self._through_delta_rule()
+        elif chunk.by_channel:
+            self._through_channel_scores([self.qk], [self.q])
+
+    def _through_qk(self) -> None:
+        """From QK⊤ to Q and K; of decays per key channel the diagonal alone."""
+        chunk = self.chunk
+        if chunk.by_channel:
+            diagonal = self.qk.diagonal(0, 1, 2)[..., None]  # [P, C, 1]
+            self.q.addcmul_(diagonal, chunk.k)
+            self.k.addcmul_(diagonal, chunk.q)
+            return
+
+        if chunk.g is not None:
+            self.shares.pairs = (self.qk * chunk.qk).tril_(-1)
+            self.qk.mul_(chunk.delta)
+        self.q.baddbmm_(self.qk, chunk.k)
+        self.k.baddbmm_(self.qk.mT, chunk.q)
+
+    def _through_delta_rule(self) -> None:
+        """From V' = TX to V, K, R and β."""
+        chunk = self.chunk
+        d_x = chunk.t.mT @ self.d_v_new  # [P, C, V]
+        d_a = (d_x @ chunk.v_new.mT).neg_()  # [P, C, C]
+        through_a = d_a * chunk.kk
+        through_x = d_x @ self.state.mT  # [P, C, K], of −β eᵞ R
+        if chunk.g is not None:
+            through_x.mul_(chunk.decay_in)
+        if chunk.erase is not None:
+            self.erased = torch.zeros_like(through_x)
+        self.erased.addcmul_(through_x, chunk.beta, value=-1)
+
+        # β scales V and R in X, and A.
+        read = through_x.mul_(chunk.erased)
+        if not chunk.by_channel:
+            read = read.sum(-1, keepdim=True)
+        self.beta = (d_x * chunk.v).sum(-1) + through_a.sum(-1) - read.sum(-1)
+        if chunk.g is not None:
+            self.shares.reads.addcmul_(read, chunk.beta, value=-1)
+        d_kk = d_a.mul_(chunk.beta)
+
+        if chunk.by_channel:
+            self._through_channel_scores([self.qk, d_kk], [self.q, self.erased])
+        else:
+            self._through_kk(d_kk, through_a)
+        self.v = d_x.mul_(chunk.beta)
+
+    def _through_kk(self, d_kk: Tensor, through_a: Tensor) -> None:
+        """From RK⊤ to R and K, without decays or with one per head."""
+        chunk = self.chunk
+        if chunk.g is not None:
+            self.shares.pairs += through_a.mul_(chunk.beta)
+            d_kk.mul_(chunk.delta)
+        d_kk.tril_(-1)
+        if chunk.erase is None:
+            self.k.baddbmm_(d_kk + d_kk.mT, chunk.k)
+        else:
+            self.erased.baddbmm_(d_kk, chunk.k)
+            self.k.baddbmm_(d_kk.mT, chunk.erased)
+
+    def _through_channel_scores(self, d_scores: list[Tensor], d_rows: list[Tensor]) -> None:
+        """From the scores of Q, and R, [P, C, C] to their d_rows and to K. R may be K.
+
+        Turns the shares of reads into dg, by adding up the products of `span_factors`, longest spans first.
+        """
+        chunk = self.chunk
+        for late, early in reversed(chunk.factors):
+            size = late.shape[2]
+            tensors = chunk.k, self.k, self.shares.reads, self.shares.writes
+            k, d_k, since, until = (x.unflatten(1, (-1, 2, size)) for x in tensors)
+            since[:, :, 0, -1].add_(since[:, :, 1].sum(2))
+            since[:, :, 1, -1].add_(until[:, :, 0].sum(2))
+
+            k_early = k[:, :, 0] * early  # [P, pairs, size, K]
+            of_k: Tensor | None = None
+            for x, d_x, d_score in zip((chunk.q, chunk.erased), d_rows, d_scores, strict=False):
+                x, d_x = (y.unflatten(1, (-1, 2, size))[:, :, 1] for y in (x, d_x))
+                later, block = x * late, below_diagonal(d_score, size)
+                of_x = block @ k_early if size > 1 else block * k_early
+                d_x.addcmul_(late, of_x)
+                since[:, :, 1].addcmul_(later, of_x)
+                moved = block.mT @ later if size > 1 else later.mul_(block)
+                of_k = moved if of_k is None else of_k.add_(moved)
+
+            assert of_k is not None
+            d_k[:, :, 0].addcmul_(early, of_k)
+            until[:, :, 0].addcmul_(k_early, of_k)
+
+    def write(self, segment: Segment, call: Call, target: Gradients, scale: float) -> None:
+        """Passes the gates and writes the gradients into `target`."""
+        chunk, group, dtype = self.chunk, group_of(call), self.q.dtype
+        if chunk.delta_rule:
+            segment.write(target.beta, self.beta)
+        if chunk.g is not None:
+            d_g = self.shares.reads if chunk.by_channel else self.shares.by_head()
+            segment.write(target.g, d_g)
+
+        if chunk.erase is not None:
+            segment.write(target.erase, chunk.k * self.erased)
+            self.k.addcmul_(chunk.erase, self.erased)
+        if call.write is not None:
+            segment.write(target.write, segment.read(call.v, 1, dtype).mul_(self.v))
+            self.v = segment.read(call.write, 1, dtype).mul_(self.v)
+
+        segment.write(target.q, self.q.mul_(scale), group)
+        segment.write(target.k, self.k, group)
+        segment.write(target.v, self.v)
 
 
 def chunk_backward(
     d_o: Tensor,
     d_final: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    g: Tensor | None,
-    erase: Tensor | None,
-    write: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
+    call: Call,
     states: Tensor,
     scale: float,
     chunk_size: int,
-    kept: list[Chunk] | None = None,
+    saved_chunks: list[Chunk] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, the gates and the initial state; recomputes all but the states and the `kept`."""
-    heads, group = v.shape[2], v.shape[2] // q.shape[2]
+    """Gradients of the call's tensors but cu_seqlens. Recomputes all but the states and the saved chunks."""
+    heads, K, V = call.v.shape[2], *states.shape[1:]
     dtype = states.dtype
-    order = order_of(q, v, cu_seqlens, chunk_size)
-    c = order.chunk
-    straddling = torch.ones(c, c, dtype=dtype, device=v.device).triu()
-    d_q, d_k, d_v, d_beta, d_g, d_erase, d_write = empty_grads(q, k, v, beta, g, erase, write)
-    d_state = ranked(d_final, order, dtype, v.new_empty(order.sequences, heads, *states.shape[1:]))
-    first = len(states)
+    order = order_of(call, chunk_size)
+    gradients = empty_gradients(call)
+
+    d_state = call.v.new_empty(order.sequences, heads, K, V, dtype=dtype)
+    d_state = ranked(d_final, order, d_state)  # [N·HV, K, V], longest sequences first
+
+    last = len(states)
     for index, segment in reversed([*enumerate(order.segments)]):
-        first -= segment.rows * heads
-        s = states[first : first + segment.rows * heads]
-        if kept:
-            chunk = kept[index]
-            v_, v_new = chunk.v, chunk.v_new
+        first = last - segment.rows * heads
+        state, last = states[first:last], first
+
+        if saved_chunks:
+            chunk = saved_chunks[index]
         else:
-            chunk, v_ = read_chunk(segment, q, k, v, beta, g, erase, write, scale, dtype)
-            v_new = (
-                v_ if beta is None else torch.bmm(chunk.t_beta, v_).baddbmm_(chunk.w, s, alpha=-1)
-            )
-        q_, k_, g_, do_ = chunk.q, chunk.k, chunk.g, segment.read(d_o, 1, dtype)
-        dv_new = chunk.qk.mT @ do_
-        d_next = torch.empty_like(s)  # of the state after each chunk
-        row = len(s)
-        for count in reversed(segment.counts):
-            row -= count * heads
-            now, active = slice(row, row + count * heads), d_state[: count * heads]
-            d_next[now].copy_(active)
-            dv_new[now].baddbmm_(chunk.k_out[now], active)
-            if g is not None:
-                active.mul_(chunk.decay[now])
-            active.baddbmm_(chunk.q_in[now].mT, do_[now])
-            if beta is not None:
-                active.baddbmm_(chunk.w[now].mT, dv_new[now], alpha=-1)
+            chunk = read_chunk(segment, call, scale, dtype)
+            chunk.v_new = chunk.v
+            if chunk.delta_rule:
+                chunk.v_new = torch.bmm(chunk.t_beta, chunk.v).baddbmm_(chunk.w, state, alpha=-1)
 
-        # Linear attention with the values V'.
-        dx, d_qk = dv_new, (do_ @ v_new.mT).tril_()
-        dq, dk = do_ @ s.mT, v_new @ d_next.mT
-        dg = reads = writes = pairs = d_qk.new_empty(0)
-        if g_ is not None:
-            dq.mul_(chunk.decay_in)
-            dk.mul_(chunk.decay_out)
-            whole = chunk.decay * (s * d_next).sum(-1, keepdim=True)  # [P, K, 1]
-            reads, writes = q_ * dq, k_ * dk
-            if chunk.vector:
-                reads[:, -1:] += whole.mT
-            else:
-                reads, dg = (
-                    reads.sum(-1, True),
-                    torch.zeros_like(whole.sum(1, True).expand(-1, c, 1)),
-                )
-                dg[:, 1:] = writes.sum(-1, True)[:, :-1].cumsum(1)
-                dg += whole.sum(1, True)
-        d_scores, d_rows = [d_qk], [dq]
-        if chunk.vector:
-            diagonal = d_qk.diagonal(0, 1, 2)[..., None]
-            dq.addcmul_(diagonal, k_)
-            dk.addcmul_(diagonal, q_)
-        else:
-            if g_ is not None:
-                pairs = (d_qk * chunk.qk).tril_(-1)
-                d_qk.mul_(chunk.delta)
-            dq.baddbmm_(d_qk, k_)
-            dk.baddbmm_(d_qk.mT, q_)
-        # The delta rule: gradients through V' = TX.
-        d_erased = dk
-        if beta is not None:
-            dx = chunk.t.mT @ dv_new
-            d_kk = (dx @ v_new.mT).neg_()  # dA
-            through_a = d_kk * chunk.kk
-            d_in = dx @ s.mT
-            if g_ is not None:
-                d_in.mul_(chunk.decay_in)
-            if chunk.erase is not None:
-                d_erased = torch.zeros_like(d_in)
-            d_erased.addcmul_(d_in, chunk.beta, value=-1)
-            read = d_in.mul_(chunk.erased)
-            read = read if chunk.vector else read.sum(-1, keepdim=True)
-            segment.write(d_beta, (dx * v_).sum(-1) + through_a.sum(-1) - read.sum(-1), 1)
-            if g_ is not None:
-                reads.addcmul_(read, chunk.beta, value=-1)
-            d_kk.mul_(chunk.beta)
-            if chunk.vector:
-                d_scores, d_rows = [d_qk, d_kk], [dq, d_erased]
-            else:
-                if g_ is not None:
-                    pairs += through_a.mul_(chunk.beta)
-                    d_kk.mul_(chunk.delta)
-                d_kk.tril_(-1)
-                if chunk.erase is None:
-                    dk.baddbmm_(d_kk + d_kk.mT, k_)
-                else:
-                    d_erased.baddbmm_(d_kk, k_)
-                    dk.baddbmm_(d_kk.mT, chunk.erased)
-            dx.mul_(chunk.beta)
-        if g_ is not None:
-            if chunk.vector:
-                chunk.vector_scores_backward(d_scores, d_rows, dk, reads, writes)
-                segment.write(d_g, reads, 1)
-            else:
-                dg += straddling @ reads
-                dg += (straddling @ pairs).tril_(-1).sum(-1, keepdim=True)
-                segment.write(d_g, dg.squeeze(-1), 1)
-        if chunk.erase is not None:
-            segment.write(d_erase, k_ * d_erased, 1)
-            dk.addcmul_(chunk.erase, d_erased)
-        if write is not None:
-            segment.write(d_write, segment.read(v, 1, dtype).mul_(dx), 1)
-            dx = segment.read(write, 1, dtype).mul_(dx)
-        segment.write(d_q, dq.mul_(scale), group)
-        segment.write(d_k, dk, group)
-        segment.write(d_v, dx, 1)
-    return d_q, d_k, d_v, d_beta, d_g, d_erase, d_write, unranked(d_state, order, heads)
+        d_o_chunks = segment.read(d_o, 1, dtype)
+        d_v_new = chunk.qk.mT @ d_o_chunks
+        d_after = pass_back(chunk, segment, d_state, d_o_chunks, d_v_new)
+        parts = ChunkGradients(chunk, state, d_after, d_o_chunks, d_v_new)
+        parts.write(segment, call, gradients, scale)
+
+    return *gradients, unranked(d_state, order, heads)
 
 
-def empty_grads(q, k, v, *gates) -> tuple[Tensor, ...]:
-    """Uninitialised gradients, empty for absent inputs, because operators may not return None."""
-    like = (q, k, v, *(v[:0] if x is None else x for x in gates))
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
+def pass_back(
+    chunk: Chunk, segment: Segment, d_state: Tensor, d_o: Tensor, d_v_new: Tensor
+) -> Tensor:
+    """The recurrence over a segment's chunks, from the last to the first. Returns dS' of each, [P, K, V].
+
+    d_state: [N·HV, K, V], becomes that before the segment. d_v_new: [P, C, V], takes what comes through S'.
+    """
+    heads = len(d_v_new) // segment.rows
+    d_after = d_state.new_empty(len(d_v_new), *d_state.shape[1:])
+    row = len(d_after)
+    for count in reversed(segment.counts):
+        row -= count * heads
+        now = slice(row, row + count * heads)  # the chunks of this step
+        active = d_state[: count * heads]  # the sequences that have one
+
+        d_after[now].copy_(active)
+        d_v_new[now].baddbmm_(chunk.k_out[now], active)
+        if chunk.g is not None:
+            active.mul_(chunk.decay_all[now])
+        active.baddbmm_(chunk.q_in[now].mT, d_o[now])
+        if chunk.delta_rule:
+            active.baddbmm_(chunk.w[now].mT, d_v_new[now], alpha=-1)
+    return d_after
+
+
+def empty_gradients(call: Call) -> Gradients:
+    """Uninitialised gradients, empty for absent tensors, because operators may not return None."""
+    none = call.v[:0]
+    like = (none if x is None else x for x in call[: len(Gradients._fields)])
+    return Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in like))

@@ -13,8 +13,7 @@ So the traffic of a recurrence does not depend on T. All exchanges have gradient
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .chunk_order import wide_dtype
+from .call import Call, Rule, group_of, wide_dtype
 from .layers import at_least_fp32, no_autocast
-from .ops import linear_attention, map_features
+from .ops import map_features, run_recurrence
 from .sequences import Rows, Sequences, bounds_on_host
 
 SCAN_FROM = 9
@@ -299,120 +298,140 @@ class _Incoming(torch.autograd.Function):
         return d_o, None, d_M, d_U
 
 
-def recurrence(
-    op: Callable,
-    seq: Sequences,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *gates: Tensor | None,
-    mode: str,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    feature_map: Callable | None = None,
-    qk_norm: str | None = None,
-    scale: float | None = None,
-    **more: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """`ops.delta_rule` or `ops.linear_attention` over the sequences of `seq`, whose rows may be cut.
+def recurrence(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor | None]:
+    """`ops.delta_rule`, or without β `ops.linear_attention`, over the sequences of `seq`, whose rows may be cut.
 
-    The last part waits for its state and takes one pass. All others take one from the state zero, to which
-    what the state at the part adds is added. Let F be the features and V the values of a head. A delta rule
-    computes that by a second pass, over the tokens of documents that began before the part: of width F where
-    the state passes through to a next part, since it gives M too, else of width V. Linear attention
-    multiplies exp(Σ g) q with the state, without a pass.
+    The last part waits for its state and takes one pass. Every other part runs once from the state zero and
+    then adds the contribution of its incoming state. Let F be the features and V the values of a head.
 
-    more: options of one of the two ops.
+    A delta rule computes the contribution by a second pass, over the tokens of documents that began before
+    the part. Its width is F where the state passes through to a next part, since it gives M too, else V.
+    Linear attention multiplies exp(Σ g) q with the state, without a pass.
     """
     if seq.parts is None:
-        options = {"feature_map": feature_map, "qk_norm": qk_norm, "scale": scale, "mode": mode}
-        options |= {"initial_state": initial_state, "output_final_state": output_final_state}
-        return op(q, k, v, *gates, cu_seqlens=seq.cu_seqlens, **options, **more)
-    with no_autocast(q):
-        q, k = map_features(q, k, feature_map, qk_norm)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    op = partial(op, scale=scale, output_final_state=True, **more)
-    return _cut(op, seq, (q, k, v, *gates), initial_state)
+        return run_recurrence(call._replace(cu_seqlens=seq.cu_seqlens), rule)
+
+    with no_autocast(call.q):
+        q, k = map_features(call.q, call.k, rule.feature_map, rule.qk_norm)
+    rule = rule._replace(
+        feature_map=None,
+        qk_norm=None,
+        scale=q.shape[-1] ** -0.5 if rule.scale is None else rule.scale,
+        output_final_state=True,
+        mode="chunk",
+    )
+    return _run_part(call._replace(q=q, k=k), rule, seq)
 
 
 @torch.compiler.disable  # which tokens continue a document depends on values
-def _cut(
-    op: partial, seq: Sequences, inputs: tuple[Any, ...], initial_state: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """`recurrence` on this part of the rows. op: with its options; inputs: mapped."""
-    parts, (q, k, v, *gates) = seq.parts, inputs
-    rank, linear = parts.context.rank, op.func is linear_attention
+def _run_part(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor]:
+    """`recurrence` on this part of the rows, with mapped q and k."""
+    rank = seq.parts.context.rank
+    if rank and rank == seq.parts.context.size - 1:  # nobody waits for its state
+        return _run_last_part(call, rule, seq)
+
+    parts, v = seq.parts, call.v
+    linear = call.beta is None
     rows, tokens = seq.tables(v.device).rows, parts.tokens.to(v.device)
     assert rows is not None
     continued = (parts.continued if rank else parts.continued[:0]).to(v.device)
-    if rank and rank == parts.context.size - 1:  # nobody waits for its state
-        shape, dtype = (parts.B, v.shape[2], k.shape[3]), wide_dtype(q, k, v, *gates)
-        U = v.new_zeros(*shape, v.shape[3], dtype=dtype)
-        M = v.new_zeros(*shape, 1 if linear else k.shape[3], dtype=dtype) if parts.passing else None
-        v, S = _Incoming.apply(v, parts.context, M, U)
-        S = S.index_select(0, continued)
-        begin = S.new_zeros(len(parts.past), *S.shape[1:]).index_copy(0, rows.first[continued], S)
-        return op(q, k, v, *gates, initial_state=begin, cu_seqlens=seq.cu_seqlens)
+
     # Row states enter at the first part, and are in its U.
-    initial_state = None if rank else initial_state
-    o, ends = op(*inputs, initial_state=initial_state, cu_seqlens=seq.cu_seqlens)
-    some: list[Any] = []
-    answers: Any = None
+    initial_state = None if rank else call.initial_state
+    call = call._replace(initial_state=initial_state, cu_seqlens=seq.cu_seqlens)
+    o, ends = _run(call, rule)
+
+    # The tokens of documents that began before this part, and their products with its incoming state.
+    some: Any = None
+    products: Any = None
     M: Any = None
     if len(continued):
         every = len(tokens) == v.shape[1]
-        some = [x if x is None or every else x[:, tokens] for x in inputs]
-        if linear or rank in parts.passing:
-            answers, M = (_decayed if linear else _transitions)(op, some, parts.bounds)
-    U, whole = ends.index_select(0, rows.last), None
+        of_tokens: Any = (x if x is None or every else x[:, tokens] for x in call[:7])
+        some = Call(*of_tokens, cu_seqlens=parts.bounds)
+        if linear:
+            products, M = _decayed(some, rule)
+        elif rank in parts.passing:
+            products, M = _transitions(some, rule)
+
+    U, passed_on = ends.index_select(0, rows.last), None
     if parts.passing:
-        whole = U.new_zeros(*U.shape[:3], 1 if linear else U.shape[2])
+        passed_on = U.new_zeros(*U.shape[:3], 1 if linear else U.shape[2])
         if rank in parts.passing:
             through = parts.through.to(v.device)
-            M = M.expand(-1, *whole.shape[1:])
-            whole = whole.index_copy(0, continued[through], M[through])
-    o, S = _Incoming.apply(o, parts.context, whole, U)
+            M = M.expand(-1, *passed_on.shape[1:])
+            passed_on = passed_on.index_copy(0, continued[through], M[through])
+    o, S = _Incoming.apply(o, parts.context, passed_on, U)
     if not len(continued):
         return o, ends
+
     S = S.index_select(0, continued)
-    if answers is None:
-        some[2] = torch.zeros_like(some[2])
-        more, reached = op(*some, initial_state=S, cu_seqlens=parts.bounds)
+    if products is None:
+        some = some._replace(v=torch.zeros_like(some.v), initial_state=S)
+        more, reached = _run(some, rule)
         more = more[0]
     else:
-        products = [p.transpose(0, 1) @ s.to(p.dtype) for p, s in zip(answers, S, strict=True)]
-        more, reached = torch.cat(products, 1).transpose(0, 1), _apply(M, S)
+        added = [p.transpose(0, 1) @ s.to(p.dtype) for p, s in zip(products, S, strict=True)]
+        more, reached = torch.cat(added, 1).transpose(0, 1), _apply(M, S)
     o = o.index_add(1, tokens, more.to(o.dtype)[None])
     return o, ends.index_add(0, rows.first[continued], reached)
 
 
-def _transitions(op: partial, inputs: list, bounds: Tensor) -> tuple[list[Tensor], Tensor]:
+def _run_last_part(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor]:
+    """`_run_part` on the last part: it waits for its state and takes one pass."""
+    parts, v = seq.parts, call.v
+    rows, continued = seq.tables(v.device).rows, parts.continued.to(v.device)
+    assert rows is not None
+
+    F, V = call.k.shape[3], v.shape[3]
+    shape, dtype = (parts.B, v.shape[2], F), wide_dtype(*call[:7])
+    U = v.new_zeros(*shape, V, dtype=dtype)
+    width = 1 if call.beta is None else F
+    M = v.new_zeros(*shape, width, dtype=dtype) if parts.passing else None
+    v, S = _Incoming.apply(v, parts.context, M, U)
+
+    S = S.index_select(0, continued)
+    begin = S.new_zeros(len(parts.past), *S.shape[1:]).index_copy(0, rows.first[continued], S)
+    call = call._replace(v=v, initial_state=begin, cu_seqlens=seq.cu_seqlens)
+    return _run(call, rule)
+
+
+def _run(call: Call, rule: Rule) -> tuple[Tensor, Tensor]:
+    o, state = run_recurrence(call, rule)
+    assert state is not None
+    return o, state
+
+
+def _transitions(call: Call, rule: Rule) -> tuple[list[Tensor], Tensor]:
     """The outputs of documents as products with their initial states, and M.
 
     Returns for each document `[L, HV, F]`, which times a state `[HV, F, V]` is its output; and M
     `[n, HV, F, F]`.
     """
-    q, k, v, *gates = inputs
-    F, HV = k.shape[-1], v.shape[2]
-    unit = torch.eye(F, dtype=at_least_fp32(v).dtype, device=v.device).expand(
-        len(bounds) - 1, HV, F, F
-    )
+    bounds, v = call.cu_seqlens, call.v
+    assert bounds is not None
+    F, HV = call.k.shape[-1], v.shape[2]
+    unit = torch.eye(F, dtype=at_least_fp32(v).dtype, device=v.device)
+    unit = unit.expand(len(bounds) - 1, HV, F, F).contiguous()
+
+    # The values are zero, and have another width than `write`.
     silent = v.new_zeros(*v.shape[:3], F)
-    beta_g_erase = gates[:3]  # the values are zero, and have another width than write
-    answers, M = op(q, k, silent, *beta_g_erase, initial_state=unit.contiguous(), cu_seqlens=bounds)
-    return list(answers[0].split(bounds.diff().tolist())), M
+    products, M = _run(call._replace(v=silent, write=None, initial_state=unit), rule)
+    return list(products[0].split(bounds.diff().tolist())), M
 
 
-def _decayed(op: partial, inputs: list, bounds: Tensor) -> tuple[list[Tensor], Tensor]:
+def _decayed(call: Call, rule: Rule) -> tuple[list[Tensor], Tensor]:
     """`_transitions` of linear attention; M is `[n, HV, F or 1, 1]`."""
-    q, _, v, g = inputs
-    group, lengths = v.shape[2] // q.shape[2], bounds.diff().tolist()
-    queries = (
-        (op.keywords["scale"] * at_least_fp32(q[0])).repeat_interleave(group, 1).split(lengths)
-    )
+    assert call.cu_seqlens is not None
+    assert rule.scale is not None
+    q, g = call.q[0], call.g
+    lengths = call.cu_seqlens.diff().tolist()
+    queries = (rule.scale * at_least_fp32(q)).repeat_interleave(group_of(call), 1).split(lengths)
     if g is None:
-        return list(queries), queries[0].new_ones(len(lengths), v.shape[2], 1, 1)
-    g = at_least_fp32(g[0]) if g.dim() == 4 else at_least_fp32(g[0])[..., None]  # [M, HV, F or 1]
-    sums = [part.cumsum(0) for part in g.split(lengths)]
-    answers = [x * total.exp() for x, total in zip(queries, sums, strict=True)]
-    return answers, torch.stack([total[-1] for total in sums]).exp()[..., None]
+        return list(queries), queries[0].new_ones(len(lengths), call.v.shape[2], 1, 1)
+
+    g = at_least_fp32(g[0])
+    g = g if g.dim() == 3 else g[..., None]  # [M, HV, F or 1]
+    sums = [x.cumsum(0) for x in g.split(lengths)]
+    products = [x * total.exp() for x, total in zip(queries, sums, strict=True)]
+    return products, torch.stack([total[-1] for total in sums]).exp()[..., None]

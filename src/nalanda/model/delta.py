@@ -5,11 +5,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Heads, Mixer, State, StateSpec
+from .call import Call, Rule
 from .context import recurrence
 from .epilogues import norm_gate
 from .feature_maps import EPS, Elementwise
 from .layers import Fp32Module, RMSNorm, at_least_fp32, direction, excess, no_autocast
-from .ops import delta_rule, delta_rule_flops, map_features
+from .ops import delta_rule_flops, map_features
 from .sequences import Sequences
 
 
@@ -168,22 +169,17 @@ class DeltaNet(Mixer):
             beta, erase = (
                 (beta / length, None) if erase is None else (beta, erase / length[..., None])
             )
-        o, final = recurrence(
-            delta_rule,
-            seq,
-            q,
-            k,
-            heads["v"],
-            beta,
-            heads.get("g"),
-            erase,
+
+        past = state.get("recurrent")
+        call = Call(q, k, heads["v"], beta, heads.get("g"), erase, initial_state=past)
+        rule = Rule(
             feature_map=features,
             qk_norm=norm,
-            initial_state=state.get("recurrent"),
             output_final_state=new is not None,
             allow_neg_eigval=self.beta_scale > 1,
             mode="recurrent" if q.shape[1] <= self.steps else "chunk",
         )
+        o, final = recurrence(call, rule, seq)
         if new is not None and final is not None:
             new["recurrent"] = final
         return o

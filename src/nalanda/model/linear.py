@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Heads, Mixer, State, StateSpec
-from .chunk_order import wide_dtype
+from .call import Call, Rule, wide_dtype
 from .context import recurrence
 from .delta import Decay
 from .epilogues import swiglu
 from .feature_maps import EPS, opposite
 from .layers import RMSNorm, at_least_fp32, no_autocast, place_angles, rotate
-from .ops import by_kernel, linear_attention, linear_attention_flops, map_features
+from .ops import by_kernel, linear_attention_flops, map_features
 from .options import check_names, check_types
 from .sequences import Sequences
 from .soft import PooledLandmarks
@@ -149,19 +149,16 @@ class LinearAttention(Mixer):
             with no_autocast(v):
                 q, k = map_features(heads["q"], heads["k"], None if mapped else self.feature_map)
                 return sum_both(q, k, v, seq, scale)
-        o, final = recurrence(
-            linear_attention,
-            seq,
-            heads["q"],
-            heads["k"],
-            v,
-            heads.get("g"),
+
+        q, k, past = heads["q"], heads["k"], state.get(name)
+        rule = Rule(
             feature_map=None if mapped else self.feature_map,
             scale=scale,
-            initial_state=state.get(name),
             output_final_state=new is not None,
-            mode="recurrent" if heads["q"].shape[1] == 1 else "chunk",
+            mode="recurrent" if q.shape[1] == 1 else "chunk",
         )
+        call = Call(q, k, v, g=heads.get("g"), initial_state=past)
+        o, final = recurrence(call, rule, seq)
         if new is not None and final is not None:
             new[name] = final
         return o

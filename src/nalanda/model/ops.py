@@ -15,15 +15,15 @@ Shapes: B batch, T time, H heads of q and k, HV heads of v, K and V their featur
 
 import itertools
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .chunk import ChunkRecurrence, chunk_op
-from .chunk_order import bounds_of, wide_dtype
+from .call import Call, FeatureMap, Rule, bounds_of, dtype_of, group_of, wide_dtype
+from .chunk import run_chunkwise
 from .layers import at_least_fp32, direction, no_autocast
 
 _API = 3
@@ -37,8 +37,6 @@ else:
         warnings.warn(
             f"nalanda_kernels: API {theirs}, not {_API}; using the torch path", stacklevel=2
         )
-
-FeatureMap = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def delta_rule(
@@ -61,14 +59,17 @@ def delta_rule(
     mode: str = "chunk",
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs the delta rule over time. For every token the state S `[K, V]` of a head decays, loses what it
-    answers to the erased key, and takes the written value:
+    """Runs the delta rule over time.
+
+    For each token the state S `[K, V]` of a head decays, the value stored under the key is erased, and the
+    new value is written:
 
         S' = Diag(e^{g_t}) S_{t−1}
         S_t = S' − β_t k_t (erase_t ⊙ k_t)⊤ S' + β_t k_t (write_t ⊙ v_t)⊤        o_t = scale · S_t⊤ q_t
 
     A decay per key channel is KDA's (arXiv 2510.26692). With erase, write and β = 1 it is Gated DeltaNet 2
-    (arXiv 2605.22791). DeltaProduct (arXiv 2502.10297) takes n tokens a token, of which the last is read.
+    (arXiv 2605.22791). DeltaProduct (arXiv 2502.10297) runs n recurrence steps per text token and reads the
+    output after the last.
 
     Args:
         q: `[B, T, H, K]`, before the map and the norm.
@@ -104,19 +105,18 @@ def delta_rule(
     Raises:
         ValueError: shapes that do not fit, an unknown option, or a backend that is not there.
     """
-    return _recurrence(
-        *(q, k, v, beta, g, erase, write),
+    call = Call(q, k, v, beta, g, erase, write, initial_state, cu_seqlens)
+    rule = Rule(
         feature_map=feature_map,
         qk_norm=qk_norm,
         scale=scale,
-        initial_state=initial_state,
         output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
         allow_neg_eigval=allow_neg_eigval,
         chunk_size=chunk_size,
         mode=mode,
         backend=backend,
     )
+    return run_recurrence(call, rule)
 
 
 def linear_attention(
@@ -151,86 +151,74 @@ def linear_attention(
     Raises:
         ValueError: shapes that do not fit, an unknown option, or a backend that is not there.
     """
-    return _recurrence(
-        *(q, k, v, None, g, None, None),
+    call = Call(q, k, v, g=g, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    rule = Rule(
         feature_map=feature_map,
         qk_norm=qk_norm,
         scale=scale,
-        initial_state=initial_state,
         output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
         mode=mode,
         backend=backend,
     )
+    return run_recurrence(call, rule)
 
 
-def _recurrence(
-    q,
-    k,
-    v,
-    beta,
-    g,
-    erase,
-    write,
-    *,
-    feature_map,
-    qk_norm,
-    scale,
-    initial_state,
-    output_final_state,
-    cu_seqlens,
-    chunk_size,
-    mode,
-    backend,
-    allow_neg_eigval=False,
-):
-    """Either op, by a kernel or in torch. Without beta it is linear attention."""
-    _check(q, k, v, beta, g, erase, write, initial_state, cu_seqlens, chunk_size, mode, qk_norm)
-    op, inputs = (
-        ("linear_attention", (q, k, v, g)) if beta is None else ("delta_rule", (q, k, v, beta, g))
-    )
-    if mode == "chunk":
-        options = {
-            "feature_map": feature_map,
-            "qk_norm": qk_norm,
-            "scale": scale,
-            "chunk_size": chunk_size,
-        }
-        options |= {"initial_state": initial_state, "output_final_state": output_final_state}
-        options |= {name: x for name, x in (("erase", erase), ("write", write)) if x is not None}
-        options |= {"allow_neg_eigval": True} if allow_neg_eigval else {}
-        served = by_kernel(op, backend, q, *inputs, cu_seqlens=cu_seqlens, **options)
+def run_recurrence(call: Call, rule: Rule) -> tuple[Tensor, Tensor | None]:
+    """The delta rule, or without β linear attention, by a kernel or in torch.
+
+    Returns the outputs, and the final state if the rule asks for it. Raises ValueError as `delta_rule` does.
+    """
+    _check_tensors(call)
+    _check_options(rule)
+    if rule.mode == "chunk":
+        op, inputs, options = _kernel_arguments(call, rule)
+        served = by_kernel(op, rule.backend, call.q, *inputs, **options)
         if served is not None:
             return served
-    with no_autocast(q):
-        q, k = map_features(
-            q, k, feature_map, qk_norm, backend="torch" if backend == "torch" else "auto"
-        )
-        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        if initial_state is not None and initial_state.shape[2] != q.shape[-1]:
-            has, needs = initial_state.shape[2], q.shape[-1]
-            raise ValueError(
-                f"initial_state: K = {has}; q and k have {needs} features after their map"
-            )
-        for name, x in (("g", g), ("erase", erase)):
-            if x is not None and x.ndim == 4 and x.shape[3] != q.shape[-1]:
-                has, needs = x.shape[3], q.shape[-1]
-                raise ValueError(
-                    f"{name}: {has} key channels; q and k have {needs} features after their map"
-                )
-        if mode == "chunk":
-            tensors = (q, k, v, beta, g, erase, write, initial_state)
-            save = torch.is_grad_enabled() and any(
-                x is not None and x.requires_grad for x in tensors
-            )
-            core = chunk_op if torch.compiler.is_compiling() else ChunkRecurrence.apply
-            o, state, _ = core(*tensors, cu_seqlens, scale, chunk_size, save)
-        else:
-            o, state = _stepwise(
-                mode, q, k, v, beta, g, erase, write, initial_state, cu_seqlens, scale
-            )
-    return o, state if output_final_state else None
+    with no_autocast(call.q):
+        return _run_in_torch(call, rule)
+
+
+def _kernel_arguments(call: Call, rule: Rule) -> tuple[str, tuple[Tensor | None, ...], dict]:
+    """The op's name, inputs and options as kernels of API 3 take them.
+
+    Kernels need not know an option that an op gained later, so it is left out where it changes nothing.
+    """
+    options: dict[str, Any] = {
+        "feature_map": rule.feature_map,
+        "qk_norm": rule.qk_norm,
+        "scale": rule.scale,
+        "chunk_size": rule.chunk_size,
+        "initial_state": call.initial_state,
+        "output_final_state": rule.output_final_state,
+        "cu_seqlens": call.cu_seqlens,
+    }
+    if call.beta is None:
+        return "linear_attention", (call.q, call.k, call.v, call.g), options
+
+    if call.erase is not None:
+        options["erase"] = call.erase
+    if call.write is not None:
+        options["write"] = call.write
+    if rule.allow_neg_eigval:
+        options["allow_neg_eigval"] = True
+    return "delta_rule", (call.q, call.k, call.v, call.beta, call.g), options
+
+
+def _run_in_torch(call: Call, rule: Rule) -> tuple[Tensor, Tensor | None]:
+    """`run_recurrence` by the torch form of the rule's mode; call without autocast."""
+    map_backend = "torch" if rule.backend == "torch" else "auto"
+    q, k = map_features(call.q, call.k, rule.feature_map, rule.qk_norm, backend=map_backend)
+    call = call._replace(q=q, k=k)
+    _check_features(call)
+    scale = q.shape[-1] ** -0.5 if rule.scale is None else float(rule.scale)
+
+    if rule.mode == "chunk":
+        o, state = run_chunkwise(call, scale, rule.chunk_size)
+    else:
+        o, state = _run_stepwise(call, scale, rule.mode)
+    return o, state if rule.output_final_state else None
 
 
 def delta_rule_flops(
@@ -314,9 +302,9 @@ def by_kernel(op: str, backend: str, x: Tensor, *inputs, **options):
     return None
 
 
-def _check(
-    q, k, v, beta, g, erase, write, initial_state, cu_seqlens, chunk_size, mode, qk_norm
-) -> None:
+def _check_tensors(call: Call) -> None:
+    """Raises ValueError for tensors whose shapes do not fit, but for K after the map."""
+    q, k, v, beta, g, erase, write, initial_state, cu_seqlens = call
     if q.ndim != 4 or q.shape != k.shape:
         raise ValueError(f"q, k: {list(q.shape)} and {list(k.shape)}; both must be [B, T, H, K]")
     if v.ndim != 4 or v.shape[:2] != q.shape[:2]:
@@ -327,112 +315,152 @@ def _check(
         raise ValueError(
             f"v: {v.shape[2]} heads; must be a multiple of the {q.shape[2]} heads of q and k"
         )
-    if beta is not None and beta.shape != v.shape[:3]:
-        raise ValueError(f"beta: {list(beta.shape)}; must be [B, T, HV] = {list(v.shape[:3])}")
-    if g is not None and (g.shape[:3] != v.shape[:3] or g.ndim not in (3, 4)):
-        needs = f"[B, T, HV] or [B, T, HV, K] with {list(v.shape[:3])}"
+
+    heads = v.shape[:3]
+    if beta is not None and beta.shape != heads:
+        raise ValueError(f"beta: {list(beta.shape)}; must be [B, T, HV] = {list(heads)}")
+    if g is not None and (g.shape[:3] != heads or g.ndim not in (3, 4)):
+        needs = f"[B, T, HV] or [B, T, HV, K] with {list(heads)}"
         raise ValueError(f"g: {list(g.shape)}; must be {needs}")
-    if erase is not None and (erase.shape[:3] != v.shape[:3] or erase.ndim != 4):
-        raise ValueError(
-            f"erase: {list(erase.shape)}; must be [B, T, HV, K] with {list(v.shape[:3])}"
-        )
+    if erase is not None and (erase.shape[:3] != heads or erase.ndim != 4):
+        raise ValueError(f"erase: {list(erase.shape)}; must be [B, T, HV, K] with {list(heads)}")
     if write is not None and write.shape != v.shape:
         raise ValueError(f"write: {list(write.shape)}; must be [B, T, HV, V] = {list(v.shape)}")
+
     sequences = q.shape[0]
     if cu_seqlens is not None:
         if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1 or cu_seqlens.is_floating_point():
-            found = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
-            raise ValueError(f"cu_seqlens: {found}; must be [N + 1] integers")
+            bounds = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+            raise ValueError(f"cu_seqlens: {bounds}; must be [N + 1] integers")
         if q.shape[0] != 1:
             raise ValueError(f"cu_seqlens: B = {q.shape[0]}; flatten the batch into one row, B = 1")
         sequences = len(cu_seqlens) - 1
     if initial_state is not None:
-        state = [sequences, v.shape[2], "K", v.shape[3]]
-        if initial_state.ndim != 4 or any(initial_state.shape[i] != state[i] for i in (0, 1, 3)):
+        shape = [sequences, v.shape[2], "K", v.shape[3]]
+        if initial_state.ndim != 4 or any(initial_state.shape[i] != shape[i] for i in (0, 1, 3)):
             raise ValueError(
-                f"initial_state: {list(initial_state.shape)}; must be [N, HV, K, V] = {state}"
+                f"initial_state: {list(initial_state.shape)}; must be [N, HV, K, V] = {shape}"
             )
-    if chunk_size < 1 or chunk_size & (chunk_size - 1):
-        raise ValueError(f"chunk_size={chunk_size}: must be a power of two")
-    if mode not in ("chunk", "recurrent", "reference"):
-        raise ValueError(f"mode={mode!r}: must be chunk, recurrent or reference")
-    if qk_norm not in (None, "l2"):
-        raise ValueError(f"qk_norm={qk_norm!r}: must be None or 'l2'")
+
+
+def _check_options(rule: Rule) -> None:
+    """Raises ValueError for an unknown option."""
+    if rule.chunk_size < 1 or rule.chunk_size & (rule.chunk_size - 1):
+        raise ValueError(f"chunk_size={rule.chunk_size}: must be a power of two")
+    if rule.mode not in ("chunk", "recurrent", "reference"):
+        raise ValueError(f"mode={rule.mode!r}: must be chunk, recurrent or reference")
+    if rule.qk_norm not in (None, "l2"):
+        raise ValueError(f"qk_norm={rule.qk_norm!r}: must be None or 'l2'")
+
+
+def _check_features(call: Call) -> None:
+    """Raises ValueError for tensors that have not the K that q and k have after their map."""
+    needs = call.q.shape[-1]
+    if call.initial_state is not None and call.initial_state.shape[2] != needs:
+        has = call.initial_state.shape[2]
+        raise ValueError(f"initial_state: K = {has}; q and k have {needs} features after their map")
+    for name, x in (("g", call.g), ("erase", call.erase)):
+        if x is not None and x.ndim == 4 and x.shape[3] != needs:
+            raise ValueError(
+                f"{name}: {x.shape[3]} key channels; q and k have {needs} features after their map"
+            )
 
 
 # ------------------------------------------------------------------------------------------ token by token
 
 
-def _stepwise(
-    mode, q, k, v, beta, g, erase, write, initial_state, cu_seqlens, scale
-) -> tuple[Tensor, Tensor]:
-    """Modes "reference" and "recurrent", one sequence of a packed row after another."""
-    dtype = wide_dtype(q, k, v, beta, g, erase, write, initial_state)
-    group = v.shape[2] // q.shape[2]
-    q, k = (x.to(dtype).repeat_interleave(group, 2) if group > 1 else x.to(dtype) for x in (q, k))
-    step = (
-        _linear_step
-        if beta is None
-        else _reference_step
-        if mode == "reference"
-        else _recurrent_step
-    )
-    bounds = None if cu_seqlens is None else bounds_of(cu_seqlens, q.shape[1])
-    sequences = q.shape[0] if bounds is None else len(bounds) - 1
-    if initial_state is None:
-        state = q.new_zeros(sequences, v.shape[2], q.shape[3], v.shape[3])
-    else:
-        state = initial_state.to(dtype)
-    q, values, beta = q * scale, v.to(dtype), None if beta is None else beta.to(dtype)
-    erased = k if erase is None else erase.to(dtype) * k
-    written = values if write is None else write.to(dtype) * values
-    decay = None if g is None else g.to(dtype).exp()
-    if decay is not None:
-        decay = (
-            decay[..., None] if decay.ndim == 4 else decay[..., None, None]
-        )  # [B, T, HV, K or 1, 1]
+class Token(NamedTuple):
+    """One token as a step reads it, or all tokens: then each tensor has T after B."""
 
-    def run(start: int, stop: int, state: Tensor) -> tuple[list[Tensor], Tensor]:
-        outputs = []
+    q: Tensor  # [B, HV, K], scaled
+    k: Tensor  # [B, HV, K]
+    erased: Tensor  # [B, HV, K], erase ⊙ k
+    written: Tensor  # [B, HV, V], write ⊙ v
+    beta: Tensor | None  # [B, HV]
+    decay: Tensor | None  # [B, HV, K or 1, 1]
+
+
+def _run_stepwise(call: Call, scale: float, mode: str) -> tuple[Tensor, Tensor]:
+    """The modes "reference" and "recurrent": one token after another, one packed sequence after another."""
+    q, v = call.q, call.v
+    dtype = dtype_of(call)
+    tokens = _tokens_of(call, scale, dtype)
+    if call.beta is None:
+        step = _linear_step
+    else:
+        step = _reference_step if mode == "reference" else _recurrent_step
+
+    bounds = None if call.cu_seqlens is None else bounds_of(call.cu_seqlens, q.shape[1])
+    sequences = q.shape[0] if bounds is None else len(bounds) - 1
+    if call.initial_state is None:
+        state = q.new_zeros(sequences, v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
+    else:
+        state = call.initial_state.to(dtype)
+
+    outputs: list[Tensor] = []  # [B, HV, V] each
+
+    def run(start: int, stop: int, state: Tensor) -> Tensor:
         for t in range(start, stop):
-            beta_t, decay_t = (None if x is None else x[:, t] for x in (beta, decay))
-            o, state = step(q[:, t], k[:, t], erased[:, t], written[:, t], beta_t, decay_t, state)
+            of_token: Any = (None if x is None else x[:, t] for x in tokens)
+            o, state = step(Token(*of_token), state)
             outputs.append(o)
-        return outputs, state
+        return state
 
     if bounds is None:
-        outputs, state = run(0, q.shape[1], state)
+        state = run(0, q.shape[1], state)
     else:
-        outputs, states = [], []
-        for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
-            some, last = run(start, stop, state[n : n + 1])
-            outputs += some
-            states.append(last)
+        spans = enumerate(itertools.pairwise(bounds))
+        states = [run(start, stop, state[n : n + 1]) for n, (start, stop) in spans]
         state = torch.cat(states) if states else state
-    o = torch.stack(outputs, 1) if outputs else values  # without tokens o is empty, like v
+    o = torch.stack(outputs, 1) if outputs else v  # without tokens o is empty, like v
     return o.to(v.dtype), state
 
 
-def _linear_step(q, k, erased, v, beta, decay, state):
-    """q, k, erased: [B, H, K], v: [B, H, V], decay: [B, H, K or 1, 1], state: [B, H, K, V]; beta None."""
-    state = k.unsqueeze(-1) * v.unsqueeze(-2) + (state if decay is None else decay * state)
-    return (q.unsqueeze(-2) @ state).squeeze(-2), state
+def _tokens_of(call: Call, scale: float, dtype: torch.dtype) -> Token:
+    """All tokens of a call, in `dtype`, each head of q and k repeated for the heads of v."""
+    wide: Any = (None if x is None else x.to(dtype) for x in call[:7])
+    q, k, v, beta, g, erase, write = wide
+    if group_of(call) > 1:
+        q, k = (x.repeat_interleave(group_of(call), 2) for x in (q, k))
 
-
-def _reference_step(q, k, erased, v, beta, decay, state):
-    """Like `_linear_step` with beta [B, H]: the delta rule's formula, term by term."""
-    decay = 1 if decay is None else decay
-    kept = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - torch.einsum(
-        "bh,bhi,bhj->bhij", beta, k, erased
+    decay = g
+    if g is not None:
+        decay = g.exp()[..., None] if g.ndim == 4 else g.exp()[..., None, None]
+    return Token(
+        q=q * scale,
+        k=k,
+        erased=k if erase is None else erase * k,
+        written=v if write is None else write * v,
+        beta=beta,
+        decay=decay,
     )
-    state = kept @ (decay * state) + torch.einsum("bh,bhk,bhv->bhkv", beta, k, v)
+
+
+def _linear_step(token: Token, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The output [B, HV, V] and the new state [B, HV, K, V], without β."""
+    if token.decay is not None:
+        state = token.decay * state
+    state = token.k.unsqueeze(-1) * token.written.unsqueeze(-2) + state
+    return (token.q.unsqueeze(-2) @ state).squeeze(-2), state
+
+
+def _reference_step(token: Token, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The delta rule's formula, term by term."""
+    q, k, erased, written, beta, decay = token
+    decay = 1 if decay is None else decay
+    eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+    transition = eye - torch.einsum("bh,bhi,bhj->bhij", beta, k, erased)
+    state = transition @ (decay * state) + torch.einsum("bh,bhk,bhv->bhkv", beta, k, written)
     return torch.einsum("bhk,bhkv->bhv", q, state), state
 
 
-def _recurrent_step(q, k, erased, v, beta, decay, state):
+def _recurrent_step(token: Token, state: Tensor) -> tuple[Tensor, Tensor]:
     """The same with a rank-one update, so that all products are of a matrix and a vector."""
+    q, k, erased, written, beta, decay = token
+    assert beta is not None
     if decay is not None:
         state = state * decay
-    delta = beta[..., None] * (v - (erased.unsqueeze(-2) @ state).squeeze(-2))
+    held = (erased.unsqueeze(-2) @ state).squeeze(-2)  # the value under the erased key
+    delta = beta[..., None] * (written - held)
     state = state + k.unsqueeze(-1) * delta.unsqueeze(-2)
     return (q.unsqueeze(-2) @ state).squeeze(-2), state

@@ -1,0 +1,68 @@
+"""The arguments of a recurrence: `Call` has its tensors, `Rule` its options.
+
+Both go unchanged from a mixer's `mix` to the form that computes. They become flat arguments at two edges: the
+operators of `chunk.py`, and the kernels, whose entry takes the arguments of `ops.delta_rule`.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FeatureMap = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Call(NamedTuple):
+    """The tensors of a recurrence. Without β it is linear attention, with β the delta rule."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, HV, V], HV a multiple of H
+    beta: Tensor | None = None  # [B, T, HV]
+    g: Tensor | None = None  # [B, T, HV] or [B, T, HV, K], K after the map
+    erase: Tensor | None = None  # [B, T, HV, K]
+    write: Tensor | None = None  # [B, T, HV, V]
+    initial_state: Tensor | None = None  # [N, HV, K, V]
+    cu_seqlens: Tensor | None = None  # [N + 1] integers
+
+
+class Rule(NamedTuple):
+    """The options of a recurrence; `ops.delta_rule` says what each does."""
+
+    feature_map: FeatureMap | None = None
+    qk_norm: str | None = None
+    scale: float | None = None
+    output_final_state: bool = False
+    allow_neg_eigval: bool = False
+    chunk_size: int = 64
+    mode: str = "chunk"
+    backend: str = "auto"
+
+
+def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """The dtype of computations with these tensors, fp32 or float64."""
+    dtypes = (x.dtype for x in tensors if x is not None)
+    return functools.reduce(torch.promote_types, dtypes, torch.float32)
+
+
+def dtype_of(call: Call) -> torch.dtype:
+    """The dtype of the call's states, decays and sums, fp32 or float64."""
+    return wide_dtype(*call[:-1])  # all but cu_seqlens
+
+
+def group_of(call: Call) -> int:
+    """The number of consecutive heads of v that one head of q and k serves."""
+    return call.v.shape[2] // call.q.shape[2]
+
+
+def bounds_of(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
+    """The bounds as integers. Raises ValueError if they do not rise from 0 to `length`."""
+    bounds = tuple(cu_seqlens.tolist())
+    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in itertools.pairwise(bounds)):
+        raise ValueError(
+            f"cu_seqlens: does not rise from 0 to the {length} tokens; pass cumulative lengths"
+        )
+    return bounds
