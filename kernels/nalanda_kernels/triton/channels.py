@@ -98,7 +98,7 @@ def prepare_channels(
     q_in,
     k_out,
     reads,
-    whole,
+    channel_decays,
     start,
     count,
     scale,
@@ -133,7 +133,7 @@ def prepare_channels(
             store_rows(reads, r.to(tl.float32) * f, row, rows, h, HV, F, i_f, BT, BC)
         c = i_f * BC + tl.arange(0, BC)
         last = tl.sum(tl.where(i == BT - 1, f, 0.0), 0)  # padding does not decay
-        tl.store(whole + (i_c.to(tl.int64) * HV + h) * F + c, last, mask=c < F)
+        tl.store(channel_decays + (i_c.to(tl.int64) * HV + h) * F + c, last, mask=c < F)
         f = tl.exp(sums(j > i, g1, g2, g3))
         store_rows(k_out, y.to(tl.float32) * f, row, rows, h, HV, F, i_f, BT, BC)
         if PAIRS:

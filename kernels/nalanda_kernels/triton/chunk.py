@@ -362,7 +362,7 @@ def prepare(
 def states(
     k,
     reads,
-    whole_channels,
+    channel_decays,
     v,
     beta,
     g,
@@ -405,7 +405,7 @@ def states(
     AFFINE: only what each sequence does to any S before it, S' = M S + U. The pass over [v, 0] from [0, I]
     ends with [U, M], F × (V + F); without the delta rule it ends with U, and `decay` is M.
 
-    CHANNELS: decays per key channel, with e^{γ_C} in `whole_channels`. `reads` are the keys that read S, k
+    CHANNELS: decays per key channel, with e^{γ_C} in `channel_decays`. `reads` are the keys that read S, k
     those that write to it, both with their decays.
     """
     W: tl.constexpr = V + K * MAP.halves if AFFINE and DELTA else V  # columns of the state
@@ -461,7 +461,7 @@ def states(
         k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
         r1, r2, whole1, whole2 = k1, k2, whole, whole
         if CHANNELS:
-            whole1, whole2 = load_channel_decays(whole_channels, here, K, MAP.halves, BK)
+            whole1, whole2 = load_channel_decays(channel_decays, here, K, MAP.halves, BK)
             if DELTA:
                 r1, r2 = load_features(reads, row, rows, hk, H, K, MAP, False, BT, BK)
         w = load_rows(v, row, rows, h, HV, V, i_v, BT, BV)
@@ -706,7 +706,7 @@ def state_gradients(
     q,
     k,
     reads,
-    whole_channels,
+    channel_decays,
     d_o,
     shares,
     dz_sums,
@@ -822,7 +822,7 @@ def state_gradients(
             store_rows(d_v, w, row, rows, h, HV, V, i_v, BT, BV)
         whole1, whole2 = whole, whole
         if CHANNELS:
-            whole1, whole2 = load_channel_decays(whole_channels, here, K, MAP.halves, BK)
+            whole1, whole2 = load_channel_decays(channel_decays, here, K, MAP.halves, BK)
             if DELTA:
                 k1, k2 = load_features(reads, row, rows, hk, H, K, MAP, False, BT, BK)
         s1 *= whole1

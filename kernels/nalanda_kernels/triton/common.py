@@ -56,6 +56,15 @@ class Chunks(NamedTuple):
     def sequences(self) -> int:
         return len(self.first) - 1
 
+    def tables(self) -> dict[str, Tensor]:
+        """The tables, by the names of kernels' arguments."""
+        return {
+            "start": self.start,
+            "count": self.count,
+            "bounds": self.bounds,
+            "first": self.first,
+        }
+
     def segments(self, length: int) -> "Chunks":
         """The same chunks with segments of `length` chunks as sequences; an empty sequence is a segment."""
         return chunks_between(*self.made_from, segment=length)

@@ -524,7 +524,9 @@ def _grid(q: Tensor, k: Tensor) -> tuple[int, dict]:
     return -(-N // BT), sizes
 
 
-def form(q: Tensor, k: Tensor, MAP: Map, p: Tensor | None = None, unit: Tensor | None = None):
+def form_features(
+    q: Tensor, k: Tensor, MAP: Map, p: Tensor | None = None, unit: Tensor | None = None
+):
     """φ(q) and φ(k) in q's dtype; q and k must be contiguous. p, unit: Pola's exponents and scales."""
     phi = [
         torch.empty(*x.shape[:3], MAP.halves * x.shape[3], dtype=q.dtype, device=q.device)
@@ -536,7 +538,7 @@ def form(q: Tensor, k: Tensor, MAP: Map, p: Tensor | None = None, unit: Tensor |
     return phi
 
 
-def unform(
+def unform_features(
     q: Tensor,
     k: Tensor,
     dphi_q: Tensor,
@@ -545,7 +547,7 @@ def unform(
     p: Tensor | None = None,
     unit: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, p and unit from those of the features of `form`."""
+    """Gradients of q, k, p and unit from those of the features of `form_features`."""
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     count, sizes = _grid(q, k)
     heads, H, K = q.shape[2] + k.shape[2], q.shape[2], q.shape[3]
@@ -564,10 +566,10 @@ class _MapFeatures(torch.autograd.Function):
     def forward(ctx, q, k, p, unit, MAP):
         ctx.save_for_backward(q, k, p, unit)
         ctx.MAP = MAP
-        return tuple(form(q, k, MAP, p, unit))
+        return tuple(form_features(q, k, MAP, p, unit))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dphi_q, dphi_k):
         q, k, p, unit = ctx.saved_tensors
-        return *unform(q, k, dphi_q, dphi_k, ctx.MAP, p, unit), None
+        return *unform_features(q, k, dphi_q, dphi_k, ctx.MAP, p, unit), None

@@ -1,6 +1,16 @@
-"""The chunkwise ops: they launch the kernels of `chunk.py` and refuse calls that those cannot serve."""
+"""The chunkwise ops: they launch the kernels of `chunk.py` and refuse calls that those cannot serve.
+
+    delta_rule, linear_attention, normalized_attention     the ops, as `nalanda.model.ops` calls them
+    _chunkwise        checks a call, forms what kernels cannot, and enters autograd or torch.compile's operator
+    _forward          features, then the pass over the states, then the outputs
+    _backward         the same steps from the last to the first
+
+Shapes: B rows of T tokens, H heads of q and k, HV heads of v, K and V their widths, F = halves · K features;
+N sequences; chunks of BT tokens, counted over all sequences.
+"""
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,506 +41,780 @@ from nalanda_kernels.triton.common import (
     schedule,
     variants,
 )
-from nalanda_kernels.triton.feature_maps import Map, describe, form, map_features, unform
+from nalanda_kernels.triton.feature_maps import (
+    Map,
+    describe,
+    form_features,
+    map_features,
+    unform_features,
+)
 
 # A program of these kernels takes one block of V; a program of the others loops over all of them.
 _BY_VALUES = (states, compose, outputs, state_gradients)
 _PLAIN = Readout()
-_NO_STATES = (None,) * 3
+
+
+# ------------------------------------------------------------------------------------ a call and its results
+
+
+class States(NamedTuple):
+    """S `[N, HV, F, V]`, z `[N, HV, F]` and u = Σv `[N, HV, V]` in fp32, or their gradients; None if absent."""
+
+    s: Tensor | None = None
+    z: Tensor | None = None
+    u: Tensor | None = None
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call, contiguous; absent ones are None."""
+
+    q: Tensor  # [B, T, H, K], or features [B, T, H, F] under the map "stored"
+    k: Tensor  # as q
+    v: Tensor  # [B, T, HV, V]
+    beta: Tensor | None  # [B, T, HV]; None for linear attention
+    g: Tensor | None  # [B, T, HV], or by key channel [B, T, HV, F]
+    erase: Tensor | None = None  # [B, T, HV, F]
+    initial: Tensor | None = None  # S before the first token
+    z_initial: Tensor | None = None
+    u_initial: Tensor | None = None
+    positions: Tensor | None = None  # int64 [1 or B, T]
+    cu_seqlens: Tensor | None = None  # [N + 1] on the host
+
+    @property
+    def starts(self) -> States:
+        return States(self.initial, self.z_initial, self.u_initial)
+
+
+class Rule(NamedTuple):
+    """The options of a call, as an op's user gives them. chunk_size is ignored: block sizes come from a table."""
+
+    feature_map: Any = None
+    qk_norm: str | None = None
+    scale: float | None = None
+    output_final_state: bool = False
+    allow_neg_eigval: bool = False
+    chunk_size: int = 64
+    read: Readout = _PLAIN
+
+
+class Options(NamedTuple):
+    """The options of a call, as the kernels need them. An operator's schema has map and read as text."""
+
+    map: Map
+    read: Readout
+    scale: float
+    final: bool = False  # whether the final states are wanted
+    wide: bool = False  # whether (I + A)⁻¹ is kept in fp32
+
+    @staticmethod
+    def parse(map: str, read: str, *rest) -> "Options":
+        return Options(Map.parse(map), Readout.parse(read), *rest)
+
+
+class Kept(NamedTuple):
+    """The output, and the other tensors of the forward that the backward reads; absent ones have no elements."""
+
+    o: Tensor  # [B, T, HV, V]
+    scores: Tensor  # P [chunks, HV, BT, BT]
+    s: Tensor  # S before each chunk [chunks, HV, F, V]
+    inverse: Tensor  # (I + A)⁻¹ [chunks, HV, BT, BT]
+    e: Tensor  # the errors E of the delta rule [B, T, HV, V]
+    zs: Tensor  # z before each chunk [chunks, HV, F]
+    us: Tensor  # Σv before each chunk [chunks, HV, V]
+    den: Tensor  # the readout's denominators [B, T, HV]
+
+
+class Form(NamedTuple):
+    """The sizes of a call, and the choices among its formulas that kernels are compiled for."""
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    BT: int
+    itemsize: int  # bytes of an element of v
+    map: Map
+    read: Readout
+    scale: float
+    delta: bool
+    gated: bool  # a decay per head
+    channels: bool  # gates per key channel
+
+    @property
+    def F(self) -> int:
+        return self.K * self.map.halves
+
+    @property
+    def features(self) -> int:
+        """The features of a head by which tables of block sizes are read."""
+        return power_of_two(self.K) * self.map.halves
+
+    @property
+    def stored(self) -> Map:
+        """The map under which kernels read features that are formed already."""
+        return Map("stored", halves=self.map.halves)
+
+    @property
+    def mean(self) -> bool:
+        return self.read.name != ""
+
+    @property
+    def mala(self) -> bool:
+        return self.read.name == "mala"
+
+    def constants(self) -> dict[str, Any]:
+        """Arguments that kernels share, by their names there."""
+        return {
+            "scale": self.scale,
+            "tokens": self.B * self.T,
+            "H": self.H,
+            "HV": self.HV,
+            "K": self.K,
+            "V": self.V,
+            "F": self.F,
+            "MAP": self.stored,
+            "READ": self.read,
+            "DELTA": self.delta,
+            "GATED": self.gated,
+            "CHANNELS": self.channels,
+            "BT": self.BT,
+            "BK": power_of_two(self.K),
+            "PREC": PRECISION,
+        }
+
+
+class Pass(NamedTuple):
+    """A pass over a call, forward or backward."""
+
+    inputs: Inputs
+    kept: Kept
+    form: Form
+    chunks: Chunks
+
+    @property
+    def every_chunk(self) -> tuple[int, int]:
+        """The grid of all chunks and heads."""
+        return self.chunks.total, self.form.HV
+
+
+def _form_of(inputs: Inputs, options: Options) -> Form:
+    q, v, g = inputs.q, inputs.v, inputs.g
+    map = options.map
+    K = q.shape[3] // (map.halves if map.name == "stored" else 1)
+    channels = g is not None and g.ndim == 4
+
+    features = power_of_two(K) * map.halves
+    BT = blocks("chunk_channels" if channels else "chunk", v.itemsize, features)["BT"]
+    return Form(
+        B=v.shape[0],
+        T=v.shape[1],
+        H=q.shape[2],
+        HV=v.shape[2],
+        K=K,
+        V=v.shape[3],
+        BT=BT,
+        itemsize=v.itemsize,
+        map=map,
+        read=options.read,
+        scale=options.scale,
+        delta=inputs.beta is not None,
+        gated=g is not None and not channels,
+        channels=channels,
+    )
+
+
+def _empty_results(
+    v: Tensor, form: Form, options: Options, total: int, sequences: int
+) -> tuple[States, Kept]:
+    """The final states and the tensors to keep, not yet filled. total: chunks of all sequences."""
+    HV, F, V = form.HV, form.F, form.V
+    last = sequences if options.final else 0
+
+    def sums(count: int) -> tuple[Tensor, Tensor]:
+        """z and Σv for the readouts that need them."""
+        z = v.new_empty(count if form.mean else 0, HV, F, dtype=torch.float32)
+        u = v.new_empty(count if form.mala else 0, HV, V, dtype=torch.float32)
+        return z, u
+
+    finals = States(v.new_empty(last, HV, F, V, dtype=torch.float32), *sums(last))
+    scores = v.new_empty(total, HV, form.BT, form.BT)
+    inverse = e = None
+    if form.delta:
+        inverse = torch.empty_like(scores, dtype=torch.float32 if options.wide else None)
+        e = torch.empty_like(v)
+    zs, us = sums(total)
+
+    kept = Kept(
+        o=torch.empty_like(v),
+        scores=scores,
+        s=v.new_empty(total, HV, F, V),
+        inverse=v.new_empty(0) if inverse is None else inverse,
+        e=v.new_empty(0) if e is None else e,
+        zs=zs,
+        us=us,
+        den=v.new_empty(v.shape[:3] if form.mean else (0,), dtype=torch.float32),
+    )
+    return finals, kept
+
+
+# -------------------------------------------------------------------------------------------------- launches
 
 
 def _launch(
-    kernel, grid, *args, itemsize: int, features: int, sizes=None, M: int = 0, **options
+    kernel,
+    grid: tuple[int, ...],
+    form: Form,
+    chunks: Chunks,
+    *,
+    sizes: dict[str, int] | None = None,
+    M: int = 0,
+    **values,
 ) -> None:
-    """sizes: block sizes, warps and stages; by default those of `blocks`. M: columns beside those of V."""
-    sizes = dict(sizes or blocks(kernel.__name__, itemsize, features))
+    """Launches a kernel with `values`, and with those constants and tables of chunks that its arguments name.
+
+    grid: the chunks or sequences, and perhaps heads; kernels by tiles get a program for each tile of these.
+    sizes: block sizes, warps and stages; by default those of `blocks`. M: columns beside those of V.
+    """
+    sizes = dict(sizes or blocks(kernel.__name__, form.itemsize, form.features))
     if "BV" in sizes:
-        sizes["BV"] = min(sizes["BV"], power_of_two(options["V"]))
+        sizes["BV"] = min(sizes["BV"], power_of_two(form.V))
     if "BC" in sizes:
-        sizes["BC"] = min(sizes["BC"], power_of_two(options["F"]))
-    tiles = -(-(options["V"] + M) // sizes["BV"]) if kernel in _BY_VALUES else 1
-    tiles = -(-options["F"] // sizes["BC"]) if kernel is channel_gradients else tiles
+        sizes["BC"] = min(sizes["BC"], power_of_two(form.F))
+
+    tiles = 1
+    if kernel in _BY_VALUES:
+        tiles = -(-(form.V + M) // sizes["BV"])
+    elif kernel is channel_gradients:
+        tiles = -(-form.F // sizes["BC"])
+
+    shared = form.constants() | chunks.tables()
+    shared = {name: shared[name] for name in kernel.arg_names if name in shared}
     if grid[0]:
-        kernel[(grid[0] * tiles, *grid[1:])](*args, **options, **sizes)
+        kernel[(grid[0] * tiles, *grid[1:])](**shared | values | sizes)
 
 
-def _scan(kernel, chunks: Chunks, inputs, start, end, *rest, **options) -> None:
+def _scan(kernel, run: Pass, tensors: dict[str, Any], start: States, end: States) -> None:
     """Launches `states` or `state_gradients` over all sequences, or over segments if `schedule` says so.
 
-    inputs, rest: the kernel's arguments before the states and after the tables; the last is HV.
-    start, end: S, z and Σv from which the pass starts and those that it stores; None where there are none.
+    tensors: the kernel's arguments besides states and tables.
+    start, end: the states from which the pass starts, and those that it stores.
     """
-    HV, V, F, delta = rest[-1], options["V"], options["K"] * options["MAP"].halves, options["DELTA"]
-    M = F if delta else 0
-    alone = options["READ"] != _PLAIN or (options["CHANNELS"] and not delta)
-    composing = None if alone else F / 64 if delta else 0.25
-    rows = variants(kernel.__name__, options["itemsize"], options["features"])
-    widths = tuple(min(row["BV"], power_of_two(V)) for row in rows)
-    choice, length = schedule(widths, chunks.longest, chunks.total * HV, V, M, composing)
-    sizes = rows[choice]
-    length = sizes.pop("segments", length)
+    form, chunks = run.form, run.chunks
+    sizes, length = _choose_segments(kernel, form, chunks)
 
-    def run(over, start, end, decay=None, AFFINE=False, M=0):
+    def launch(over: Chunks, start: States, end: States, decay=None, AFFINE=False, M=0) -> None:
         _launch(
             kernel,
-            (over.sequences * HV,),
-            *inputs,
-            *start,
-            *end,
-            decay,
-            over.bounds,
-            over.first,
-            *rest,
-            START=start[0] is not None,
-            END=end[0] is not None,
-            AFFINE=AFFINE,
+            (over.sequences * form.HV,),
+            form,
+            over,
             sizes=sizes,
+            **tensors,
+            # the states
+            s_start=start.s,
+            z_start=start.z,
+            u_start=start.u,
+            s_end=end.s,
+            z_end=end.z,
+            u_end=end.u,
+            START=start.s is not None,
+            END=end.s is not None,
+            # the map of a segment
+            decay=decay,
+            AFFINE=AFFINE,
             M=M,
-            **options,
         )
 
-    if composing is None or not 0 < length < chunks.longest:
-        run(chunks, start, end)
+    if not length:
+        launch(chunks, start, end)
         return
+
+    # First, what each segment does to any S before it: S' = M S + U.
     segments = chunks.segments(length)
     new = partial(torch.empty, dtype=torch.float32, device=chunks.start.device)
-    affine, starts = (new(segments.sequences, HV, F, n) for n in (V + M, V))
-    decay = None if delta else new(segments.sequences, HV)
-    run(segments, _NO_STATES, (affine, None, None), decay, AFFINE=True, M=M)
+    count, M = segments.sequences, form.F if form.delta else 0
+    affine = new(count, form.HV, form.F, form.V + M)  # [U, M]
+    decay = None if form.delta else new(count, form.HV)  # M of linear attention
+    launch(segments, States(), States(affine), decay, AFFINE=True, M=M)
+
+    # Then S before each segment, and S after all.
+    starts = new(count, form.HV, form.F, form.V)
     _launch(
         compose,
-        (chunks.sequences * HV,),
-        affine,
-        decay,
-        starts,
-        start[0],
-        end[0],
-        segments.parts,
-        HV,
-        F=F,
-        V=V,
-        DELTA=delta,
-        START=start[0] is not None,
-        END=end[0] is not None,
-        PREC=PRECISION,
+        (chunks.sequences * form.HV,),
+        form,
+        segments,
+        sizes=blocks("compose", 4, form.features),
+        affine=affine,
+        decay=decay,
+        starts=starts,
+        s_start=start.s,
+        s_end=end.s,
+        parts=segments.parts,
+        START=start.s is not None,
+        END=end.s is not None,
         REVERSE=kernel is state_gradients,
-        itemsize=4,
-        features=options["features"],
     )
-    run(segments, (starts, None, None), _NO_STATES)
+
+    # Last, all segments at once, each from its own S.
+    launch(segments, States(starts), States())
 
 
-def _forward(ctx, *inputs) -> tuple[Tensor, ...]:
-    """o, the final S, z and Σv, and tensors for the backward; absent ones have no elements.
+def _choose_segments(kernel, form: Form, chunks: Chunks) -> tuple[dict[str, int], int]:
+    """Block sizes of a sequential pass, and the chunks of a segment, or 0 for no segments."""
+    M = form.F if form.delta else 0
+    composing = form.F / 64 if form.delta else 0.25
+    if form.mean or (form.channels and not form.delta):
+        composing = None  # `compose` has neither z and Σv nor a decay per channel
 
-    The backward reads P, S before each chunk, (I + A)⁻¹, E, z and Σv before each chunk, and the denominators.
+    rows = variants(kernel.__name__, form.itemsize, form.features)
+    widths = tuple(min(row["BV"], power_of_two(form.V)) for row in rows)
+    total = chunks.total * form.HV
+    choice, length = schedule(widths, chunks.longest, total, form.V, M, composing)
 
-    ctx: autograd's; None under torch.compile, whose operator calls `_setup_context` itself.
-    inputs: as in the operator's schema; map and read are text. wide: whether (I + A)⁻¹ is kept in fp32.
-    """
-    (
-        q,
-        k,
-        v,
-        beta,
-        g,
-        erase,
-        initial,
-        z_initial,
-        u_initial,
-        positions,
-        cu_seqlens,
-        map,
-        read,
-        scale,
-        final,
-        wide,
-    ) = inputs
-    map, read = Map.parse(map), Readout.parse(read)
-    H, HV, K, V = q.shape[2], v.shape[2], q.shape[3] // _stored_halves(map), v.shape[3]
-    F, delta, mean, mala = K * map.halves, beta is not None, read.name != "", read.name == "mala"
-    channels = g is not None and g.ndim == 4
-    common = {"itemsize": v.itemsize, "features": power_of_two(K) * map.halves}
-    BT = blocks("chunk_channels" if channels else "chunk", **common)["BT"]
-    chunks = chunks_of((v.shape[0], v.shape[1]), cu_seqlens, BT, v.device)
-    scores = v.new_empty(chunks.total, HV, BT, BT)
-    inverse = (
-        torch.empty_like(scores, dtype=torch.float32 if wide else None) if delta else v.new_empty(0)
-    )
-    s = v.new_empty(chunks.total, HV, F, V)
-    e = torch.empty_like(v) if delta else v.new_empty(0)
-    o = torch.empty_like(v)
-    last = chunks.sequences if final else 0
-    s_final = v.new_empty(last, HV, F, V, dtype=torch.float32)
-    z_final, u_final = (
-        v.new_empty(last if there else 0, HV, n, dtype=torch.float32)
-        for there, n in ((mean, F), (mala, V))
-    )
-    zs, us = (
-        v.new_empty(chunks.total if there else 0, HV, n, dtype=torch.float32)
-        for there, n in ((mean, F), (mala, V))
-    )
-    z_sums = torch.empty_like(zs)
-    den = v.new_empty(v.shape[:3] if mean else (0,), dtype=torch.float32)
-    options = {
-        "K": K,
-        "DELTA": delta,
-        "GATED": g is not None and not channels,
-        "READ": read,
-        "BT": BT,
-    }
-    options |= {"BK": power_of_two(K), "PREC": PRECISION, **common}
-    reads = whole = None
-    if channels:
-        decayed = _decayed(q, k, v, beta, g, erase, chunks, scale, inverse, scores, BT=BT, **common)
-        (q, k_features, reads, whole), H = decayed, HV
+    sizes = rows[choice]
+    length = sizes.pop("segments", length)
+    if composing is None or length >= chunks.longest:
+        length = 0
+    return sizes, length
+
+
+def _positions(inputs: Inputs) -> dict[str, Any]:
+    """The positions and their number P; rows of a batch may share them."""
+    positions = inputs.positions
+    return {"positions": positions, "P": 1 if positions is None else positions.numel()}
+
+
+# --------------------------------------------------------------------------------------------------- forward
+
+
+class Features(NamedTuple):
+    """q and k as a step reads them, and their heads. With gates per channel they have their decays."""
+
+    q: Tensor
+    k: Tensor  # the keys that write to S
+    heads: int
+    reads: Tensor | None = None  # the keys that read S, where they differ
+    channel_decays: Tensor | None = None  # e^{γ_C} [chunks, HV, F]
+
+
+def _forward(inputs: Inputs, options: Options) -> tuple[States, Kept]:
+    """The final states, without elements unless they are wanted, and what is kept, o among it."""
+    v, form = inputs.v, _form_of(inputs, options)
+    chunks = chunks_of((form.B, form.T), inputs.cu_seqlens, form.BT, v.device)
+    finals, kept = _empty_results(v, form, options, chunks.total, chunks.sequences)
+    run = Pass(inputs, kept, form, chunks)
+
+    # Within each chunk: P, (I + A)⁻¹, and the features that the next step reads.
+    z_sums = torch.empty_like(kept.zs)
+    if form.channels:
+        features = _decay_channels(run, pairs=True)
     else:
-        k_features = k if map.name == "stored" else k.new_empty(*k.shape[:3], F)
-        _launch(
-            prepare,
-            (chunks.total, HV),
-            q,
-            k,
-            beta,
-            g,
-            inverse,
-            scores,
-            k_features,
-            z_sums,
-            chunks.start,
-            chunks.count,
-            scale,
-            H,
-            HV,
-            MAP=map,
-            **options,
-        )
-    _scan(
-        states,
-        chunks,
-        (k_features, reads, whole, v, beta, g, inverse, s, e, z_sums, zs, us),
-        (initial, z_initial, u_initial),
-        (s_final, z_final, u_final) if final else _NO_STATES,
-        H,
-        HV,
-        V=V,
-        MAP=Map("stored", halves=map.halves),
-        CHANNELS=channels,
-        **options,
-    )
-    options["MAP"] = map
+        features = _prepare_chunks(run, z_sums)
+
+    # From chunk to chunk: S, z and Σv before each, and the errors E.
+    tensors = {
+        "k": features.k,
+        "reads": features.reads,
+        "channel_decays": features.channel_decays,
+        "H": features.heads,
+        "v": v,
+        "beta": inputs.beta,
+        "g": inputs.g,
+        "inverse": kept.inverse,
+        "z_sums": z_sums,
+        # what it stores
+        "s": kept.s,
+        "e": kept.e,
+        "zs": kept.zs,
+        "us": kept.us,
+    }
+    _scan(states, run, tensors, inputs.starts, finals if options.final else States())
+
+    # Within each chunk again: o.
     _launch(
         outputs,
-        (chunks.total, HV),
-        q,
-        e if delta else v,
-        beta,
-        g,
-        scores,
-        s,
-        zs,
-        us,
-        o,
-        den,
-        positions,
-        _count(positions),
-        chunks.start,
-        chunks.count,
-        scale,
-        H,
-        HV,
-        V=V,
-        **options,
+        run.every_chunk,
+        form,
+        chunks,
+        q=features.q,
+        MAP=form.map,
+        H=features.heads,
+        e=kept.e if form.delta else v,
+        beta=inputs.beta,
+        g=inputs.g,
+        scores=kept.scores,
+        s=kept.s,
+        zs=kept.zs,
+        us=kept.us,
+        **_positions(inputs),
+        # what it stores
+        o=kept.o,
+        den=kept.den,
     )
-    results = o, s_final, z_final, u_final, scores, s, inverse, e, zs, us, den
-    if ctx is not None:
-        _setup_context(ctx, inputs, results)
-    return results
+    return finals, kept
 
 
-def _decayed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    g: Tensor,
-    erase: Tensor | None,
-    chunks: Chunks,
-    scale: float,
-    inverse: Tensor | None = None,
-    scores: Tensor | None = None,
-    **options,
-) -> tuple[Tensor, ...]:
-    """q, the k that writes and the k that reads, `[B, T, HV, F]` with their decays, and those of the state.
+def _prepare_chunks(run: Pass, z_sums: Tensor) -> Features:
+    """The raw q and the features of k; fills P, (I + A)⁻¹ and the chunks' sums for z."""
+    inputs, kept, form, chunks = run
+    k = k_features = inputs.k
+    if form.map.name != "stored":
+        k_features = k.new_empty(*k.shape[:3], form.F)
+    _launch(
+        prepare,
+        run.every_chunk,
+        form,
+        chunks,
+        q=inputs.q,
+        k=k,
+        MAP=form.map,
+        beta=inputs.beta,
+        g=inputs.g,
+        # what it stores
+        inverse=kept.inverse,
+        scores=kept.scores,
+        k_features=k_features,
+        z_sums=z_sums,
+    )
+    return Features(inputs.q, k_features, form.H)
 
-    With inverse and scores it also fills these.
-    """
-    H, HV, F = q.shape[2], v.shape[2], q.shape[3]
-    q_in, k_out = (q.new_empty(*v.shape[:3], F) for _ in range(2))
-    reads = k_out if beta is None else torch.empty_like(k_out)
-    whole = q.new_empty(chunks.total, HV, F, dtype=torch.float32)
+
+def _decay_channels(run: Pass, pairs: bool) -> Features:
+    """q and k with their decays, `[B, T, HV, F]`. pairs: whether to fill P and (I + A)⁻¹ too."""
+    inputs, kept, form, chunks = run
+    q, shape = inputs.q, (*inputs.v.shape[:3], form.F)
+    q_in, k_out = q.new_empty(shape), q.new_empty(shape)
+    reads = torch.empty_like(k_out) if form.delta else k_out
+    channel_decays = q.new_empty(chunks.total, form.HV, form.F, dtype=torch.float32)
     _launch(
         prepare_channels,
-        (chunks.total, HV),
-        q,
-        k,
-        beta,
-        g,
-        erase,
-        inverse,
-        scores,
-        q_in,
-        k_out,
-        reads,
-        whole,
-        chunks.start,
-        chunks.count,
-        scale,
-        H,
-        HV,
-        F=F,
-        DELTA=beta is not None,
-        ERASE=erase is not None,
-        PAIRS=scores is not None,
-        PREC=PRECISION,
-        **options,
+        run.every_chunk,
+        form,
+        chunks,
+        q=q,
+        k=inputs.k,
+        beta=inputs.beta,
+        g=inputs.g,
+        erase=inputs.erase,
+        ERASE=inputs.erase is not None,
+        PAIRS=pairs,
+        # what it stores
+        inverse=kept.inverse if pairs else None,
+        scores=kept.scores if pairs else None,
+        q_in=q_in,
+        k_out=k_out,
+        reads=reads,
+        channel_decays=channel_decays,
     )
-    return q_in, k_out, reads, whole
+    return Features(q_in, k_out, form.HV, reads, channel_decays)
+
+
+# -------------------------------------------------------------------------------------------------- backward
+
+
+class ReadoutGradients(NamedTuple):
+    """Gradients through the readout. Without one, that of r is that of o, and there are no others."""
+
+    d_r: Tensor  # of r = φ(q)ᵀS [B, T, HV, V]
+    d_den: Tensor | None = None  # of the denominators [B, T, HV]
+    shares: Tensor | None = None  # MALA's a, the factor of Σv [B, T, HV]
+    dz_sums: Tensor | None = None  # a chunk's sum for the gradient of z [chunks, HV, F]
+    du_sums: Tensor | None = None  # and of Σv [chunks, HV, V]
+
+
+class StateGradients(NamedTuple):
+    """Gradients of S and z after each chunk, of v, and of the first states."""
+
+    s: Tensor  # [chunks, HV, F, V]
+    z: Tensor  # [chunks, HV, F]
+    v: Tensor  # [B, T, HV, V]
+    starts: States
+
+
+class PairGradients(NamedTuple):
+    """Gradients of QK⊤ and KK⊤ `[chunks, HV, BT, BT]`, and shares of those of β and g `[shares, B, T, HV]`.
+
+    The last share is that of pairs within a chunk; each half of the features has another one. With gates per
+    channel each tile of channels has a share.
+    """
+
+    scores: Tensor
+    keys: Tensor
+    beta: Tensor
+    g: Tensor
 
 
 def _backward(
-    d_o: Tensor,
-    d_final: Tensor | None,
-    dz_final: Tensor | None,
-    du_final: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    g: Tensor | None,
-    erase: Tensor | None,
-    initial: Tensor | None,
-    z_initial: Tensor | None,
-    u_initial: Tensor | None,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    o: Tensor,
-    scores: Tensor,
-    s: Tensor,
-    inverse: Tensor,
-    e: Tensor,
-    zs: Tensor,
-    us: Tensor,
-    den: Tensor,
-    map_text: str,
-    read_text: str,
-    scale: float,
+    d_o: Tensor, d_finals: States, inputs: Inputs, kept: Kept, options: Options
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, β, g, erase, the initial S, z and Σv; those of absent inputs have no elements."""
-    map, read = Map.parse(map_text), Readout.parse(read_text)
-    H, HV, K, V = q.shape[2], v.shape[2], q.shape[3] // _stored_halves(map), v.shape[3]
-    F, delta, tokens = K * map.halves, beta is not None, v.shape[0] * v.shape[1]
-    channels = g is not None and g.ndim == 4
-    common = {"itemsize": v.itemsize, "features": power_of_two(K) * map.halves}
-    BT, e = scores.shape[-1], e if delta else v
-    chunks = chunks_of((v.shape[0], v.shape[1]), cu_seqlens, BT, v.device)
-    stored = Map("stored", halves=map.halves)
-    options = {
-        "K": K,
-        "V": V,
-        "MAP": stored,
-        "GATED": g is not None and not channels,
-        "READ": read,
-        "BT": BT,
-    }
-    options |= {"BK": power_of_two(K), "PREC": PRECISION, **common}
-    q_features, k_features = (q, k) if map.name == "stored" else form(q, k, map)
-    scanned = (q_features, k_features, None, None)
-    if channels:
-        scanned = _decayed(q, k, v, beta, g, erase, chunks, scale, BT=BT, **common)
-    d_den = shares = dz_sums = du_sums = None
-    if read.name:
-        d_r, d_den, shares, dz_sums, du_sums = (
-            torch.empty_like(x) for x in (d_o, den, den, zs, us)
-        )
-        _launch(
-            readout_gradients,
-            (chunks.total, HV),
-            q_features,
-            d_o,
-            o,
-            v,
-            g,
-            us,
-            den,
-            positions,
-            _count(positions),
-            d_r,
-            d_den,
-            shares,
-            dz_sums,
-            du_sums,
-            chunks.start,
-            chunks.count,
-            H,
-            HV,
-            **options,
-        )
-        d_o = d_r
-    options["DELTA"] = delta
-    d_s, d_zs, d_v = torch.empty_like(s), torch.empty_like(zs), torch.empty_like(v)
-    starts = initial, z_initial, u_initial
-    d_starts = [None if x is None else torch.empty_like(x, dtype=torch.float32) for x in starts]
-    inputs = *scanned, d_o, shares, dz_sums, du_sums, beta, g, inverse, scores, d_s, d_zs, d_v
-    finals = d_final, dz_final, du_final
-    _scan(
-        state_gradients,
-        chunks,
-        inputs,
-        finals,
-        d_starts,
-        scale,
-        HV if channels else H,
-        HV,
-        CHANNELS=channels,
-        **options,
+    """Gradients of q, k, v, β, g, erase, the first S, z and Σv; those of absent inputs have no elements."""
+    form = _form_of(inputs, options)._replace(BT=kept.scores.shape[-1])
+    chunks = chunks_of((form.B, form.T), inputs.cu_seqlens, form.BT, d_o.device)
+    if not form.delta:
+        kept = kept._replace(e=inputs.v)  # nothing is erased: what is written is v
+    run = Pass(inputs, kept, form, chunks)
+
+    # The features again, which the forward did not keep.
+    q, k = inputs.q, inputs.k
+    if form.map.name != "stored":
+        q, k = form_features(q, k, form.map)
+    features = scanned = Features(q, k, form.H)
+    if form.channels:
+        scanned = _decay_channels(run, pairs=False)
+
+    # The steps of the forward from the last to the first.
+    readout = ReadoutGradients(d_o)
+    if form.mean:
+        readout = _readout_gradients(run, features, d_o)
+    d_states = _state_gradients(run, scanned, readout, d_finals)
+    d_pairs = _pair_gradients(run, features, readout, d_states)
+    if form.channels:
+        d_q, d_k, d_g, d_erase = _channel_gradients(run, readout, d_states, d_pairs)
+    else:
+        d_q, d_k = _input_gradients(run, features, readout, d_states, d_pairs)
+        d_g, d_erase = d_pairs.g.sum(0), None
+
+    def of(x: Tensor | None, d_x: Tensor | None) -> Tensor:
+        return d_o.new_empty(0) if x is None or d_x is None else d_x.to(x.dtype)
+
+    d_beta = d_pairs.beta.sum(0)
+    d_gates = of(inputs.beta, d_beta), of(inputs.g, d_g), of(inputs.erase, d_erase)
+    return d_q, d_k, d_states.v, *d_gates, *map(of, inputs.starts, d_states.starts)
+
+
+def _readout_gradients(run: Pass, features: Features, d_o: Tensor) -> ReadoutGradients:
+    inputs, kept, form, chunks = run
+    gradients = ReadoutGradients(
+        d_r=torch.empty_like(d_o),
+        d_den=torch.empty_like(kept.den),
+        shares=torch.empty_like(kept.den),
+        dz_sums=torch.empty_like(kept.zs),
+        du_sums=torch.empty_like(kept.us),
     )
-    # One share from each half of the features; the last one from pairs within a chunk.
-    gates = (map.halves + 1, *v.shape[:3])
-    if channels:  # one share from each tile of channels
-        gates = (
-            -(-F // min(blocks("channel_gradients", **common)["BC"], power_of_two(F))),
-            *v.shape[:3],
-        )
-    d_beta = v.new_empty(gates if delta else (1, 0), dtype=torch.float32)
-    d_g = v.new_empty(gates if options["GATED"] else (1, 0), dtype=torch.float32)
-    d_scores = torch.empty_like(scores)
-    d_keys = torch.empty_like(scores) if delta else d_scores
+    _launch(
+        readout_gradients,
+        run.every_chunk,
+        form,
+        chunks,
+        q=features.q,
+        d_o=d_o,
+        o=kept.o,
+        v=inputs.v,
+        g=inputs.g,
+        us=kept.us,
+        den=kept.den,
+        **_positions(inputs),
+        **gradients._asdict(),
+    )
+    return gradients
+
+
+def _state_gradients(
+    run: Pass, features: Features, readout: ReadoutGradients, d_finals: States
+) -> StateGradients:
+    """The sequential pass backwards, from the gradients of the final states."""
+    inputs, kept, _, _ = run
+
+    def gradient_of(start: Tensor | None) -> Tensor | None:
+        return None if start is None else torch.empty_like(start, dtype=torch.float32)
+
+    gradients = StateGradients(
+        s=torch.empty_like(kept.s),
+        z=torch.empty_like(kept.zs),
+        v=torch.empty_like(inputs.v),
+        starts=States(*map(gradient_of, inputs.starts)),
+    )
+    tensors = {
+        "q": features.q,
+        "k": features.k,
+        "reads": features.reads,
+        "channel_decays": features.channel_decays,
+        "H": features.heads,
+        "d_o": readout.d_r,
+        "shares": readout.shares,
+        "dz_sums": readout.dz_sums,
+        "du_sums": readout.du_sums,
+        "beta": inputs.beta,
+        "g": inputs.g,
+        "inverse": kept.inverse,
+        "scores": kept.scores,
+        # what it stores
+        "d_s": gradients.s,
+        "d_zs": gradients.z,
+        "d_v": gradients.v,
+    }
+    _scan(state_gradients, run, tensors, d_finals, gradients.starts)
+    return gradients
+
+
+def _pair_gradients(
+    run: Pass, features: Features, readout: ReadoutGradients, d_states: StateGradients
+) -> PairGradients:
+    """Gradients of the products within a chunk, and the last of the shares for β and g."""
+    inputs, kept, form, chunks = run
+    shares = form.map.halves + 1
+    if form.channels:
+        BC = blocks("channel_gradients", form.itemsize, form.features)["BC"]
+        shares = -(-form.F // min(BC, power_of_two(form.F)))
+
+    def gate_shares(present: bool) -> Tensor:
+        shape = (shares, form.B, form.T, form.HV) if present else (1, 0)
+        return inputs.v.new_empty(shape, dtype=torch.float32)
+
+    d_scores = torch.empty_like(kept.scores)
+    gradients = PairGradients(
+        scores=d_scores,
+        keys=torch.empty_like(d_scores) if form.delta else d_scores,
+        beta=gate_shares(form.delta),
+        g=gate_shares(form.gated),
+    )
     _launch(
         pair_gradients,
-        (chunks.total, HV),
-        k_features,
-        e,
-        d_o,
-        d_den,
-        d_v,
-        beta,
-        g,
-        scores,
-        d_scores,
-        d_keys,
-        d_beta[-1],
-        d_g[-1],
-        chunks.start,
-        chunks.count,
-        scale,
-        H,
-        HV,
-        CHANNELS=channels,
-        **options,
+        run.every_chunk,
+        form,
+        chunks,
+        k=features.k,
+        e=kept.e,
+        d_o=readout.d_r,
+        d_den=readout.d_den,
+        d_v=d_states.v,
+        beta=inputs.beta,
+        g=inputs.g,
+        scores=kept.scores,
+        # what it stores
+        d_scores=gradients.scores,
+        d_keys=gradients.keys,
+        d_beta=gradients.beta[-1],
+        d_g=gradients.g[-1],
     )
-    inside = (
-        map.halves == 1 and map.name != "stored"
-    )  # the kernel applies the map's backward itself
-    options["MAP"] = map if inside else stored
-    inputs = (q, k) if inside else (q_features, k_features)
-    d_q, d_k = (q.new_empty(*q.shape[:2], HV, F) for _ in range(2))
-    d_erase = None
-    if channels:
-        d_g, d_erase = torch.empty_like(g), erase if erase is None else torch.empty_like(erase)
-        _launch(
-            channel_gradients,
-            (chunks.total, HV),
-            q,
-            k,
-            e,
-            d_o,
-            d_v,
-            beta,
-            g,
-            erase,
-            s,
-            d_s,
-            d_scores,
-            d_keys,
-            d_q,
-            d_k,
-            d_beta,
-            d_g,
-            d_erase,
-            chunks.start,
-            chunks.count,
-            scale,
-            tokens,
-            H,
-            HV,
-            F=F,
-            V=V,
-            DELTA=delta,
-            ERASE=erase is not None,
-            BT=BT,
-            PREC=PRECISION,
-            **common,
-        )
-    else:
-        _launch(
-            input_gradients,
-            (chunks.total * map.halves, HV),
-            *inputs,
-            e,
-            d_o,
-            d_den,
-            d_v,
-            beta,
-            g,
-            s,
-            zs,
-            d_s,
-            d_zs,
-            d_scores,
-            d_keys,
-            d_q,
-            d_k,
-            d_beta,
-            d_g,
-            chunks.start,
-            chunks.count,
-            scale,
-            tokens,
-            H,
-            HV,
-            **options,
-        )
-        d_g = d_g.sum(0)
-    if HV > H:
-        d_q, d_k = (x.unflatten(2, (H, HV // H)).sum(3) for x in (d_q, d_k))
-    if not inside and map.name != "stored":
-        d_q, d_k, _, _ = unform(q, k, d_q, d_k, map)
-    gates = ((beta, d_beta.sum(0)), (g, d_g), (erase, d_erase), *zip(starts, d_starts, strict=True))
-    return d_q, d_k, d_v, *(v.new_empty(0) if x is None else dx.to(x.dtype) for x, dx in gates)
+    return gradients
 
 
-def _stored_halves(map: Map) -> int:
-    return map.halves if map.name == "stored" else 1
+def _input_gradients(
+    run: Pass,
+    features: Features,
+    readout: ReadoutGradients,
+    d_states: StateGradients,
+    d_pairs: PairGradients,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of q and k; adds the other shares for β and g to `d_pairs`."""
+    inputs, kept, form, chunks = run
+    # With one tile of features the kernel applies the map's backward itself.
+    inside = form.map.halves == 1 and form.map.name != "stored"
+    d_q, d_k = (inputs.q.new_empty(form.B, form.T, form.HV, form.F) for _ in range(2))
+    _launch(
+        input_gradients,
+        (chunks.total * form.map.halves, form.HV),
+        form,
+        chunks,
+        q=inputs.q if inside else features.q,
+        k=inputs.k if inside else features.k,
+        MAP=form.map if inside else form.stored,
+        e=kept.e,
+        d_o=readout.d_r,
+        d_den=readout.d_den,
+        d_v=d_states.v,
+        beta=inputs.beta,
+        g=inputs.g,
+        # the states before and after each chunk
+        s=kept.s,
+        zs=kept.zs,
+        d_s=d_states.s,
+        d_zs=d_states.z,
+        d_scores=d_pairs.scores,
+        d_keys=d_pairs.keys,
+        # what it stores
+        d_q=d_q,
+        d_k=d_k,
+        d_beta=d_pairs.beta,
+        d_g=d_pairs.g,
+    )
+    d_q, d_k = _sum_groups(d_q, form), _sum_groups(d_k, form)
+    if not inside and form.map.name != "stored":
+        d_q, d_k, _, _ = unform_features(inputs.q, inputs.k, d_q, d_k, form.map)
+    return d_q, d_k
 
 
-def _count(positions: Tensor | None) -> int:
-    return 1 if positions is None else positions.numel()
+def _channel_gradients(
+    run: Pass, readout: ReadoutGradients, d_states: StateGradients, d_pairs: PairGradients
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, g and erase, where gates are per channel; adds the shares for β to `d_pairs`."""
+    inputs, kept, form, chunks = run
+    d_q, d_k = (inputs.q.new_empty(form.B, form.T, form.HV, form.F) for _ in range(2))
+    d_g = torch.empty_like(inputs.g)
+    d_erase = None if inputs.erase is None else torch.empty_like(inputs.erase)
+    _launch(
+        channel_gradients,
+        run.every_chunk,
+        form,
+        chunks,
+        q=inputs.q,
+        k=inputs.k,
+        e=kept.e,
+        d_o=readout.d_r,
+        d_v=d_states.v,
+        beta=inputs.beta,
+        g=inputs.g,
+        erase=inputs.erase,
+        ERASE=inputs.erase is not None,
+        s=kept.s,
+        d_s=d_states.s,
+        d_scores=d_pairs.scores,
+        d_keys=d_pairs.keys,
+        # what it stores
+        d_q=d_q,
+        d_k=d_k,
+        d_beta=d_pairs.beta,
+        d_g=d_g,
+        d_erase=d_erase,
+    )
+    return _sum_groups(d_q, form), _sum_groups(d_k, form), d_g, d_erase
+
+
+def _sum_groups(d_x: Tensor, form: Form) -> Tensor:
+    """`[B, T, HV, F]` to `[B, T, H, F]`: heads of v that share a head of q and k."""
+    if form.HV == form.H:
+        return d_x
+    return d_x.unflatten(2, (form.H, form.HV // form.H)).sum(3)
+
+
+# -------------------------------------------------------------- autograd, and the operators of torch.compile
+#
+# torch.compile sees forward and backward as one operator each, whose schema has maps and readouts as text.
+# Both edges are flat: the tensors of `Inputs`, then the options.
+
+_INPUTS = len(Inputs._fields)
+_KEPT = len(Kept._fields)
+_FINALS = slice(1, 4)  # of the results o, S, z, Σv, and the rest of `Kept`
+
+
+def _flat_forward(*flat) -> tuple[Tensor, ...]:
+    """o, the final S, z and Σv, and the rest of `Kept`; absent ones have no elements."""
+    finals, kept = _forward(Inputs(*flat[:_INPUTS]), Options.parse(*flat[_INPUTS:]))
+    return kept.o, *finals, *kept[1:]
+
+
+def _flat_backward(d_o: Tensor, d_s, d_z, d_u, *flat) -> tuple[Tensor, ...]:
+    """Gradients of the nine inputs that have one."""
+    inputs, kept = Inputs(*flat[:_INPUTS]), Kept(*flat[_INPUTS : _INPUTS + _KEPT])
+    options = Options.parse(*flat[_INPUTS + _KEPT :])
+    return _backward(d_o, States(d_s, d_z, d_u), inputs, kept, options)
 
 
 class _Chunkwise(torch.autograd.Function):
-    forward = staticmethod(_forward)
+    @staticmethod
+    def forward(ctx, *flat):
+        results = _flat_forward(*flat)
+        _setup_context(ctx, flat, results)
+        return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        return _gradients(_backward, ctx, *grads)
-
-
-_TENSORS, _FINALS = (
-    11,
-    slice(1, 4),
-)  # number of input tensors; where the results have the final states
+        return _gradients(_flat_backward, ctx, *grads)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -538,30 +822,32 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.finals = [x.shape for x in output[_FINALS]]
     ctx.mark_non_differentiable(*output[_FINALS.stop :])
     ctx.set_materialize_grads(False)
-    o = output[0] if len(output[-1]) else output[-1]  # only a readout's backward reads it
+    den = output[-1]
+    o = output[0] if len(den) else den  # only a readout's backward reads it
     ctx.save_for_backward(*tensors, o, *output[_FINALS.stop :])
 
 
-def _gradients(function, ctx, d_o, *others) -> tuple[Tensor | None, ...]:
+def _gradients(backward, ctx, d_o, *others) -> tuple[Tensor | None, ...]:
+    """Gradients of the flat inputs, by `_flat_backward` or its operator."""
     saved = ctx.saved_tensors  # once: activation checkpointing refuses to unpack twice
-    tensors = saved[:_TENSORS]
-    v, others = tensors[2], others[: len(ctx.finals)]
-    d_o = torch.zeros_like(v) if d_o is None else d_o.contiguous()
+    tensors = Inputs(*saved[:_INPUTS])
+    d_o = torch.zeros_like(tensors.v) if d_o is None else d_o.contiguous()
+
+    d_finals = [None] * len(ctx.finals)
+    others = others[: len(ctx.finals)]
     if any(x is not None and x.numel() for x in others):  # all or none
-        zeros = (v.new_zeros(shape, dtype=torch.float32) for shape in ctx.finals)
-        others = [
+        zeros = [tensors.v.new_zeros(shape, dtype=torch.float32) for shape in ctx.finals]
+        d_finals = [
             zero if x is None else x.contiguous() for x, zero in zip(others, zeros, strict=True)
         ]
-    else:
-        others = [None] * len(ctx.finals)
-    grads = function(d_o, *others, *saved, ctx.map, ctx.read, ctx.scale)
-    grads = (None if x is None else dx for x, dx in zip(tensors, grads, strict=False))
-    return *grads, *[None] * 7
+
+    grads = backward(d_o, *d_finals, *saved, ctx.map, ctx.read, ctx.scale)
+    grads = [None if x is None else d_x for x, d_x in zip(tensors, grads, strict=False)]
+    without = [None] * (_INPUTS - len(grads) + len(Options._fields))
+    return *grads, *without
 
 
-# torch.compile sees forward and backward as one operator each, whose schema has maps and readouts as text.
-
-_INPUTS = (
+_INPUT_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor? erase, Tensor? initial, "
     "Tensor? z_initial, Tensor? u_initial, Tensor? positions, Tensor? cu_seqlens"
 )
@@ -573,76 +859,41 @@ def _tensors(count: int) -> str:
 
 _forward_op = torch.library.custom_op(
     "nalanda_kernels::chunkwise",
-    partial(_forward, None),
+    _flat_forward,
     mutates_args=(),
     tags=TAGS,
-    schema=f"({_INPUTS}, str map, str read, float scale, bool final, bool wide) -> {_tensors(11)}",
+    schema=f"({_INPUT_SCHEMA}, str map, str read, float scale, bool final, bool wide) -> {_tensors(11)}",
 )
 _backward_op = torch.library.custom_op(
     "nalanda_kernels::chunkwise_backward",
-    _backward,
+    _flat_backward,
     mutates_args=(),
     tags=TAGS,
-    schema=f"(Tensor d_o, Tensor? d_final, Tensor? dz_final, Tensor? du_final, {_INPUTS}, Tensor o, "
-    "Tensor scores, Tensor s, Tensor inverse, Tensor e, Tensor zs, Tensor us, Tensor den, "
-    f"str map, str read, float scale) -> {_tensors(9)}",
+    schema="(Tensor d_o, Tensor? d_final, Tensor? dz_final, Tensor? du_final, "
+    f"{_INPUT_SCHEMA}, Tensor o, Tensor scores, Tensor s, Tensor inverse, Tensor e, Tensor zs, "
+    f"Tensor us, Tensor den, str map, str read, float scale) -> {_tensors(9)}",
 )
 
 
 @_forward_op.register_fake
-def _(
-    q,
-    k,
-    v,
-    beta,
-    g,
-    erase,
-    initial,
-    z_initial,
-    u_initial,
-    positions,
-    cu_seqlens,
-    map,
-    read,
-    scale,
-    final,
-    wide,
-):
-    map, read = Map.parse(map), Readout.parse(read)
-    (B, T, HV, V), F = v.shape, q.shape[3] // _stored_halves(map) * map.halves
-    delta, mean, mala = beta is not None, read.name != "", read.name == "mala"
-    table = "chunk_channels" if g is not None and g.ndim == 4 else "chunk"
-    BT = blocks(table, v.itemsize, power_of_two(F // map.halves) * map.halves)["BT"]
-    if cu_seqlens is None:
-        total, sequences = B * -(-T // BT), B
+def _(*flat):
+    inputs, options = Inputs(*flat[:_INPUTS]), Options.parse(*flat[_INPUTS:])
+    form = _form_of(inputs, options)
+    if inputs.cu_seqlens is None:
+        total, sequences = form.B * -(-form.T // form.BT), form.B
     else:  # the number of chunks depends on the values of the bounds
-        total, sequences = torch.library.get_ctx().new_dynamic_size(), cu_seqlens.shape[0] - 1
-
-    def made(*shape, there=True, dtype=torch.float32):
-        return v.new_empty(shape if there else (0, *shape[1:]), dtype=dtype)
-
-    last = sequences if final else 0
-    scores = made(total, HV, BT, BT, dtype=v.dtype)
-    return (
-        torch.empty_like(v),
-        made(last, HV, F, V),
-        made(last, HV, F, there=mean),
-        made(last, HV, V, there=mala),
-        scores,
-        made(total, HV, F, V, dtype=v.dtype),
-        torch.empty_like(scores, dtype=torch.float32 if wide else None)
-        if delta
-        else v.new_empty(0),
-        torch.empty_like(v) if delta else v.new_empty(0),
-        made(total, HV, F, there=mean),
-        made(total, HV, V, there=mala),
-        made(B, T, HV) if mean else made(0),
-    )
+        total = torch.library.get_ctx().new_dynamic_size()
+        sequences = inputs.cu_seqlens.shape[0] - 1
+    finals, kept = _empty_results(inputs.v, form, options, total, sequences)
+    return kept.o, *finals, *kept[1:]
 
 
 @_backward_op.register_fake
-def _(d_o, d_final, dz_final, du_final, *args):
-    return tuple(args[0].new_empty(0) if x is None else torch.empty_like(x) for x in args[:9])
+def _(d_o, d_s, d_z, d_u, *flat):
+    def like(x: Tensor | None) -> Tensor:
+        return d_o.new_empty(0) if x is None else torch.empty_like(x)
+
+    return tuple(map(like, flat[:9]))
 
 
 _forward_op.register_autograd(
@@ -650,18 +901,25 @@ _forward_op.register_autograd(
 )
 
 
+# --------------------------------------------------------------------------------------------------- the ops
+
+
 def delta_rule(
-    q, k, v, beta, g=None, *, erase=None, write=None, **options
+    q, k, v, beta, g=None, *, erase=None, write=None, initial_state=None, cu_seqlens=None, **options
 ) -> tuple[Tensor, Tensor | None]:
     """See `nalanda.model.ops.delta_rule`."""
     if write is not None:
         v = (v * write).to(v.dtype)
-    return _chunkwise(q, k, v, beta, g, erase, **options)[:2]
+    inputs = Inputs(q, k, v, beta, g, erase, initial_state, cu_seqlens=cu_seqlens)
+    return _chunkwise(inputs, Rule(**options))[:2]
 
 
-def linear_attention(q, k, v, g=None, **options) -> tuple[Tensor, Tensor | None]:
+def linear_attention(
+    q, k, v, g=None, *, initial_state=None, cu_seqlens=None, **options
+) -> tuple[Tensor, Tensor | None]:
     """See `nalanda.model.ops.linear_attention`."""
-    return _chunkwise(q, k, v, None, g, **options)[:2]
+    inputs = Inputs(q, k, v, None, g, None, initial_state, cu_seqlens=cu_seqlens)
+    return _chunkwise(inputs, Rule(**options))[:2]
 
 
 def normalized_attention(
@@ -704,127 +962,102 @@ def normalized_attention(
     """
     if g is not None and magnitude is not None:
         raise Unsupported("a decay under a magnitude")
-    starts = {}
+    S = z = u = None
     if initial_state is not None:
         S, z = initial_state[..., :-1].float(), initial_state[..., -1].float()
-        starts = {"initial_state": S, "z_initial": z}
         if magnitude is not None:
             assert initial_sum is not None, (
                 "initial_sum: missing; a state under a magnitude needs it"
             )
-            starts["u_initial"] = initial_sum.squeeze(2).float()
+            u = initial_sum.squeeze(2).float()
+
     half = torch.float16 in (q.dtype, v.dtype)
     v = v.to(torch.float32 if half else torch.promote_types(q.dtype, v.dtype))
     root = q.shape[3] ** -0.5 if magnitude == "code" else 1.0
     read = Readout("mala" if magnitude else "mean", magnitude or "", root, mirrored)
-    o, state, z, total = _chunkwise(
-        q,
-        k,
-        v,
-        None,
-        g,
-        feature_map=feature_map,
-        scale=1.0,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        read=read,
-        positions=positions,
-        **starts,
-    )
-    if state is None:
+    inputs = Inputs(q, k, v, None, g, None, S, z, u, positions, cu_seqlens)
+    rule = Rule(feature_map, scale=1.0, output_final_state=output_final_state, read=read)
+    o, state, z, total = _chunkwise(inputs, rule)
+
+    if state is None or z is None or total is None:
         return o, None, None
-    return o, torch.cat([state, z[..., None]], -1), None if magnitude is None else total[:, :, None]
+    state = torch.cat([state, z[..., None]], -1)
+    return o, state, None if magnitude is None else total[:, :, None]
 
 
-def _chunkwise(
-    q,
-    k,
-    v,
-    beta,
-    g,
-    erase=None,
-    *,
-    feature_map=None,
-    qk_norm=None,
-    scale=None,
-    initial_state=None,
-    z_initial=None,
-    u_initial=None,
-    output_final_state=False,
-    cu_seqlens=None,
-    chunk_size=64,
-    read=_PLAIN,
-    positions=None,
-    allow_neg_eigval=False,
-):
-    """o in v's dtype, and the final S, z and Σv, or None. Without beta it is linear attention.
-
-    z_initial and u_initial: z and Σv before the first token. chunk_size is ignored: the table of block sizes
-    has the chunk's length.
-    """
-    dtype = torch.promote_types(q.dtype, v.dtype)
-    if dtype == torch.float16 and beta is None:
-        dtype = torch.float32  # a state that only adds exceeds fp16's range
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise Unsupported(f"{name_of(dtype)} inputs")
+def _chunkwise(inputs: Inputs, rule: Rule) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
+    """o in v's dtype, and the final S, z and Σv, or None. Without β it is linear attention."""
+    v, g, erase, read = inputs.v, inputs.g, inputs.erase, rule.read
+    dtype = _computed_dtype(inputs)
     channels = erase is not None or (g is not None and g.ndim == 4)
     if channels and read != _PLAIN:
         raise Unsupported("a decay for each key channel under a readout")
-    q, k, map = _prepared(q.to(dtype), k.to(dtype), feature_map, qk_norm, read.mirrored, channels)
-    features = q.shape[3] * (1 if map.name == "stored" else map.halves)
-    scale = features**-0.5 if scale is None else float(scale)
+
+    q, k, map = _choose_map(inputs.q.to(dtype), inputs.k.to(dtype), rule, stored=channels)
+    F = q.shape[3] * (1 if map.name == "stored" else map.halves)
+    scale = F**-0.5 if rule.scale is None else float(rule.scale)
     if channels:
         g = v.new_zeros(v.shape[:3], dtype=torch.float32) if g is None else g
-        g = g if g.ndim == 4 else g[..., None].expand(*g.shape, features)
-        for name, x in (("g", g), ("erase", erase)):
-            if x is not None and x.shape[3] != features:
-                has = x.shape[3]
-                raise ValueError(
-                    f"{name}: {has} key channels; q and k have {features} features after their map"
-                )
-    if initial_state is not None and initial_state.shape[2] != features:
-        has = initial_state.shape[2]
-        raise ValueError(
-            f"initial_state: K = {has}; q and k have {features} features after their map"
-        )
-    tensors = q, k, v.to(dtype), beta, g, erase, initial_state, z_initial, u_initial, positions
-    tensors = (x if x is None else x.contiguous() for x in tensors)
+        g = g if g.ndim == 4 else g[..., None].expand(*g.shape, F)
+    _check_features(F, channels, g, erase, inputs.initial)
+
+    *tensors, cu_seqlens = inputs._replace(q=q, k=k, v=v.to(dtype), g=g)
+    tensors = [x if x is None else x.contiguous() for x in tensors]
+    options = map.text(), read.text(), scale, rule.output_final_state, rule.allow_neg_eigval
     call = _forward_op if torch.compiler.is_compiling() else _Chunkwise.apply
-    options = map.text(), read.text(), scale, output_final_state, allow_neg_eigval
-    o, *finals = call(*tensors, cu_seqlens, *options)[:4]
-    return o.to(v.dtype), *(finals if output_final_state else [None] * 3)
+    o, *finals = call(*tensors, cu_seqlens, *options)[: _FINALS.stop]
+    return o.to(v.dtype), *(finals if rule.output_final_state else States())
 
 
-def _prepared(
-    q: Tensor,
-    k: Tensor,
-    feature_map,
-    qk_norm: str | None,
-    mirrored: bool = False,
-    stored: bool = False,
-) -> tuple[Tensor, Tensor, Map]:
+def _computed_dtype(inputs: Inputs) -> torch.dtype:
+    dtype = torch.promote_types(inputs.q.dtype, inputs.v.dtype)
+    if dtype == torch.float16 and inputs.beta is None:
+        dtype = torch.float32  # a state that only adds exceeds fp16's range
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise Unsupported(f"{name_of(dtype)} inputs")
+    return dtype
+
+
+def _check_features(
+    F: int, channels: bool, g: Tensor | None, erase: Tensor | None, initial_state: Tensor | None
+) -> None:
+    """Raises ValueError for gates per channel or a state that do not fit the F features."""
+    for name, x in (("g", g), ("erase", erase)) if channels else ():
+        if x is not None and x.shape[3] != F:
+            raise ValueError(
+                f"{name}: {x.shape[3]} key channels; q and k have {F} features after their map"
+            )
+    if initial_state is not None and initial_state.shape[2] != F:
+        K = initial_state.shape[2]
+        raise ValueError(f"initial_state: K = {K}; q and k have {F} features after their map")
+
+
+def _choose_map(q: Tensor, k: Tensor, rule: Rule, stored: bool) -> tuple[Tensor, Tensor, Map]:
     """q and k as the kernels read them: raw if the kernels can form the features, else features ("stored").
 
-    More than 128 features are two halves, because one tile of them would fill a program's registers.
-    mirrored: the features must be two halves. stored: the kernels read features.
+    More than 128 features are two halves, because one tile of them would fill a program's registers. Under a
+    mirrored readout they must be two halves. stored: the kernels read features.
     """
+    mirrored, K = rule.read.mirrored, q.shape[3]
     try:
-        map, parameters = describe(feature_map, qk_norm, q.shape[3])
+        map, parameters = describe(rule.feature_map, rule.qk_norm, K)
         one_tile = map.halves == 1 and map != Map()
-        if stored or parameters or (one_tile and (mirrored or q.shape[3] > 128)):
-            mapped = (
-                map_in_torch if torch.compiler.is_compiling() else map_features
-            )  # torch.compile fuses it
-            (q, k), map = mapped(q, k, feature_map, qk_norm), Map()
+        if stored or parameters or (one_tile and (mirrored or K > 128)):
+            # torch.compile fuses the map's own code.
+            mapped = map_in_torch if torch.compiler.is_compiling() else map_features
+            q, k = mapped(q, k, rule.feature_map, rule.qk_norm)
+            map = Map()
     except Unsupported:
         map = Map()
-        q, k = map_in_torch(q, k, feature_map, qk_norm)
-    K = q.shape[3]
-    if map == Map():
-        halves = 2 if mirrored or (K > 128 and K % 2 == 0) else 1
-        if K % halves or K > 512 or K // halves > 256:
-            raise Unsupported(f"{K} features a head")
-        return q, k, Map("stored", halves=halves)
-    if K > 256:
-        raise Unsupported(f"K = {K}: at most 256")
-    return q, k, map
+        q, k = map_in_torch(q, k, rule.feature_map, rule.qk_norm)
+
+    if map != Map():
+        if K > 256:
+            raise Unsupported(f"K = {K}: at most 256")
+        return q, k, map
+
+    F = q.shape[3]
+    halves = 2 if mirrored or (F > 128 and F % 2 == 0) else 1
+    if F % halves or F > 512 or F // halves > 256:
+        raise Unsupported(f"{F} features a head")
+    return q, k, Map("stored", halves=halves)
