@@ -1,8 +1,6 @@
 """Whole models on the kernels: every mixer gives torch's logits, state, gradients and training step."""
 
 from kernel_device import DEVICE, INTERPRETED, interpreted_only  # isort: skip  (before any kernel)
-import importlib.util
-from pathlib import Path
 
 import nalanda_kernels
 import pytest
@@ -217,39 +215,3 @@ def test_gradients_of_projections_are_not_copied(monkeypatch):
         y.sum().backward()
     assert seen.count("mm") + seen.count("addmm_") == 2 * 3 + 2  # two for o_proj
     assert seen.count("addmm_") == 2
-
-
-def script(name: str):
-    """A module of the folder kernels/, which is no package."""
-    path = Path(__file__).parents[2] / "kernels" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@interpreted_only
-def test_few_frames_lie_between_an_op_and_its_launch():
-    module = script("frames")
-    for name, call in module.calls().items():
-        found = module.frames(call)
-        files = {frame.partition(":")[0] for frame in found}
-        assert 0 < len(found) <= 8, (name, found)
-        assert len(files) <= 4, (name, found)
-
-
-@interpreted_only
-@pytest.mark.slow
-def test_a_layer_of_the_flagship_launches_and_moves_little():
-    """Counts of today. Casts move little, because norms give Linear layers the dtype that they read."""
-    costs = script("step_cost").layer_costs("nala_gated_deltanet_340m", length=64)
-    launches = {
-        name: sum(x.launches for key, x in costs.items() if key[0] == name) for name, _ in costs
-    }
-    assert 0 < launches["forward"] <= 27
-    assert 0 < launches["backward"] <= 58
-    assert 0 < launches["a token"] <= 9
-    assert sum(x.by_token for (_, kind), x in costs.items() if kind == "casts") < 8 * 1024
-    assert sum(x.by_token for (_, kind), x in costs.items() if kind != "products") < 380 * 1024

@@ -5,8 +5,8 @@
     _forward          features, then the pass over the states, then the outputs
     _backward         the same steps from the last to the first
 
-Shapes: B rows of T tokens, H heads of q and k, HV heads of v, K and V their widths, F = halves · K features;
-N sequences; chunks of BT tokens, counted over all sequences.
+Shapes: B rows of T tokens. H heads of q and k with K columns, HV heads of v with V. F = halves · K features.
+N sequences. Chunks of BT tokens, counted over all sequences.
 """
 
 from functools import partial
@@ -791,9 +791,12 @@ _KEPT = len(Kept._fields)
 _FINALS = slice(1, 4)  # of the results o, S, z, Σv, and the rest of `Kept`
 
 
-def _flat_forward(*flat) -> tuple[Tensor, ...]:
+def _unflatten(flat: tuple) -> tuple[Inputs, Options]:
+    return Inputs(*flat[:_INPUTS]), Options.parse(*flat[_INPUTS:])
+
+
+def _flatten(finals: States, kept: Kept) -> tuple[Tensor, ...]:
     """o, the final S, z and Σv, and the rest of `Kept`; absent ones have no elements."""
-    finals, kept = _forward(Inputs(*flat[:_INPUTS]), Options.parse(*flat[_INPUTS:]))
     return kept.o, *finals, *kept[1:]
 
 
@@ -807,7 +810,7 @@ def _flat_backward(d_o: Tensor, d_s, d_z, d_u, *flat) -> tuple[Tensor, ...]:
 class _Chunkwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *flat):
-        results = _flat_forward(*flat)
+        results = _flatten(*_forward(*_unflatten(flat)))
         _setup_context(ctx, flat, results)
         return results
 
@@ -859,7 +862,7 @@ def _tensors(count: int) -> str:
 
 _forward_op = torch.library.custom_op(
     "nalanda_kernels::chunkwise",
-    _flat_forward,
+    lambda *flat: _flatten(*_forward(*_unflatten(flat))),
     mutates_args=(),
     tags=TAGS,
     schema=f"({_INPUT_SCHEMA}, str map, str read, float scale, bool final, bool wide) -> {_tensors(11)}",
@@ -877,15 +880,14 @@ _backward_op = torch.library.custom_op(
 
 @_forward_op.register_fake
 def _(*flat):
-    inputs, options = Inputs(*flat[:_INPUTS]), Options.parse(*flat[_INPUTS:])
+    inputs, options = _unflatten(flat)
     form = _form_of(inputs, options)
     if inputs.cu_seqlens is None:
         total, sequences = form.B * -(-form.T // form.BT), form.B
     else:  # the number of chunks depends on the values of the bounds
         total = torch.library.get_ctx().new_dynamic_size()
         sequences = inputs.cu_seqlens.shape[0] - 1
-    finals, kept = _empty_results(inputs.v, form, options, total, sequences)
-    return kept.o, *finals, *kept[1:]
+    return _flatten(*_empty_results(inputs.v, form, options, total, sequences))
 
 
 @_backward_op.register_fake
