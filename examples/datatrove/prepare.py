@@ -38,7 +38,7 @@ class MakeShards(PipelineStep):
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         """Raises `InputError` for the first damaged file of the source, after the other shards are made."""
         from nalanda.common.errors import InputError
-        from nalanda.data.prepare import Preparation, record_entries
+        from nalanda.data.prepare_run import Preparation, record_entries
 
         preparation = Preparation(self.directory)
         errors = []
@@ -70,7 +70,7 @@ class WriteIndex(PipelineStep):
         self.directory = directory
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        from nalanda.data.prepare import Preparation
+        from nalanda.data.prepare_run import Preparation
 
         Preparation(self.directory).seal()
         yield from ()

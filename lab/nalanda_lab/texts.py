@@ -8,7 +8,8 @@ from typing import Any
 from nalanda.common.errors import InputError
 from nalanda.config.load import section
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.prepare import prepare, token_settings
+from nalanda.data.prepare import prepare
+from nalanda.data.prepare_plan import token_settings
 from nalanda.data.token_set import is_token_set, read_index
 
 

@@ -21,13 +21,13 @@ from nalanda.common import files
 from nalanda.common.errors import DiskFull, InputError
 from nalanda.config.load import load_config
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data import hashes, make_set
-from nalanda.data import prepare as preparing
+from nalanda.data import hashes, make_set, prepare_plan, prepare_run
 from nalanda.data.corpus import DocumentStream, held_out, open_corpora
 from nalanda.data.documents import READERS, Document, hash_text
 from nalanda.data.inspect import check_set, inspect
 from nalanda.data.loader import PackedBatches, validation_batches
-from nalanda.data.prepare import Preparation, begin, prepare
+from nalanda.data.prepare import alone_in, begin, prepare
+from nalanda.data.prepare_run import Preparation
 from nalanda.data.token_set import SumCheck, TokenSet, is_token_set
 from nalanda.data.tokenizer import build_tokenizer, encoder, tokenizer_fingerprint
 from nalanda_cli import app
@@ -160,7 +160,7 @@ def test_leftovers_of_killed_processes_go_and_other_files_stay(tmp_path, byte_to
 
 
 def test_a_shard_that_cannot_be_closed_is_removed(tmp_path):
-    writer = preparing.ShardWriter(tmp_path / "00000", np.dtype("<u2"))
+    writer = prepare_run.ShardWriter(tmp_path / "00000", np.dtype("<u2"))
 
     class Full:
         def close(self):
@@ -174,8 +174,8 @@ def test_a_shard_that_cannot_be_closed_is_removed(tmp_path):
 
 
 def test_parts_of_a_file_in_one_group_are_read_at_once():
-    parts = [preparing.Unit("train", 0, "a", 10, start, start + 7) for start in range(0, 42, 7)]
-    groups = preparing.group_units([*parts, preparing.Unit("train", 1, "b", 10)], 40)
+    parts = [prepare_plan.Unit("train", 0, "a", 10, start, start + 7) for start in range(0, 42, 7)]
+    groups = prepare_plan.group_units([*parts, prepare_plan.Unit("train", 1, "b", 10)], 40)
     assert [
         [(unit.shard, unit.start, unit.stop, unit.weight) for unit in group] for group in groups
     ] == [[(0, 0, 28, 40)], [(0, 28, 42, 20), (1, 0, None, 10)]]
@@ -235,9 +235,9 @@ def test_resumes_after_a_kill(tmp_path, byte_tokenizer, place, monkeypatch):
     before = {p: p.stat().st_mtime_ns for p in out.glob("train/[0-9]*")}
     kept = len(list(out.glob("preparing/0*.json")))
     made = []
-    close = preparing.ShardWriter.close
+    close = prepare_run.ShardWriter.close
     monkeypatch.setattr(
-        preparing.ShardWriter, "close", lambda self: made.append(self.path.name) or close(self)
+        prepare_run.ShardWriter, "close", lambda self: made.append(self.path.name) or close(self)
     )
     index = prepare(data, byte_tokenizer, out, shard_bytes=3000)
     assert sums(out) == sums(tmp_path / "whole")
@@ -417,9 +417,9 @@ def test_a_changed_source_costs_its_own_shards(
         work.seal()
     change(source)
     made, said = [], []
-    close = preparing.ShardWriter.close
+    close = prepare_run.ShardWriter.close
     monkeypatch.setattr(
-        preparing.ShardWriter, "close", lambda self: made.append(self.path.name) or close(self)
+        prepare_run.ShardWriter, "close", lambda self: made.append(self.path.name) or close(self)
     )
     index = prepare(data, byte_tokenizer, out, shard_bytes=1500, say=said.append)
     monkeypatch.undo()
@@ -496,9 +496,9 @@ def test_a_damaged_file_that_is_mended_costs_its_own_shards(tmp_path, byte_token
         prepare(data, byte_tokenizer, out, shard_bytes=3000)
     (source / "3.jsonl.gz").write_bytes(whole)
     made = []
-    close = preparing.ShardWriter.close
+    close = prepare_run.ShardWriter.close
     monkeypatch.setattr(
-        preparing.ShardWriter, "close", lambda self: made.append(self.path.name) or close(self)
+        prepare_run.ShardWriter, "close", lambda self: made.append(self.path.name) or close(self)
     )
     prepare(data, byte_tokenizer, out, shard_bytes=3000)
     assert len(set(made)) == 1
@@ -507,7 +507,7 @@ def test_a_damaged_file_that_is_mended_costs_its_own_shards(tmp_path, byte_token
 
 
 def test_the_recorded_size_of_shards_is_taken(tmp_path, byte_tokenizer, monkeypatch):
-    monkeypatch.setattr(preparing, "SMALLEST", 1000)
+    monkeypatch.setattr(prepare_plan, "SMALLEST", 1000)
     source, out = corpus(tmp_path / "in"), tmp_path / "out"
     data = DataConfig(source=str(source))
     index = prepare(data, byte_tokenizer, out)
@@ -603,7 +603,7 @@ def test_half_a_surrogate_as_a_source(tmp_path, byte_tokenizer):
 
 def test_a_second_preparation_is_refused_in_one_line(tmp_path, byte_tokenizer):
     data, out = DataConfig(source=str(corpus(tmp_path / "in", files=1))), tmp_path / "out"
-    with preparing.alone_in(out), pytest.raises(InputError) as error:
+    with alone_in(out), pytest.raises(InputError) as error:
         prepare(data, byte_tokenizer, out)
     assert (
         str(error.value)
@@ -612,7 +612,7 @@ def test_a_second_preparation_is_refused_in_one_line(tmp_path, byte_tokenizer):
     killed(3, lambda: prepare(data, byte_tokenizer, out))  # its lock ends with it
     prepare(data, byte_tokenizer, out)
     assert is_token_set(out)
-    with pytest.raises(InputError, match="not empty"), preparing.alone_in(tmp_path / "in"):
+    with pytest.raises(InputError, match="not empty"), alone_in(tmp_path / "in"):
         pass
     assert not (tmp_path / "in/preparing").exists()
 
@@ -630,7 +630,7 @@ def test_a_file_is_hashed_once(tmp_path, byte_tokenizer, monkeypatch):
         return read(path, *how)
 
     monkeypatch.setattr(hashes, "hash_file", killed_at_the_third)
-    monkeypatch.setattr(preparing, "HASHING", 1)
+    monkeypatch.setattr(prepare_plan, "HASHING", 1)
     with pytest.raises(KeyboardInterrupt):
         prepare(data, byte_tokenizer, out, shard_bytes=3000)
     monkeypatch.setattr(

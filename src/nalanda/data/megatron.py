@@ -27,7 +27,7 @@ import numpy as np
 from nalanda.common.errors import InputError, first_line, local_output
 from nalanda.common.files import verify_manifest, write_manifest
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.prepare import ShardWriter, write_whole
+from nalanda.data.prepare_run import ShardWriter, write_whole
 from nalanda.data.text_bytes import text_bytes
 from nalanda.data.token_set import (
     FORMAT,

@@ -1,0 +1,478 @@
+"""The work on a planned token set: shards are made, by one process or many, and the index is written."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nalanda.common.errors import InputError, first_line
+from nalanda.common.files import rename_synced
+from nalanda.common.plugins import import_plugins
+from nalanda.common.processes import end_with_parent
+from nalanda.config.schema import DataConfig
+from nalanda.data.corpus import Corpus, open_corpora, unless_blank
+from nalanda.data.documents import (
+    BLOCK,
+    Document,
+    Fields,
+    FileShard,
+    Left,
+    Shard,
+    document_in,
+    split_lines,
+    take_documents,
+)
+from nalanda.data.hashes import FileHashes, sample_of
+from nalanda.data.hold_out import CutFile, HoldOut
+from nalanda.data.inspect import ByteProgress
+from nalanda.data.prepare_plan import Unit, file_of, is_plain_jsonl
+from nalanda.data.records import left_out
+from nalanda.data.token_set import FORMAT, SPLITS, VERSION, Entry, totals
+from nalanda.data.tokenizer import encoder, load_tokenizer
+
+PRELOAD = ["nalanda.data.prepare_run", "transformers.models.auto.tokenization_auto"]
+"""Modules that every worker imports."""
+
+URLS = "urls.json"
+"""File beside the plan, readable by its owner alone, that has sources whose URLs may hold a password or a
+signature. `prepare` removes it when the work ends, `Preparation.seal` with the plan."""
+
+LEFTOVER = re.compile(r"\.(\d+(\.docs)?|index\.json)\.\d+")
+"""A file that a killed process left (`ShardWriter`, `write_whole`)."""
+
+SHARD_FILE = re.compile(r"\d+\.(tokens|docs)")
+
+HASHES = "hashes.jsonl"
+"""File beside the plan that keeps the hashes of the source's files while the set is made."""
+
+GROUP = 1 << 20
+"""Characters tokenised at a time."""
+
+
+def _density(shard: Shard) -> int:
+    """About the bytes of text in a byte of input, so that the bar moves within a large file."""
+    return (
+        3
+        if isinstance(shard, FileShard) and shard.path.suffix.lower() in (".gz", ".zst", ".parquet")
+        else 1
+    )
+
+
+def _read(shard: Shard, unit: Unit) -> Iterator[Document | Left]:
+    if unit.stop is None:
+        yield from (document for document, _ in shard.read(None))
+    elif isinstance(shard, FileShard) and is_plain_jsonl(shard.path):
+        yield from _read_lines(shard, unit.start, unit.stop)
+    else:
+        for document, row in shard.read(unit.start):
+            yield document
+            if row >= unit.stop:
+                return
+
+
+def _read_lines(shard: FileShard, start: int, stop: int) -> Iterator[Document | Left]:
+    """The documents of lines that begin in bytes [start, stop)."""
+    with shard.path.open("rb") as file:
+        file.seek(place := max(0, start - 1))
+        lines = split_lines(iter(partial(file.read, BLOCK), b""), shard.fields._replace(skip=True))
+        if start:  # skips the line that the part before reads
+            place += next(lines, (b"", 0))[1] + 1
+        for line, size in lines:
+            if place >= stop:
+                return
+            if line is None and shard.fields.skip:
+                yield Left.OVERSIZED
+            elif line is None or line.strip():
+                try:
+                    document = document_in(line or b"", shard.fields, "")
+                except ValueError:  # the file's own reader names the line
+                    document = next(shard.read(_lines_before(shard.path, place)))[0]
+                yield document
+            place += size + 1
+
+
+def _lines_before(path: Path, place: int) -> int:
+    count = 0
+    with path.open("rb") as file:
+        while place > 0 and (chunk := file.read(min(place, 1 << 20))):
+            count += chunk.count(b"\n")
+            place -= len(chunk)
+    return count
+
+
+class ShardWriter:
+    """A shard that is being written, under names that no reader opens."""
+
+    def __init__(self, path: Path, dtype: np.dtype):
+        self.path, self.dtype = path, dtype
+        self.partial = path.with_name(f".{path.name}.{os.getpid()}")
+        self.tokens = self.text_bytes = 0
+        self.sum = sha256()
+        self.file = self.partial.open("wb")
+        self.ends: list[int] = []
+        self.sources: list[int] = []
+        self.numbers: dict[str, int] = {}  # source → position, in the order of appearance
+        self.counts: dict[str, list[int]] = {}  # source → documents, tokens, in the same order
+
+    def add(self, tokens: np.ndarray, source: str, text_bytes: int) -> None:
+        """Appends a document of the named source, with the bytes of its text, unless it has no token."""
+        if not len(tokens):
+            return
+        source = source.encode(errors="replace").decode()  # half a surrogate cannot be written
+        content = tokens.astype(self.dtype).tobytes()
+        self.file.write(content)
+        self.sum.update(content)
+        self.tokens += len(tokens)
+        self.text_bytes += text_bytes
+        self.ends.append(self.tokens)
+        self.sources.append(self.numbers.setdefault(source, len(self.numbers)))
+        counts = self.counts.setdefault(source, [0, 0])
+        counts[0] += 1
+        counts[1] += len(tokens)
+
+    def close(self) -> dict | None:
+        """Syncs and renames the shard; returns its entry in the index, or None without a document."""
+        if not self.ends:
+            self.abandon()
+            return None
+        if len(self.counts) > 1 << 16:
+            raise InputError(
+                f"data.source_field: names {len(self.counts):,} sources, above 65,536; set another field"
+            )
+        self.file.close()
+        docs = np.array(self.ends, "<i8").tobytes() + np.array(self.sources, "<u2").tobytes()
+        write_whole(self.path.with_suffix(".docs"), docs)
+        rename_synced(self.partial, self.path.with_suffix(".tokens"))
+        return {
+            "name": self.path.name,
+            "documents": len(self.ends),
+            "tokens": self.tokens,
+            "text_bytes": self.text_bytes,
+            "sources": self.counts,
+            "files": {
+                "tokens": [self.tokens * self.dtype.itemsize, self.sum.hexdigest()],
+                "docs": [len(docs), sha256(docs).hexdigest()],
+            },
+        }
+
+    def abandon(self) -> None:
+        try:
+            self.file.close()  # writes what is left, which a full disk refuses
+        finally:
+            self.partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """`files.write_atomically` for a file that several processes may write at once."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(content)
+    rename_synced(partial, path)
+
+
+class Preparation:
+    """The plan that `begin` wrote in a directory. Any process may open it and make any of the shards."""
+
+    def __init__(self, directory: str | os.PathLike):
+        self.directory = Path(directory)
+        path = self.directory / "preparing" / "plan.json"
+        try:
+            plan = json.loads(path.read_bytes())
+        except OSError as error:
+            raise InputError(
+                f"{path}: {first_line(error)}; begin with nalanda data prepare"
+            ) from None
+        import_plugins(plan.get("plugins", ()))
+        self.settings, self.tokenizer = plan["settings"], plan["tokenizer"]
+        self.dtype = np.dtype(plan["dtype"]).newbyteorder("<")
+        self.data = DataConfig(**plan["data"] | (read_json_if_whole(path.with_name(URLS)) or {}))
+        self.jobs = [[Unit(*unit) for unit in job] for job in plan["jobs"]]
+        self.weights = [sum(unit.weight for unit in job) for job in self.jobs]
+        self.names, self.kept, self.made = plan["names"], plan["kept"], plan["made"]
+        self.cut = plan["cut"]
+        self.hold_out = HoldOut(*plan["hold_out"]) if plan["hold_out"] else None
+        self.hashes = FileHashes(path.with_name(HASHES))
+
+    @functools.cached_property
+    def encode(self) -> Callable[[list[str]], list[np.ndarray]]:
+        return encoder(load_tokenizer(self.directory / "tokenizer"), self.data)
+
+    @functools.cached_property
+    def corpora(self) -> dict[str, Corpus]:
+        return open_corpora(self.data)
+
+    def _open(self, unit: Unit) -> Shard:
+        """The shard of a unit. Raises `InputError` if it is another than when the work was planned."""
+        if unit.path:
+            kind = CutFile if self.cut else FileShard
+            shard: Shard = kind(Path(unit.path), file_of(unit), Fields.of(self.data))
+        else:
+            shard = self.corpora[unit.corpus].shards[unit.shard]
+        if shard.identity != unit.identity:
+            raise InputError(f"{unit.identity}: now {shard.identity}; run the same command again")
+        if isinstance(shard, FileShard):
+            content = self.hashes.of(shard.path, sample_of(unit.content))
+        else:
+            content = self.corpora[unit.corpus].content(unit.shard)
+        if content != unit.content:
+            raise InputError(f"{shard.identity}: has other content now; run the same command again")
+        return shard
+
+    def _parts(self, document: Document, splits: Sequence[str]) -> Iterator[tuple[Document, str]]:
+        """The splits that a document belongs to, each with its part of it."""
+        for split in splits:
+            text = (
+                self.hold_out.part(document.text, split)
+                if self.hold_out
+                else unless_blank(document.text)
+            )
+            if text is not None:
+                yield document._replace(text=text), split
+
+    def record(self, number: int) -> dict | None:
+        """A finished shard's record, or None if the record or a file of its size is missing."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            if (found := self.kept.get(self.names[number])) is None:
+                found = json.loads(self._record_path(number).read_bytes())
+            if found["made"] != self.made or found["units"] != [
+                unit.key for unit in self.jobs[number]
+            ]:
+                return None
+            for split, entry in record_entries(found).items():
+                for file in Entry(
+                    self.directory / split / entry["name"], entry, self.dtype.name
+                ).files():
+                    file.check_size()
+            return found
+        return None
+
+    def _record_path(self, number: int) -> Path:
+        return self.directory / "preparing" / f"{self.names[number]}.json"
+
+    def make(self, number: int, report: Callable[[int, int], None] = lambda *done: None) -> dict:
+        """Makes a shard, unless it is finished, and returns its record.
+
+        The record has an entry for each split and, if documents were left out, their numbers (`Left`).
+
+        Args:
+            report: called from time to time with the bytes of input and of text that are done.
+        Raises:
+            InputError: the source cannot be read or has changed; nothing of this shard is kept.
+            OSError: the directory cannot be written.
+        """
+        if (record := self.record(number)) is not None:
+            text = sum(entry["text_bytes"] for entry in record_entries(record).values())
+            report(self.weights[number], text)
+            return record
+        units = self.jobs[number]
+        left: Counter[str] = Counter()
+        splits = SPLITS if self.hold_out else (units[0].corpus,)
+        with _one_thread(), contextlib.ExitStack() as stack:
+            writers = {}
+            for split in splits:
+                writers[split] = ShardWriter(
+                    self.directory / split / self.names[number], self.dtype
+                )
+                stack.callback(writers[split].abandon)
+            weight = text = 0
+            for unit in units:
+                shard = self._open(unit)
+                documents, read = _read(shard, unit), text
+                while group := take_documents(documents, GROUP):
+                    left.update(found.value for found in group if isinstance(found, Left))
+                    chosen = [
+                        found
+                        for document in group
+                        if isinstance(document, Document)
+                        for found in self._parts(document, splits)
+                    ]
+                    for (document, split), tokens in zip(
+                        chosen, self.encode([document.text for document, _ in chosen]), strict=True
+                    ):
+                        writers[split].add(tokens, document.source, len(document.text.encode()))
+                    read = sum(writer.text_bytes for writer in writers.values())
+                    report(weight + min(unit.weight, (read - text) // _density(shard)), read)
+                weight, text = weight + unit.weight, read
+                report(weight, read)
+            record = {
+                split: entry for split, writer in writers.items() if (entry := writer.close())
+            }
+        record |= {"made": self.made, "units": [unit.key for unit in units]}
+        record |= left
+        write_whole(self._record_path(number), json.dumps(record).encode())
+        return record
+
+    def seal(self) -> dict:
+        """Writes the index, then removes the plan and what is left of earlier work. Returns the index.
+
+        Raises:
+            InputError: shards are missing.
+        """
+        records = [self.record(number) for number in range(len(self.jobs))]
+        missing = [number for number, record in enumerate(records) if record is None]
+        if missing:
+            raise InputError(
+                f"{self.directory}: {len(missing)} of {len(records)} shards are missing, the first is number "
+                f"{missing[0]}; run the same command again"
+            )
+        splits = {
+            split: totals([record[split] for record in records if record and split in record])
+            for split in SPLITS
+        }
+        if not splits["train"]["documents"]:
+            source = self.settings["source"]
+            raise InputError(f"{source}: no document with text; name another source or text field")
+        index = {
+            "format": FORMAT,
+            "version": VERSION,
+            "dtype": self.dtype.name,
+            "settings": self.settings,
+            "tokenizer": self.tokenizer,
+            "sources": sorted({name for split in splits.values() for name in split["sources"]}),
+            **splits,
+        }
+        index |= sum(map(left_out, filter(None, records)), Counter())
+        index["made"] = self.made
+        index["records"] = {
+            name: {key: value for key, value in record.items() if key not in (*SPLITS, "made")}
+            for name, record in zip(self.names, records, strict=True)
+            if record
+        }
+        write_whole(
+            self.directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False).encode()
+        )
+        tidy(self.directory, index)
+        return index
+
+
+def tidy(directory: Path, index: dict) -> None:
+    """Removes from a finished set what its index does not name: the plan, files of killed processes, and
+    shards of an earlier index."""
+    for place in [directory / split for split in SPLITS] + [directory]:
+        for leftover in place.glob(".*"):
+            if LEFTOVER.fullmatch(leftover.name):
+                leftover.unlink(missing_ok=True)
+    for split in SPLITS:
+        named = {shard["name"] for shard in index[split]["shards"]}
+        for file in (directory / split).glob("*"):
+            if SHARD_FILE.fullmatch(file.name) and file.stem not in named:
+                file.unlink(missing_ok=True)
+    shutil.rmtree(directory / "preparing", ignore_errors=True)
+
+
+def record_entries(record: dict) -> dict[str, dict]:
+    """The index entries of a shard's record, by split."""
+    return {split: record[split] for split in SPLITS if split in record}
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Turns off the tokenizer's threads, since processes share the cores."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        os.environ.pop("TOKENIZERS_PARALLELISM")
+        if before is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def read_json_if_whole(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+Outcomes = Iterator[tuple[int, InputError | None]]
+
+
+def make_here(
+    preparation: Preparation, todo: list[int], workers: int, progress: ByteProgress
+) -> Outcomes:
+    for number in todo:
+        try:
+            preparation.make(number, partial(progress.set, number))
+            yield number, None
+        except InputError as error:
+            yield number, error
+
+
+def make_in_processes(
+    preparation: Preparation, todo: list[int], workers: int, progress: ByteProgress
+) -> Outcomes:
+    # Forked from a server that has imported everything once and has no threads.
+    server = "forkserver" in multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("forkserver" if server else "spawn")
+    if server:
+        context.set_forkserver_preload(PRELOAD)
+    # Weight and text of each shard, then whether to stop; without a lock, which a killed worker would keep.
+    board = context.RawArray("q", 2 * len(preparation.jobs) + 1)
+    pool = ProcessPoolExecutor(
+        min(workers, len(todo)),
+        context,
+        initializer=_start,
+        initargs=(str(preparation.directory), board),
+    )
+    try:
+        futures = {pool.submit(_make, number): number for number in todo}
+        waiting = set(futures)
+        while waiting:
+            done, waiting = wait(waiting, timeout=0.25, return_when=FIRST_COMPLETED)
+            for number in todo:
+                progress.set(number, board[2 * number], board[2 * number + 1])
+            for future in done:
+                error = future.exception()
+                if error is not None and not isinstance(error, InputError):
+                    raise error
+                yield futures[future], error
+    except BrokenProcessPool:
+        raise InputError(
+            f"{preparation.directory}: a worker was killed, perhaps for its memory; take fewer workers, "
+            "and run the same command again to resume"
+        ) from None
+    finally:
+        board[2 * len(preparation.jobs)] = 1
+        pool.shutdown(cancel_futures=True)
+
+
+_mine: tuple[Preparation, Any]
+
+
+def _start(directory: str, board: Any) -> None:
+    global _mine
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process says when to stop
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    end_with_parent()
+    _mine = Preparation(directory), board
+
+
+class _Stopped(Exception):
+    pass
+
+
+def _make(number: int) -> None:
+    preparation, board = _mine
+
+    def report(weight: int, text: int) -> None:
+        board[2 * number], board[2 * number + 1] = weight, text
+        if board[2 * len(preparation.jobs)]:
+            raise _Stopped
+
+    preparation.make(number, report)
