@@ -1,0 +1,226 @@
+"""The model card of an exported checkpoint, README.md."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from huggingface_hub import EvalResult, ModelCardData
+
+from nalanda.common.text import duration
+from nalanda.common.versions import list_versions
+from nalanda.train.log import read_metrics, with_hours
+from nalanda.train.loss import describe_perplexity
+
+SHAPE_KEYS = (
+    "model_type",
+    "mixer",
+    "feature_map",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_heads",
+    "vocab_size",
+)
+"""Fields of a model's config that its card shows."""
+
+
+class Score(NamedTuple):
+    """One task's value of one metric."""
+
+    task: str
+    metric: str
+    value: float
+    error: float | None
+    texts: str
+    """How the model read the task's texts."""
+
+
+def model_card(
+    run_dir: Path,
+    path: Path,
+    facts: dict[str, Any],
+    title: str,
+    tasks: dict[str, Any] | None = None,
+    source: str = ".",
+) -> str:
+    """Returns the model card of the checkpoint `path`.
+
+    It has sizes, training data, losses and scores of `tasks`, and says how to train the model again and how to
+    load it from `source`. facts: of run.json.
+    """
+    recipe = {}
+    if (run_dir / "config.yaml").is_file():
+        recipe = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    shape = json.loads((path / "config.json").read_text())
+    ours = shape.get("model_type") == "nalanda"
+    masked = ours and not shape.get("is_decoder", True)
+    scores = list_scores(tasks or {})
+
+    rows = [
+        *size_rows(shape, facts),
+        *training_rows(recipe, json.loads((path / "trainer.json").read_text()), facts, run_dir),
+        ("written with", list_versions([facts.get("versions", {})])),
+    ]
+    sections = [
+        front_matter(title, masked, scores),
+        f"# {title}",
+        introduction(masked, has_recipe=bool(recipe)),
+        figures_table(rows),
+        scores_table(scores),
+        usage(source, masked, ours, has_tokenizer=(run_dir / "tokenizer").is_dir()),
+        limits(masked),
+    ]
+    return "\n\n".join(filter(None, sections)) + "\n"
+
+
+def list_scores(tasks: dict[str, Any]) -> list[Score]:
+    """The scores of `export.find_scores`, one for each task and metric."""
+    scores = []
+    for task, results in tasks.items():
+        errors = results.get("stderr", {})
+        for metric, value in results["metrics"].items():
+            if value is not None:
+                score = Score(task, metric, float(value), errors.get(metric), results["texts"])
+                scores.append(score)
+    return scores
+
+
+def front_matter(title: str, masked: bool, scores: list[Score]) -> str:
+    """The card's metadata, which the hub reads."""
+    about = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="fill-mask" if masked else "text-generation",
+        model_name=title,
+        eval_results=[
+            EvalResult("text-generation", score.task, score.task, score.metric, score.value)
+            for score in scores
+        ],
+    )
+    return f"---\n{about.to_yaml()}\n---"
+
+
+def introduction(masked: bool, has_recipe: bool) -> str:
+    """Says what the model is, and how to train it again."""
+    kind = "masked" if masked else "causal"
+    text = f"A {kind} language model, pretrained with Nalanda."
+    if has_recipe:
+        text += " Its recipe is `config.yaml`; `nalanda train config.yaml\noutput_dir=RUN` trains it again."
+    return text
+
+
+def size_rows(shape: dict[str, Any], facts: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Rows of the table about the model. shape: its config."""
+    parameters = f"{facts['parameters']:,}" if "parameters" in facts else None
+    return [
+        ("parameters", parameters),
+        *((key.replace("_", " "), shape.get(key)) for key in SHAPE_KEYS),
+    ]
+
+
+def training_rows(
+    recipe: dict[str, Any], state: dict[str, Any], facts: dict[str, Any], run_dir: Path
+) -> list[tuple[str, Any]]:
+    """Rows of the table about the training. state: the checkpoint's trainer.json."""
+    data, train = recipe.get("data", {}), recipe.get("train", {})
+    corpus = data.get("source") or ", ".join(
+        str(component.get("source")) for component in data.get("mixture") or []
+    )
+    if corpus == "python":
+        corpus = "the text that comes with Python"
+    tokens = f"{state['tokens']:,} in {facts['step']:,} steps" if "tokens" in state else None
+
+    file = run_dir / "metrics.jsonl"
+    lines = list(read_metrics(file)) if file.is_file() else []
+    hours = [hours for line, hours in with_hours(lines) if line["step"] <= facts["step"]]
+    device = None
+    if max(hours, default=0.0):
+        machine = f"{facts.get('device')}, {facts.get('processes')} process(es)"
+        device = f"{machine}, {duration(3600 * max(hours))} of steps"
+
+    return [
+        ("data", corpus),
+        ("context", data.get("seq_len") and f"{data['seq_len']} tokens"),
+        ("tokens seen", tokens),
+        ("precision", train.get("precision")),
+        ("trained on", device),
+        ("training loss", describe_training_loss(lines, facts["step"])),
+        ("validation loss", describe_validation_loss(lines, facts["step"])),
+    ]
+
+
+def last_line(lines: list[dict], key: str, step: int) -> dict | None:
+    """The last line of metrics with `key`, up to `step`."""
+    for line in reversed(lines):
+        if key in line and line["step"] <= step:
+            return line
+    return None
+
+
+def describe_training_loss(lines: list[dict], step: int) -> str | None:
+    """The last loss up to `step`, or None without one."""
+    line = last_line(lines, "loss", step)
+    return f"{line['loss']:.4f} at step {line['step']}" if line else None
+
+
+def describe_validation_loss(lines: list[dict], step: int) -> str | None:
+    """The last validation up to `step`, or None without one."""
+    line = last_line(lines, "val_loss", step)
+    if line is None:
+        return None
+    loss = line["val_loss"]
+    text = f"{loss:.4f}, {describe_perplexity(line)}, at step {line['step']}"
+    return text if math.isfinite(loss) else f"{text}: NOT FINITE, this model is of no use"
+
+
+def figures_table(rows: list[tuple[str, Any]]) -> str:
+    """The table of the model's figures, without rows that have no value."""
+    lines = [f"| {key} | {_cell(value)} |" for key, value in rows if value not in (None, "", [])]
+    return "\n".join(["| | |", "|---|---|", *lines])
+
+
+def scores_table(scores: list[Score]) -> str:
+    """The table of zero-shot scores; "" without any."""
+    if not scores:
+        return ""
+    lines = ["| zero-shot | | | standard error | texts |", "|---|---|---:|---:|---|"]
+    for task, metric, value, error, texts in scores:
+        shown_error = "" if error is None else f"{float(error):.4f}"
+        lines.append(f"| {task} | {metric} | {value:.4f} | {shown_error} | {texts} |")
+    return "\n".join(lines)
+
+
+def usage(source: str, masked: bool, ours: bool, has_tokenizer: bool) -> str:
+    """Python code that loads the model and its tokenizer from `source`."""
+    loader = f"AutoModelFor{'MaskedLM' if masked else 'CausalLM'}"
+    names = f"{loader}, AutoTokenizer" if has_tokenizer else loader
+    trust = ", trust_remote_code=True" if ours else ""
+    lines = [
+        "```python",
+        f"from transformers import {names}",
+        "",
+        f'model = {loader}.from_pretrained("{source}"{trust})',
+    ]
+    if has_tokenizer:
+        lines.append(
+            f'tokenizer = AutoTokenizer.from_pretrained("{source}", trust_remote_code=True)'
+        )
+    return "\n".join([*lines, "```"])
+
+
+def limits(masked: bool) -> str:
+    """Says what the model was not trained for."""
+    purpose = "fill in masked tokens" if masked else "continue text"
+    return (
+        f"It was only trained to {purpose}: it follows no instructions, and repeats the errors and "
+        "prejudices of its\ncorpus."
+    )
+
+
+def _cell(value: Any) -> str:
+    """A value as a cell of a Markdown table."""
+    if isinstance(value, list):  # one mixer per layer
+        names = list(map(str, value))
+        return ", ".join(f"{name} × {names.count(name)}" for name in dict.fromkeys(names))
+    return str(value).replace("|", "\\|").replace(os.linesep, " ")
