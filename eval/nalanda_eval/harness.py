@@ -43,6 +43,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,22 +62,31 @@ from nalanda_eval.cache import AnswerCache
 from nalanda_eval.needles import SAMPLES
 from nalanda_eval.perplexity import ratio
 from nalanda_eval.task_data import TaskSource, find_tasks
+from nalanda_options import EvalOptions, LoadOptions
+
+CONTEXT_LENGTHS = ("n_positions", "max_position_embeddings", "n_ctx")
+"""Keys of configs with the tokens that a model sees at once, as the harness reads them."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """All that is the same for every model of a command."""
+
+    options: EvalOptions
+    loading: LoadOptions
+    loaded: dict[str, Any]
+    """The harness's tasks and groups of tasks."""
+    directory: Path | None
+    processes: Any
+    """accelerate's state; None for a single process."""
+    advance: Callable[[float], None]
 
 
 def evaluate(
     models: list[str],
     tasks: list[str],
-    *,
-    data: str | None = None,
-    limit: float | None = None,
-    batch_size: int = 8,
-    max_length: int | None = None,
-    long: str = "window",
-    share: bool = True,
-    device: str | None = None,
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    output: str | None = None,
+    options: EvalOptions = EvalOptions(),
+    loading: LoadOptions = LoadOptions(),
 ) -> dict[str, Any]:
     """Score models with lm-evaluation-harness; `report.print_results` prints the result.
 
@@ -87,205 +97,245 @@ def evaluate(
             length of it `niah_single_1_4k`), `python_docs` (the demo's), names of the harness's tasks, task
             files (.yaml), or directories of them. A relative `data_files` in a task file refers to `data`,
             or else to the file's folder.
-        data: a directory with local data (see the module's docstring); by default the hub.
-        limit: at most so many documents a task, or that share of them if below 1.
-        batch_size: texts read together; it affects only the speed.
-        max_length: tokens that the model sees at once. By default the config's `max_position_embeddings`,
-            else 2048.
-        long: longer texts are read in disjoint windows (`window`, of a prompt only the last), as in the
-            literature, or in one pass (`whole`, recurrent models only).
-        share: read a context once for all its continuations; without it, once for each.
-        device: as in `nalanda.inference.load.load_model`, and so dtype and trust_remote_code.
-        output: a directory for results.json, .md and .csv, and the answer cache, from which an interrupted
-            command resumes. Tasks that results.json has of the same models and settings are kept, and are in
-            the results.
+        options: as of `nalanda eval`. `data` is a directory (see the module's docstring). `limit` is a number
+            of documents a task, or their share if below 1. `batch_size` affects only the speed. `max_length`
+            is by default the config's `max_position_embeddings`, else 2048. `long` is `window` (disjoint
+            windows, of a prompt only the last), as in the literature, or `whole` (recurrent models only).
+            `output` gets results.json, .md, .csv and the answer cache, from which an interrupted command
+            resumes. Tasks that results.json has of the same models and settings stay in it.
+        loading: as in `nalanda.inference.load.load_model`.
 
     Raises:
         InputError: no such model, task or file, a text that is too long, or an `output` with tasks that this
             command would neither repeat nor may stand beside.
     """
-    if batch_size < 1:
-        raise InputError(f"--batch-size {batch_size}: must be at least 1")
-    if limit is not None and not (0 < limit < 1 or (limit >= 1 and float(limit).is_integer())):
-        raise InputError(
-            f"--limit {limit:g}: must be a whole number of documents, or a share below 1"
-        )
-    if long not in ("window", "whole"):
-        raise InputError(f"--long {long}: use window or whole")
-    if long == "whole" and max_length is not None:
-        raise InputError("--max-length: is the length of windows; leave it out with --long whole")
+    _check_options(options)
     models = resolve_all(models)
-    device = None if device is None else choose_device(device)
-    sources, left_out = find_tasks(tasks, data)  # before the slow import
-    if any(source.needle for source in sources):
-        sources, needles_out = _fitting(sources, models, max_length, long, trust_remote_code)
-        left_out |= needles_out
-    directory = None if output is None else _directory(Path(output))
+    if loading.device is not None:
+        choose_device(loading.device)
+    sources, left_out = find_tasks(tasks, options.data)  # before the slow import
+    sources, left_out_needles = _fitting_needles(sources, models, options, loading)
+    left_out |= left_out_needles
+    directory = None if options.output is None else _open_output(Path(options.output))
 
     processes = launched()
-    main = processes is None or processes.is_main_process
-    if processes is not None and device is None:
-        device = str(processes.device)
-    with Progress("loading lm-evaluation-harness and the tasks"), _quiet():
-        from nalanda_eval.adapter import HarnessModel, characters, harness, load_tasks
-
-        needles = any(source.needle for source in sources)
-        tokens = most_tokens(models, trust_remote_code) if needles else len
-        samples = min(SAMPLES, int(limit)) if limit and limit >= 1 else SAMPLES
-        loaded = load_tasks(sources, tokens, samples)
-
-    results: dict[str, Any] = {
+    if processes is not None and loading.device is None:
+        loading = replace(loading, device=str(processes.device))
+    loaded = _load_tasks(sources, models, options, loading)
+    results = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions("lm_eval", "datasets"),
-        "data": None if data is None else _place(data),
-        "limit": limit,
-        "batch_size": batch_size,
-        "long": long,
+        "data": None if options.data is None else _full_path(options.data),
+        "limit": options.limit,
+        "batch_size": options.batch_size,
+        "long": options.long,
         "processes": 1 if processes is None else processes.num_processes,
         "left_out": left_out,
         "models": [],
     }
-    names = {*loaded["tasks"], *loaded["groups"]}
-    earlier = None if directory is None else _earlier(directory, results, models, names)
-    kept = {_place_of(model): model for model in (earlier or {"models": []})["models"]}
+    task_names = {*loaded["tasks"], *loaded["groups"]}
+    earlier = _read_earlier(directory, results, models, task_names)
+    earlier_models = {_path_of(model): model for model in earlier["models"]}
+
     with Progress("loading", 0, "%") as progress:
-
-        def advance(count: float) -> None:
-            # The harness builds the requests during its first run; they are the same for all models.
-            requests = (request for task in loaded["tasks"].values() for request in task.instances)
-            total = progress.total or len(models) * characters(requests)
-            progress.to(progress.done + count, total=total)
-
-        for i, name in enumerate(models):
-            model, tokenizer = load_model(
-                name, device=device, dtype=dtype, trust_remote_code=trust_remote_code
-            )
-            if long == "whole":
-                _check_endless(model, name)
-            start = time.perf_counter()
+        advance = _advance_by_characters(progress, loaded, len(models))
+        session = Session(options, loading, loaded, directory, processes, advance)
+        for number, name in enumerate(models, 1):
+            network, tokenizer = load_model(name, **vars(loading))
             title = name if len(name) <= 30 else f"…{name[-29:]}"
-            progress.call(f"{title} ({i + 1} of {len(models)})" if models[1:] else title)
-            with _quiet():
-                scorer = HarnessModel(
-                    model,
-                    tokenizer,
-                    batch_size=batch_size,
-                    max_length=max_length,
-                    whole=long == "whole",
-                    share=share,
-                    cache=None if directory is None else directory / "answers.sqlite",
-                    processes=processes,
-                    advance=advance,
-                )
-                place = _place(name)
-                facts = {
-                    "name": name,
-                    "place": place,
-                    "fingerprint": scorer.identity["weights"],
-                    "parameters": sum(parameter.numel() for parameter in model.parameters()),
-                    "dtype": str(model.dtype).removeprefix("torch."),
-                    "device": str(model.device),
-                    "max_length": None if long == "whole" else scorer.max_length,
-                    "begins_with_bos": bool(scorer.bos),
-                }
-                if place in kept:
-                    decisive = ("dtype", "max_length", "begins_with_bos", "fingerprint")
-                    _check_same(directory, {key: kept[place][key] for key in decisive}, facts)
-                for task in loaded["tasks"].values():  # the same examples for every model
-                    task.set_fewshot_seed(seed=1234)
-                raw = harness(scorer, loaded, limit=limit, bootstrap_iters=1000)
-            counts = {
-                "log_likelihoods": scorer.answered,
-                "found": scorer.found,
-                "prompts": scorer.prompts,
-                "prompts_cut": scorer.cut,
-                "seconds": round(time.perf_counter() - start, 1),
-            }
-            scores = {task: _scores(task, raw) for task in raw["results"]}
-            if place in kept:  # the counts are those of all commands
-                counts = {key: round(count + kept[place][key], 1) for key, count in counts.items()}
-                scores = kept[place]["tasks"] | scores
-            results["models"].append(facts | counts | {"tasks": scores})
-    if earlier is not None:
-        absent = {task: why for task, why in earlier["left_out"].items() if task not in names}
-        results["left_out"] = absent | results["left_out"]
-    if directory is not None and main:
-        rows = io.StringIO(newline="")
-        csv.writer(rows).writerows(report.result_rows(results))
-        text = json.dumps(_finite(results), indent=2, ensure_ascii=False, allow_nan=False)
-        with _writing(directory):
-            write_atomically(directory / "results.csv", rows.getvalue())
-            write_atomically(directory / "results.md", report.results_markdown(results))
-            write_atomically(directory / "results.json", text + "\n")
+            progress.call(f"{title} ({number} of {len(models)})" if models[1:] else title)
+            before = earlier_models.get(_full_path(name))
+            results["models"].append(_score_model(name, network, tokenizer, session, before))
+
+    for task, reason in earlier["left_out"].items():
+        if task not in task_names:
+            results["left_out"].setdefault(task, reason)
+    if directory is not None and (processes is None or processes.is_main_process):
+        _write_results(directory, results)
     return results
 
 
-def _directory(path: Path) -> Path:
+def _check_options(options: EvalOptions) -> None:
+    """Raises `InputError` for options out of range or against each other."""
+    limit = options.limit
+    if options.batch_size < 1:
+        raise InputError(f"--batch-size {options.batch_size}: must be at least 1")
+    if limit is not None and not (0 < limit < 1 or (limit >= 1 and float(limit).is_integer())):
+        raise InputError(
+            f"--limit {limit:g}: must be a whole number of documents, or a share below 1"
+        )
+    if options.long not in ("window", "whole"):
+        raise InputError(f"--long {options.long}: use window or whole")
+    if options.long == "whole" and options.max_length is not None:
+        raise InputError("--max-length: is the length of windows; leave it out with --long whole")
+
+
+def _load_tasks(
+    sources: list[TaskSource], models: list[str], options: EvalOptions, loading: LoadOptions
+) -> dict[str, Any]:
+    """The harness's tasks and groups of `sources`. Imports the harness, which takes seconds."""
+    with Progress("loading lm-evaluation-harness and the tasks"), _silence():
+        from nalanda_eval.adapter import load_tasks
+
+        count_tokens: Callable[[str], int] = len
+        if any(source.needle for source in sources):
+            count_tokens = most_tokens(models, loading.trust_remote_code)
+        limit = options.limit
+        samples = min(SAMPLES, int(limit)) if limit and limit >= 1 else SAMPLES
+        return load_tasks(sources, count_tokens, samples)
+
+
+def _advance_by_characters(
+    progress: Progress, loaded: dict[str, Any], models: int
+) -> Callable[[float], None]:
+    """The function that the scorer calls with the characters that it has read."""
+    from nalanda_eval.adapter import characters
+
+    def advance(count: float) -> None:
+        if not progress.total:
+            # The harness builds the requests during its first run; they are the same for all models.
+            tasks = loaded["tasks"].values()
+            progress.total = models * characters(
+                request for task in tasks for request in task.instances
+            )
+        progress.to(progress.done + count)
+
+    return advance
+
+
+def _score_model(
+    name: str, model: Any, tokenizer: Any, session: Session, before: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Scores a model on all tasks: its entry in the results.
+
+    before: its entry of an earlier command, whose other tasks stay. Raises `InputError` if it is of other
+        weights or settings.
+    """
+    from nalanda_eval.adapter import HarnessModel, harness
+
+    options, directory = session.options, session.directory
+    whole = options.long == "whole"
+    if whole:
+        _check_endless(model, name)
+    start = time.perf_counter()
+    with _silence():
+        scorer = HarnessModel(
+            model,
+            tokenizer,
+            batch_size=options.batch_size,
+            max_length=options.max_length,
+            whole=whole,
+            share=not options.no_share,
+            cache=None if directory is None else directory / "answers.sqlite",
+            processes=session.processes,
+            advance=session.advance,
+        )
+        facts = {
+            "name": name,
+            "place": _full_path(name),
+            "fingerprint": scorer.identity["weights"],
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
+            "max_length": None if whole else scorer.max_length,
+            "begins_with_bos": bool(scorer.bos),
+        }
+        if before is not None:
+            decisive = ("dtype", "max_length", "begins_with_bos", "fingerprint")
+            _check_same(directory, {key: before[key] for key in decisive}, facts)
+        for task in session.loaded["tasks"].values():  # the same examples for every model
+            task.set_fewshot_seed(seed=1234)
+        raw = harness(scorer, session.loaded, limit=options.limit, bootstrap_iters=1000)
+
+    counts = {
+        "log_likelihoods": scorer.answered,
+        "found": scorer.found,
+        "prompts": scorer.prompts,
+        "prompts_cut": scorer.cut,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+    scores = {task: _task_scores(task, raw) for task in raw["results"]}
+    if before is not None:  # the counts are those of all commands
+        counts = {key: round(count + before[key], 1) for key, count in counts.items()}
+        scores = before["tasks"] | scores
+    return facts | counts | {"tasks": scores}
+
+
+def _write_results(directory: Path, results: dict[str, Any]) -> None:
+    rows = io.StringIO(newline="")
+    csv.writer(rows).writerows(report.result_rows(results))
+    content = _infinities_to_text(results)
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+    with _explain_write_errors(directory):
+        write_atomically(directory / "results.csv", rows.getvalue())
+        write_atomically(directory / "results.md", report.results_markdown(results))
+        write_atomically(directory / "results.json", text + "\n")
+
+
+def _open_output(path: Path) -> Path:
     """The directory of results, created and checked for writing before hours of scoring."""
-    with _writing(output_folder(path, "--output")):
+    with _explain_write_errors(output_folder(path, "--output")):
         tempfile.TemporaryFile(dir=path).close()
     AnswerCache(path / "answers.sqlite", {}).close()
     return path
 
 
-def _earlier(
-    directory: Path, results: dict[str, Any], models: list[str], tasks: set[str]
-) -> dict[str, Any] | None:
-    """The results of an earlier command that stay beside those of `tasks`; None if all are scored again.
+def _read_earlier(
+    directory: Path | None, results: dict[str, Any], models: list[str], tasks: set[str]
+) -> dict[str, Any]:
+    """The results of an earlier command that stay beside those of `tasks`; empty if all are scored again.
 
     Raises:
         InputError: they are of other models or settings, or unreadable.
     """
-    file = directory / "results.json"
-    if not file.is_file():
-        return None
+    nothing = {"models": [], "left_out": {}}
+    file = None if directory is None else directory / "results.json"
+    if file is None or not file.is_file():
+        return nothing
     try:
         earlier = json.loads(file.read_text(encoding="utf-8"))
-        before = {_place_of(model): model["name"] for model in earlier["models"]}
-        now = {_place(name): name for name in models}
+        before = {_path_of(model): model["name"] for model in earlier["models"]}
+        now = {_full_path(name): name for name in models}
         others = sorted({task for model in earlier["models"] for task in model["tasks"]} - tasks)
         if before.keys() <= now.keys() and not others:
-            return None
-        for scores in (scores for model in earlier["models"] for scores in model["tasks"].values()):
-            for kind in ("metrics", "stderr"):  # infinities are written as text
-                scores[kind] = {
-                    k: float(v) if isinstance(v, str) else v for k, v in scores[kind].items()
-                }
-        settings = _settings(earlier)
+            return nothing
+        _text_to_infinities(earlier)
+        settings = _shared_settings(earlier)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise InputError(
             f"--output: {file} is damaged, or of another version; remove it, or choose another directory"
         ) from None
+
     advice = "or choose another --output"
-    if lacking := [name for place, name in before.items() if place not in now]:
+    if lacking := [name for path, name in before.items() if path not in now]:
         raise InputError(
             f"--output: {file} also has models {', '.join(lacking)}: name them too, {advice}"
         )
-    if new := [name for place, name in now.items() if place not in before]:
+    if new := [name for path, name in now.items() if path not in before]:
         raise InputError(
             f"--output: {file} has no results of {', '.join(new)}: name its other tasks too "
             f"({', '.join(others)}), {advice}"
         )
-    _check_same(directory, settings, _settings(results))
+    _check_same(directory, settings, _shared_settings(results))
     return earlier
 
 
-def _place(name: str) -> str:
+def _full_path(name: str) -> str:
     """The full path of a folder, however it is named; of anything else the name."""
     path = Path(name).expanduser()
     return str(path.resolve()) if path.is_dir() else name
 
 
-def _place_of(model: dict[str, Any]) -> str:
-    """The place of a model in results.json; older files have only its name."""
-    return model.get("place") or _place(model["name"])
+def _path_of(model: dict[str, Any]) -> str:
+    """The full path of a model in results.json; older files have only its name."""
+    return model.get("place") or _full_path(model["name"])
 
 
-def _settings(results: dict[str, Any]) -> dict[str, Any]:
-    """What must be the same for all scores of a table. Commits and Python's patch level may differ."""
+def _shared_settings(results: dict[str, Any]) -> dict[str, Any]:
+    """Settings that all scores of a table share. Commits and Python's patch level may differ."""
     releases = {name: version.partition("+")[0] for name, version in results["versions"].items()}
     releases["python"] = ".".join(releases["python"].split(".")[:2])
-    data = results["data"] and _place(results["data"])
+    data = results["data"] and _full_path(results["data"])
     return {"data": data, "limit": results["limit"], "long": results["long"]} | releases
 
 
@@ -300,7 +350,7 @@ def _check_same(directory: Path | None, before: dict[str, Any], now: dict[str, A
 
 
 @contextlib.contextmanager
-def _writing(directory: Path) -> Iterator[None]:
+def _explain_write_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -325,60 +375,63 @@ def launched() -> Any:
     )
 
 
-def _fitting(
-    sources: list[TaskSource],
-    models: list[str],
-    max_length: int | None,
-    long: str,
-    trust_remote_code: bool,
+def _fitting_needles(
+    sources: list[TaskSource], models: list[str], options: EvalOptions, loading: LoadOptions
 ) -> tuple[list[TaskSource], dict[str, str]]:
-    """The sources without needles longer than what every model sees at once, and why they are left out."""
-    if long == "whole":
+    """The sources without needles longer than every model's context, and why these are left out."""
+    if options.long == "whole" or not any(source.needle for source in sources):
         return sources, {}
-    sees = max_length or min(_sees(name, trust_remote_code) for name in models)
-    fitting = [source for source in sources if not source.needle or source.needle.length <= sees]
-    how = f"a model sees {sees} tokens at once; read them with --long whole, or with --max-length"
+    length = options.max_length
+    if length is None:
+        length = min(_read_context_length(name, loading.trust_remote_code) for name in models)
+
+    fitting = [source for source in sources if not source.needle or source.needle.length <= length]
+    reason = (
+        f"a model sees {length} tokens at once; read them with --long whole, or with --max-length"
+    )
     if not fitting:
-        raise InputError(f"--tasks: no needle fits: {how}")
-    return fitting, {f"needles of more than {sees} tokens": how} if len(fitting) < len(
-        sources
-    ) else {}
+        raise InputError(f"--tasks: no needle fits: {reason}")
+    if len(fitting) == len(sources):
+        return sources, {}
+    return fitting, {f"needles of more than {length} tokens": reason}
 
 
-def _sees(name: str, trust_remote_code: bool) -> int:
+def _read_context_length(name: str, trust_remote_code: bool) -> int:
     """Tokens that a model sees at once, as the harness reads its config."""
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot load {name}: {str(error).splitlines()[0]}") from error
-    known = (
-        getattr(config, key, None) for key in ("n_positions", "max_position_embeddings", "n_ctx")
-    )
-    return next(filter(None, known), 2048)
+    for key in CONTEXT_LENGTHS:
+        if length := getattr(config, key, None):
+            return length
+    return 2048
 
 
 def most_tokens(models: list[str], trust_remote_code: bool = False) -> Callable[[str], int]:
-    """The function that counts a text's tokens, by whichever of the models' tokenizers makes most of it.
+    """The function that counts a text's tokens by the models' tokenizers, and returns the largest count.
 
     So a prompt fits every model, and does not depend on their order.
     """
-    different: dict[str, Any] = {}
+    tokenizers: dict[str, Any] = {}  # those that differ
     for name in models:
         try:
-            place = resolve(name).tokenizer
             tokenizer: Any = AutoTokenizer.from_pretrained(
-                place, trust_remote_code=trust_remote_code
+                resolve(name).tokenizer, trust_remote_code=trust_remote_code
             )
         except Exception as error:  # tokenizers and transformers share no exception class
             raise InputError(
                 f"{name}: its tokenizer cannot be loaded ({first_line(error)})"
             ) from error
-        different[tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else name] = tokenizer
+        rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else name
+        tokenizers[rules] = tokenizer
 
     def count(text: str) -> int:
-        return max(
-            len(each(text, add_special_tokens=False).input_ids) for each in different.values()
-        )
+        lengths = [
+            len(tokenizer(text, add_special_tokens=False).input_ids)
+            for tokenizer in tokenizers.values()
+        ]
+        return max(lengths)
 
     return count
 
@@ -388,10 +441,7 @@ def _check_endless(model: Any, name: str) -> None:
     try:
         if model.config.model_type == "nalanda":
             model.model.check_carries()
-        elif any(
-            getattr(model.config, key, None)
-            for key in ("max_position_embeddings", "n_positions", "n_ctx")
-        ):
+        elif any(getattr(model.config, key, None) for key in CONTEXT_LENGTHS):
             raise ValueError
     except ValueError:
         raise InputError(
@@ -399,7 +449,7 @@ def _check_endless(model: Any, name: str) -> None:
         ) from None
 
 
-def _scores(task: str, raw: dict[str, Any]) -> dict[str, Any]:
+def _task_scores(task: str, raw: dict[str, Any]) -> dict[str, Any]:
     """One task's metrics and their standard errors from the harness's results."""
     metrics: dict[str, float] = {}
     stderr: dict[str, float | None] = {}
@@ -407,39 +457,36 @@ def _scores(task: str, raw: dict[str, Any]) -> dict[str, Any]:
         metric, _, filtered = key.partition(",")
         if not filtered:
             continue  # name, alias, sample_len
-        error = metric.endswith("_stderr")
-        metric = metric.removesuffix("_stderr") + ("" if filtered == "none" else f"@{filtered}")
-        if not error:
+        is_error = metric.endswith("_stderr")
+        metric = metric.removesuffix("_stderr")
+        if filtered != "none":
+            metric = f"{metric}@{filtered}"
+        if not is_error:
             metrics[metric] = float(value)
-        elif isinstance(value, (int, float)):
-            stderr[metric] = float(value)
         else:
-            stderr[metric] = None
+            stderr[metric] = float(value) if isinstance(value, int | float) else None
     samples = raw["samples"].get(task, [])
-    if (
-        "perplexity" in metrics and samples
-    ):  # of an ending, as LAMBADA's; the harness has no bits for it
+    if "perplexity" in metrics and samples:
+        # The perplexity of an ending, as LAMBADA's: the harness has no bits for it.
         sizes = [len(sample["arguments"][0][1].encode()) for sample in samples]
-        metrics["bits_per_byte"] = (
-            -sum(sample["perplexity"] for sample in samples) / sum(sizes) / math.log(2)
-        )
+        nats = -sum(sample["perplexity"] for sample in samples)
+        metrics["bits_per_byte"] = nats / sum(sizes) / math.log(2)
         for sample, size in zip(samples, sizes, strict=True):
             sample["bits_per_byte"] = (sample["perplexity"], size)
-    for metric in report.PERPLEXITIES:
-        if metric in metrics and len(samples) > 1:
-            stderr[metric] = _perplexity_stderr(
-                metric, [sample[metric] for sample in samples], metrics[metric]
-            )
-    if (
-        "contains" in metrics and len(samples) > 1
-    ):  # averaged by numpy, of which the harness knows no error
-        found = np.array([sample["contains"] for sample in samples], dtype=float)
-        stderr["contains"] = float(found.std(ddof=1)) / math.sqrt(len(found))
+
+    if len(samples) > 1:
+        for metric in report.PERPLEXITIES:
+            if metric in metrics:
+                values = [sample[metric] for sample in samples]
+                stderr[metric] = _perplexity_stderr(metric, values, metrics[metric])
+        if "contains" in metrics:  # averaged by numpy, of which the harness knows no error
+            contains = np.array([sample["contains"] for sample in samples], dtype=float)
+            stderr["contains"] = float(contains.std(ddof=1)) / math.sqrt(len(contains))
     return {
         "metrics": metrics,
         "stderr": stderr,
         "documents": len({sample["doc_id"] for sample in samples}),  # a sample for each filter
-        "fingerprint": _fingerprint(samples),
+        "fingerprint": _hash_requests(samples),
         "version": raw["versions"].get(task),
     }
 
@@ -453,26 +500,36 @@ def _perplexity_stderr(metric: str, items: list, value: float) -> float:
     return error / math.log(2) if metric == "bits_per_byte" else value * error
 
 
-def _fingerprint(samples: list[dict[str, Any]]) -> str:
+def _hash_requests(samples: list[dict[str, Any]]) -> str:
     """The first 16 hexadecimal digits of a SHA-256 over the documents' prompts and targets, in order.
 
     Other fields are left out, because local files and the hub's differ in them.
     """
-    asked = [[sample["doc_id"], sample["arguments"], sample["target"]] for sample in samples]
-    return hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()[:16]
+    requests = [[sample["doc_id"], sample["arguments"], sample["target"]] for sample in samples]
+    return hashlib.sha256(json.dumps(requests, default=str).encode()).hexdigest()[:16]
 
 
-def _finite(value: Any) -> Any:
+def _infinities_to_text(value: Any) -> Any:
     """The value with infinities as text, because JSON has none."""
     if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: _infinities_to_text(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_finite(entry) for entry in value]
+        return [_infinities_to_text(entry) for entry in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _text_to_infinities(results: dict[str, Any]) -> None:
+    """Turns the scores that `_infinities_to_text` wrote as text into numbers again."""
+    for model in results["models"]:
+        for scores in model["tasks"].values():
+            for values in (scores["metrics"], scores["stderr"]):
+                for metric, value in values.items():
+                    if isinstance(value, str):
+                        values[metric] = float(value)
+
+
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silence() -> Iterator[None]:
     """Silences the harness's logs, warnings, prints and progress bars."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)

@@ -44,6 +44,7 @@ from nalanda.model.context import Context
 from nalanda.model.state import fingerprint
 from nalanda.report.figures import GREY, drawing, files, in_panels, log_axis
 from nalanda.train.resolve import resolve_all
+from nalanda_options import LoadOptions, PerplexityOptions
 
 AT_ONCE = 4096
 """Tokens whose logits are in memory at once."""
@@ -56,16 +57,8 @@ Span = tuple[int, int]
 def perplexity(
     models: list[str],
     text: str = "python",
-    *,
-    overrides: list[str] | None = None,
-    joined: bool = False,
-    length: int | None = None,
-    window: int | None = None,
-    tokens: int = 2**18,
-    output: str = "runs/perplexity",
-    device: str | None = None,
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
+    options: PerplexityOptions = PerplexityOptions(),
+    loading: LoadOptions = LoadOptions(),
 ) -> dict[str, Any]:
     """Perplexity of models on a text, and its curve over positions; `print_perplexity` prints the result.
 
@@ -73,13 +66,11 @@ def perplexity(
         models: checkpoint directories or hub ids.
         text: `python` (the demo's held-out documents), a file, a directory (its validation part, if any), a
             glob, or a recipe: the validation part of its `data`, with its bos, eos and joined lines.
-        overrides: `section.key=value` for a recipe, such as `data.validation_split=test`.
-        joined: join documents into one text, with eos between them, if they are too short alone.
-        length: tokens read in one pass; by default 16 windows.
-        window: tokens of a window; by default the training length (`max_position_embeddings`).
-        tokens: the most tokens to score; the last document is cut there.
-        output: a directory for perplexity.json, perplexity.csv and the picture.
-        device: as in `nalanda.inference.load.load_model`, and so dtype and trust_remote_code.
+        options: as of `nalanda perplexity`. `overrides` are settings of a recipe. `joined` joins documents
+            that are too short alone into one text. `length` is of a pass in tokens, `window` of a window, by
+            default the training length (`max_position_embeddings`). `output` gets perplexity.json,
+            perplexity.csv and the picture.
+        loading: as in `nalanda.inference.load.load_model`.
 
     The processes of a launch (`torchrun --no-python --nproc_per_node N nalanda perplexity …`) read each text
     together, a part each; the first one writes the files.
@@ -87,59 +78,77 @@ def perplexity(
     Raises:
         InputError: no such model or text, or a length that a model cannot read.
     """
-    for name, value, least in (("length", length, 2), ("window", window, 2), ("tokens", tokens, 1)):
-        if value is not None and value < least:
-            raise InputError(f"--{name} {value}: must be at least {least}")
-    if window and length and window > length:
-        raise InputError(f"--window {window}: is longer than --length {length}")
+    _check_lengths(options)
     models = resolve_all(models)
-    data = text_data(text, overrides or [], joined)
-    device = choose_device(device)
-    directory = output_folder(output, "--output")
+    data = text_data(text, options.overrides or [], options.joined)
+    device = choose_device(loading.device)
+    loading = replace(loading, device=device)
+    directory = output_folder(options.output, "--output")
+
     measured: list[dict[str, Any]] = []
-    first = first_process()
     with launched_context(device) as context:
         for name in models:
-            model, tokenizer = load_model(
-                name, device=device, dtype=dtype, trust_remote_code=trust_remote_code
-            )
+            model, tokenizer = load_model(name, **vars(loading))
             if context is not None and not is_ours(model):
                 raise InputError(
                     f"{name}: only models of ours are cut over processes; start one process"
                 )
-            T = window or _trained_length(model)
-            L = length or LONGEST * T
-            texts = list(tokenise_documents(model, tokenizer, data, limit=tokens))
+            window = options.window or _trained_length(model)
+            length = options.length or LONGEST * window
+            texts = list(tokenise_documents(model, tokenizer, data, limit=options.tokens))
             with Progress(name, 0, "tokens") as progress:
-                found = perplexity_by_position(model, texts, min(T, L), L, progress.to, context)
-            if not math.isfinite(
-                found["one_pass"]["bits_per_byte"] + found["windows"]["bits_per_byte"]
-            ):
+                figures = perplexity_by_position(
+                    model, texts, min(window, length), length, progress.to, context
+                )
+            measured.append(_model_facts(name, model) | figures)
+
+            bits = [figures[reading]["bits_per_byte"] for reading in ("one_pass", "windows")]
+            if not all(map(math.isfinite, bits)):
                 raise InputError(f"{name}: its losses are not finite; its weights may be damaged")
-            facts: dict[str, Any] = {
-                "name": name,
-                "fingerprint": fingerprint(model),
-                "device": str(model.device),
-            }
-            facts |= {"dtype": str(model.dtype).removeprefix("torch.")}
-            measured.append(facts | found)
     result: dict[str, Any] = {
         "text": text,
         "joined": data.documents == "joined",
         "versions": versions(),
         "models": measured,
     }
-    if not first:  # what follows writes files
+    if not first_process():  # the first one writes the files
         return result
     result["figures"] = [path.name for path in draw_perplexity(result, directory)]
+    _write_result(result, directory)
+    return result | {"directory": str(directory)}
+
+
+def _check_lengths(options: PerplexityOptions) -> None:
+    """Raises `InputError` for lengths that are too short or do not fit each other."""
+    for name, minimum in (("length", 2), ("window", 2), ("tokens", 1)):
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            raise InputError(f"--{name} {value}: must be at least {minimum}")
+    if options.window and options.length and options.window > options.length:
+        raise InputError(f"--window {options.window}: is longer than --length {options.length}")
+
+
+def _model_facts(name: str, model: PreTrainedModel) -> dict[str, Any]:
+    return {
+        "name": name,
+        "fingerprint": fingerprint(model),
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _write_result(result: dict[str, Any], directory: Path) -> None:
     content = json.dumps(result, indent=1, allow_nan=False)
     (directory / "perplexity.json").write_text(content + "\n", encoding="utf-8")
+
+    rows = []
+    for model in result["models"]:
+        for point in model["curve"]:
+            rows.append({"model": model["name"], **point})
     with (directory / "perplexity.csv").open("w", newline="", encoding="utf-8") as file:
-        rows = [{"model": model["name"], **point} for model in measured for point in model["curve"]]
         writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    return result | {"directory": str(directory)}
 
 
 def text_data(text: str, overrides: list[str], joined: bool) -> DataConfig:

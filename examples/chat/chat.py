@@ -25,7 +25,6 @@ from transformers import (
 )
 
 from nalanda.common.errors import InputError, first_line, one_line_errors, output_file
-from nalanda.config.schema import check_seed
 from nalanda.inference.generate import (
     Printer,
     decode,
@@ -36,6 +35,7 @@ from nalanda.inference.generate import (
 from nalanda.inference.load import bos_token, check_tokens, end_tokens, is_ours, load_model
 from nalanda.inference.sampling import sampling_options
 from nalanda.model import State
+from nalanda_options import Sampling
 
 HELP = "/save FILE, /load FILE, /reset, /quit; ctrl-C ends an answer"
 
@@ -323,20 +323,21 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
 
     with one_line_errors():
-        check_seed(options.seed, "--seed")
-        sampling = sampling_options(
+        sampling = Sampling(
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
             top_p=options.top_p,
             top_k=options.top_k,
+            seed=options.seed,
         )
+        generation = sampling_options(sampling)
         model, tokenizer = load_model(
             options.model,
             device=options.device,
             dtype=options.dtype,
             trust_remote_code=options.trust_remote_code,
         )
-        conversation = Conversation(model, tokenizer, sampling, options.system)
+        conversation = Conversation(model, tokenizer, generation, options.system)
         if options.state is not None:
             conversation.load(options.state)
         if options.seed is not None:

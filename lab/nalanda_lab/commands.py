@@ -8,16 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from nalanda_cli import (
-    Device,
-    Overrides,
-    RemoteCode,
-    _doing,
-    _loading,
-    _resolved,
-    run_command,
-    several,
-)
+from nalanda_options import Device, Overrides, RemoteCode
+from nalanda_typer import loading_torch, resolve_models, run_command, under_way
 
 app = typer.Typer(
     help="Measure speed against peers, and what mixers can learn.",
@@ -32,6 +24,11 @@ Quick = Annotated[bool, Option("--quick", help="few models on small tasks, in mi
 Workers = Annotated[int, Option(min=1, help="processes, of one thread each")]
 Threads = Annotated[int, Option(min=1, help="CPU threads")]
 Json = Annotated[str | None, Option(help="write the figures to this file as well")]
+
+
+def several(text: str | None) -> list[str] | None:
+    """The names of a list with commas."""
+    return [name.strip() for name in text.split(",") if name.strip()] if text else None
 
 
 @app.command()
@@ -65,12 +62,12 @@ def analyze(
     from nalanda.train.resolve import is_model
 
     if is_model(model):
-        model = _resolved([model])[0]
-    with _loading():
+        model = resolve_models([model])[0]
+    with loading_torch():
         from nalanda_lab.analysis import analyze
         from nalanda_lab.plots import print_analysis
 
-    with _doing("measuring"):
+    with under_way("measuring"):
         found = analyze(
             model,
             overrides,
@@ -94,7 +91,7 @@ def ops(threads: Threads = 2, json: Json = None) -> None:
 
     Measures forward and backward of both in one run, after checking that they agree.
     """
-    with _loading():
+    with loading_torch():
         from nalanda_lab.speed.ops import bench_ops
 
     bench_ops(threads=threads, json=json)
@@ -116,7 +113,7 @@ def train(
 
     Compares Gated DeltaNet, with and without the NaLa map, to transformers' Qwen3.5 and Llama.
     """
-    with _loading():
+    with loading_torch():
         from nalanda_lab.speed.train import bench_train
 
     bench_train(threads=threads, rounds=rounds, against=against, json=json)
@@ -134,7 +131,7 @@ def context(
 
     On this CPU: errors, memory and time.
     """
-    with _loading():
+    with loading_torch():
         from nalanda_lab.speed.context import bench_context
 
     bench_context(length=length, json=json)
@@ -152,7 +149,7 @@ def scale(
     The predictions are those of `nalanda info --devices`, from rates measured on this CPU: DDP, FSDP2 and
     rows cut over both, at the demo's shape over gloo.
     """
-    with _loading():
+    with loading_torch():
         from nalanda_lab.speed.scale import bench_scale
 
     bench_scale(rounds=rounds, json=json)
@@ -171,7 +168,7 @@ def serve(
 
     Compares Gated DeltaNet, with and without the NaLa map, to transformers' Llama of the demo's size.
     """
-    with _loading():
+    with loading_torch():
         from nalanda_lab.speed.serve import bench_serve
 
     bench_serve(threads=threads, tokens=tokens, json=json)
@@ -194,7 +191,7 @@ def decode(
 
     Compares Gated DeltaNet, with and without the NaLa map, to transformers' Qwen3-Next and our softmax.
     """
-    with _loading():
+    with loading_torch():
         from nalanda_lab.speed.decode import bench_decode
 
     bench_decode(threads=threads, rounds=rounds, read=read, json=json, png=png)
@@ -260,7 +257,7 @@ def recall(
         raise typer.BadParameter(
             "write numbers with commas between them", param_hint="--states, --lrs"
         ) from None
-    with _loading():
+    with loading_torch():
         from nalanda_lab.recall import recall
 
     recall(
@@ -321,7 +318,7 @@ def lra(
     Trains every mixer as an encoder on the five tasks, or on small ones, and prints published rows beside.
     Resumes after an interruption.
     """
-    with _loading():
+    with loading_torch():
         from nalanda_lab.lra import lra
 
     lra(
@@ -398,7 +395,7 @@ def plan(
     from nalanda.config.load import load_config
 
     load_config(recipe, overrides or [])  # reports mistakes before the import of torch
-    with _loading():
+    with loading_torch():
         from nalanda_lab import planner
 
     clusters, counts = planner.clusters(devices, cluster), planner.count(recipe, overrides or [])

@@ -22,7 +22,7 @@ import transformers
 from nalanda_eval import fetch, report
 from nalanda_eval import harness as harness_module
 from nalanda_eval.cache import AnswerCache
-from nalanda_eval.harness import _earlier, evaluate
+from nalanda_eval.harness import _read_earlier, evaluate
 from nalanda_eval.perplexity import perplexity, print_perplexity
 from nalanda_eval.python_tasks import excerpts, python_tasks, write_python_tasks
 from nalanda_eval.task_data import GROUPS, PACKAGED, RULES, find_tasks, read_rows
@@ -34,6 +34,7 @@ from nalanda.common.errors import DiskFull, InputError
 from nalanda.config.schema import DataConfig
 from nalanda.inference.generate import generate
 from nalanda.inference.load import load_model
+from nalanda_options import EvalOptions, LoadOptions, PerplexityOptions, Sampling
 
 SENTENCE = "a river runs under the old stone bridge and the miller counts his sacks before dusk"
 WORDS = SENTENCE.split()
@@ -280,7 +281,7 @@ def test_all_further_tasks_are_the_harness_own(adapter, checkpoint, tmp_path):
     for task, *_, target in MORE:
         (document,) = loaded[task].eval_docs
         assert loaded[task].doc_to_target(document) == target, task
-    results = evaluate([checkpoint], ["all"], data=str(compact))
+    results = evaluate([checkpoint], ["all"], EvalOptions(data=str(compact)))
     assert list(results["left_out"]) == GROUPS["table4"]
     metrics = {
         task: set(scores["metrics"]) for task, scores in results["models"][0]["tasks"].items()
@@ -292,7 +293,7 @@ def test_all_further_tasks_are_the_harness_own(adapter, checkpoint, tmp_path):
 
 
 def test_table4(adapter, checkpoint, data, tmp_path, capfd):
-    results = evaluate([checkpoint], ["table4"], data=str(data), output=str(tmp_path))
+    results = evaluate([checkpoint], ["table4"], EvalOptions(data=str(data), output=str(tmp_path)))
     out, err = capfd.readouterr()
     assert out == ""
     assert not re.search("warn|INFO|it/s|fatal", err, re.IGNORECASE)
@@ -436,7 +437,9 @@ def test_an_untrained_model_has_infinite_perplexity(adapter, tokenizer, data, tm
         model.lm_head.weight *= 1e4
     model.save_pretrained(path)
     results = evaluate(
-        [path], ["lambada_openai", "piqa"], data=str(data), output=str(tmp_path / "out")
+        [path],
+        ["lambada_openai", "piqa"],
+        EvalOptions(data=str(data), output=str(tmp_path / "out")),
     )
     assert results["models"][0]["tasks"]["lambada_openai"]["metrics"]["perplexity"] == math.inf
     assert "piqa" in results["models"][0]["tasks"]
@@ -526,7 +529,7 @@ def test_long_texts_are_read_whole_by_recurrent_models(
     task = str(PACKAGED / "python_docs" / "python_docs_perplexity.yaml")
     bits = {}
     for long in ("window", "whole"):
-        results = evaluate([checkpoint], [task], data=str(tmp_path), long=long)
+        results = evaluate([checkpoint], [task], EvalOptions(data=str(tmp_path), long=long))
         (model,) = results["models"]
         assert model["max_length"] == (64 if long == "window" else None)
         bits[long] = model["tasks"]["python_docs_perplexity"]["metrics"]["bits_per_byte"]
@@ -541,13 +544,13 @@ def test_long_texts_are_read_whole_by_recurrent_models(
     assert abs(bits["window"] - bits["whole"]) > 1e-3
 
     attention = save(tokenizer, tmp_path / "softmax", mixer="softmax")
-    for options, found in {
-        "softmax": {"models": [attention], "long": "whole"},
-        "use window or whole": {"models": [checkpoint], "long": "chunks"},
-        "length of windows": {"models": [checkpoint], "long": "whole", "max_length": 32},
+    for message, (model, options) in {
+        "softmax": (attention, {"long": "whole"}),
+        "use window or whole": (checkpoint, {"long": "chunks"}),
+        "length of windows": (checkpoint, {"long": "whole", "max_length": 32}),
     }.items():
-        with pytest.raises(InputError, match=options):
-            evaluate(tasks=[task], data=str(tmp_path), **found)
+        with pytest.raises(InputError, match=message):
+            evaluate([model], [task], EvalOptions(data=str(tmp_path), **options))
 
 
 def test_what_does_not_fit_is_said(adapter, checkpoint):
@@ -612,10 +615,14 @@ def test_a_killed_run_goes_on(adapter, checkpoint, data, tmp_path, forwards):
     def run(path=checkpoint):
         forwards.calls = 0
         return evaluate(
-            [path], ["table4"], data=str(data), output=str(tmp_path / "out"), batch_size=2
+            [path],
+            ["table4"],
+            EvalOptions(data=str(data), output=str(tmp_path / "out"), batch_size=2),
         )
 
-    whole = evaluate([checkpoint], ["table4"], data=str(data), batch_size=2)["models"][0]
+    whole = evaluate([checkpoint], ["table4"], EvalOptions(data=str(data), batch_size=2))["models"][
+        0
+    ]
     needed = forwards.calls
     forwards.die_at = needed // 2
     with pytest.raises(Killed):
@@ -643,7 +650,9 @@ def test_a_killed_run_goes_on(adapter, checkpoint, data, tmp_path, forwards):
 def test_answers_are_the_weights_not_the_names(adapter, checkpoint, data, tmp_path, forwards):
     def run(path):
         (tmp_path / "out" / "results.json").unlink(missing_ok=True)  # of other weights
-        results = evaluate([str(path)], ["piqa"], data=str(data), output=str(tmp_path / "out"))
+        results = evaluate(
+            [str(path)], ["piqa"], EvalOptions(data=str(data), output=str(tmp_path / "out"))
+        )
         return results["models"][0]
 
     first = run(checkpoint)
@@ -670,8 +679,9 @@ def test_results_of_several_commands_are_kept_and_never_mixed(checkpoint, data, 
     shutil.copytree(checkpoint, mine)
     shutil.copytree(checkpoint, other)
 
-    def run(tasks, models=(mine,), **options):
-        return evaluate([*models], tasks, data=str(data), output=str(out), **options)
+    def run(tasks, models=(mine,), dtype="auto", **options):
+        settings = EvalOptions(data=str(data), output=str(out), **options)
+        return evaluate([*models], tasks, settings, LoadOptions(dtype=dtype))
 
     run(["piqa"], limit=3)
     first = run(
@@ -729,14 +739,16 @@ def test_a_later_command_may_name_folders_otherwise(checkpoint, data, tmp_path, 
     shutil.copytree(checkpoint, tmp_path / "mine")
     (tmp_path / "data").symlink_to(data)
     monkeypatch.chdir(tmp_path)
-    evaluate(["mine"], ["piqa"], data="data", output="out")
+    evaluate(["mine"], ["piqa"], EvalOptions(data="data", output="out"))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     out = str(tmp_path / "out")
-    later = evaluate([str(tmp_path / "mine")], ["arc_easy"], data=str(data), output=out)
+    later = evaluate(
+        [str(tmp_path / "mine")], ["arc_easy"], EvalOptions(data=str(data), output=out)
+    )
     assert [set(model["tasks"]) for model in later["models"]] == [{"piqa", "arc_easy"}]
     with pytest.raises(InputError, match="also has models"):
-        evaluate([checkpoint], ["piqa", "arc_easy"], data=str(data), output=out)
+        evaluate([checkpoint], ["piqa", "arc_easy"], EvalOptions(data=str(data), output=out))
 
 
 @pytest.mark.parametrize(
@@ -756,10 +768,10 @@ def test_results_stand_beside_those_of_the_same_releases(tmp_path, package, vers
     before |= {"models": [{"name": "m", "tasks": {"piqa": {"metrics": {}, "stderr": {}}}}]}
     (tmp_path / "results.json").write_text(json.dumps(before))
     if same:
-        assert _earlier(tmp_path, now, ["m"], {"arc_easy"}) == before
+        assert _read_earlier(tmp_path, now, ["m"], {"arc_easy"}) == before
     else:
         with pytest.raises(InputError, match=f"other tasks with {package} "):
-            _earlier(tmp_path, now, ["m"], {"arc_easy"})
+            _read_earlier(tmp_path, now, ["m"], {"arc_easy"})
 
 
 def test_a_damaged_answer_is_named_and_never_given(tmp_path):
@@ -799,12 +811,14 @@ def test_an_output_that_cannot_be_written_is_said_first(checkpoint, data, tmp_pa
     (tmp_path / "dangling").symlink_to(tmp_path / "gone" / "away")
     for name in ("file", "file/below", "dangling"):
         with pytest.raises(InputError, match=rf"--output .*{name}: ") as error:
-            evaluate([checkpoint], ["piqa"], data=str(data), output=str(tmp_path / name))
+            evaluate(
+                [checkpoint], ["piqa"], EvalOptions(data=str(data), output=str(tmp_path / name))
+            )
         assert "\n" not in str(error.value)
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "answers.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(InputError, match=r"answers\.sqlite: cannot keep answers .*; remove it"):
-        evaluate([checkpoint], ["piqa"], data=str(data), output=str(tmp_path / "kept"))
+        evaluate([checkpoint], ["piqa"], EvalOptions(data=str(data), output=str(tmp_path / "kept")))
 
 
 def test_a_full_disk_costs_no_answer(adapter, checkpoint, data, tmp_path, monkeypatch):
@@ -812,7 +826,9 @@ def test_a_full_disk_costs_no_answer(adapter, checkpoint, data, tmp_path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def run():
-        return evaluate([checkpoint], ["piqa"], data=str(data), output=str(tmp_path))["models"][0]
+        return evaluate([checkpoint], ["piqa"], EvalOptions(data=str(data), output=str(tmp_path)))[
+            "models"
+        ][0]
 
     with monkeypatch.context() as patch:
         patch.setattr(harness_module, "write_atomically", full)
@@ -836,7 +852,9 @@ def test_a_full_disk_costs_no_answer(adapter, checkpoint, data, tmp_path, monkey
 
 def test_results_as_json_and_csv(checkpoint, data, tmp_path):
     results = evaluate(
-        [checkpoint, checkpoint], ["piqa", "arc_easy"], data=str(data), output=str(tmp_path)
+        [checkpoint, checkpoint],
+        ["piqa", "arc_easy"],
+        EvalOptions(data=str(data), output=str(tmp_path)),
     )
     kept = json.loads((tmp_path / "results.json").read_text())
     assert kept == json.loads(json.dumps(results))
@@ -861,7 +879,7 @@ def test_results_as_json_and_csv(checkpoint, data, tmp_path):
 def test_the_data_fingerprint_is_what_is_asked(checkpoint, data, tmp_path):
     def fingerprint(row):
         write(tmp_path, "arc_easy_test.jsonl", [row, arc(1)])
-        results = evaluate([checkpoint], ["arc_easy"], data=str(tmp_path))
+        results = evaluate([checkpoint], ["arc_easy"], EvalOptions(data=str(tmp_path)))
         return results["models"][0]["tasks"]["arc_easy"]["fingerprint"]
 
     first = fingerprint(arc(0))
@@ -896,7 +914,7 @@ def test_two_processes_give_the_results_of_one(checkpoint, data, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Transformer++") == 1
-    (expected,) = evaluate([checkpoint], ["table4"], data=str(data))["models"]
+    (expected,) = evaluate([checkpoint], ["table4"], EvalOptions(data=str(data)))["models"]
     results = json.loads((tmp_path / "results.json").read_text())
     (model,) = results["models"]
     assert results["processes"] == 2
@@ -932,7 +950,9 @@ def test_packaged_and_own_task_files(adapter, checkpoint, tmp_path, monkeypatch)
     )
     write(own, "mine.jsonl", questions)
 
-    packaged = evaluate([checkpoint], ["python_docs"], data=str(tmp_path))["models"][0]["tasks"]
+    packaged = evaluate([checkpoint], ["python_docs"], EvalOptions(data=str(tmp_path)))["models"][
+        0
+    ]["tasks"]
     assert list(packaged) == ["python_docs_cloze", "python_docs_perplexity"]
     total = sum(score(adapter, checkpoint, [row["text"] for row in texts]))
     size = sum(len(row["text"]) for row in texts)
@@ -950,7 +970,7 @@ def test_packaged_and_own_task_files(adapter, checkpoint, tmp_path, monkeypatch)
         assert packaged["python_docs_cloze"]["metrics"][metric] == pytest.approx(right)
 
     for data in (None, str(tmp_path)):  # which lacks it: the task's own folder has it
-        results = evaluate([checkpoint], [str(own)], data=data)
+        results = evaluate([checkpoint], [str(own)], EvalOptions(data=data))
         assert results["models"][0]["tasks"]["mine"]["documents"] == 3
     assert report.suite(results) is None
     header, rows = report.others(results)
@@ -973,7 +993,12 @@ def test_few_shot_examples_are_the_same_for_every_model(checkpoint, tmp_path, mo
         "test_split: test\nfewshot_split: test\nnum_fewshot: 2\noutput_type: loglikelihood\n"
         "doc_to_text: '{{q}} is'\ndoc_to_target: ' {{a}}'\nmetric_list: [{metric: perplexity}]\n"
     )
-    results = evaluate([checkpoint, checkpoint], [str(file)], data=str(tmp_path), device="cpu")
+    results = evaluate(
+        [checkpoint, checkpoint],
+        [str(file)],
+        EvalOptions(data=str(tmp_path)),
+        loading=LoadOptions(device="cpu"),
+    )
     first, second = (model["tasks"]["sums"]["metrics"] for model in results["models"])
     assert first == second
 
@@ -1047,7 +1072,7 @@ def test_documents_and_cut_prompts_are_counted_once(checkpoint, tmp_path, monkey
     assert "6 of 9 prompts were cut on the left, to fit 64 tokens" in report.results_markdown(
         results
     )
-    [whole] = evaluate([checkpoint], [str(own)], long="whole")["models"]
+    [whole] = evaluate([checkpoint], [str(own)], EvalOptions(long="whole"))["models"]
     assert (whole["prompts"], whole["prompts_cut"]) == (9, 0)
 
 
@@ -1113,7 +1138,7 @@ def test_excerpts_end_with_a_line():
 def test_bad_tasks_are_one_line(checkpoint, data, tasks, found, monkeypatch):
     monkeypatch.chdir(data)
     with pytest.raises(InputError, match=re.escape(found)) as caught:
-        evaluate([checkpoint], tasks, data=str(data))
+        evaluate([checkpoint], tasks, EvalOptions(data=str(data)))
     assert "\n" not in str(caught.value)
 
 
@@ -1122,16 +1147,16 @@ def test_a_limit_is_a_number_of_documents_or_a_share(limit):
     with pytest.raises(
         InputError, match=f"--limit {limit:g}: must be a whole number of documents, or a sh"
     ):
-        evaluate(["any"], ["piqa"], limit=limit)
+        evaluate(["any"], ["piqa"], EvalOptions(limit=limit))
 
 
 def test_no_data_at_all(checkpoint, tmp_path):
     with pytest.raises(
         InputError, match=r"data for none of the tasks, expected wikitext_test\.jsonl\.gz, lambada"
     ):
-        evaluate([checkpoint], ["table4"], data=str(tmp_path))
+        evaluate([checkpoint], ["table4"], EvalOptions(data=str(tmp_path)))
     with pytest.raises(InputError, match="no such directory"):
-        evaluate([checkpoint], ["table4"], data=str(tmp_path / "nothing"))
+        evaluate([checkpoint], ["table4"], EvalOptions(data=str(tmp_path / "nothing")))
 
 
 @pytest.mark.parametrize(
@@ -1307,12 +1332,16 @@ def test_added_tokens_that_the_model_cannot_read_are_one_line(adapter, tokenizer
     write(tmp_path, "lambada_test.jsonl", [{"text": "the <mill> grinds"}])
     told = r"the text has token 257 \(<mill>\), the model reads only 257 tokens"
     with pytest.raises(InputError, match=told):
-        generate(path, "the <mill>", max_new_tokens=1)
+        generate(path, "the <mill>", sampling=Sampling(max_new_tokens=1))
     with pytest.raises(InputError, match=told):
-        evaluate([path], ["lambada_openai"], data=str(tmp_path))
+        evaluate([path], ["lambada_openai"], EvalOptions(data=str(tmp_path)))
     with pytest.raises(InputError, match=told):
-        perplexity([path], str(tmp_path / "text.txt"), output=str(tmp_path / "out"))
-    generate(path, "the", max_new_tokens=1)  # such tokens do no harm where no text has them
+        perplexity(
+            [path], str(tmp_path / "text.txt"), PerplexityOptions(output=str(tmp_path / "out"))
+        )
+    generate(
+        path, "the", sampling=Sampling(max_new_tokens=1)
+    )  # such tokens do no harm where no text has them
 
 
 def test_a_checkpoint_that_lacks_tensors_is_refused(checkpoint, tokenizer, tmp_path):
@@ -1342,7 +1371,10 @@ def test_generation_is_greedy_from_bos_and_streams(checkpoint, capsys):
         with torch.no_grad():
             ids.append(network(torch.tensor([ids])).logits[0, -1].argmax().item())
     expected = tokenizer.decode(ids[start:], skip_special_tokens=True)
-    assert generate(checkpoint, "the miller", max_new_tokens=12, temperature=0) == expected
+    assert (
+        generate(checkpoint, "the miller", sampling=Sampling(max_new_tokens=12, temperature=0))
+        == expected
+    )
     out, err = capsys.readouterr()
     assert out.rstrip("\n") == "the miller" + expected.rstrip("\n")
     assert re.fullmatch(
@@ -1353,13 +1385,19 @@ def test_generation_is_greedy_from_bos_and_streams(checkpoint, capsys):
 
 def test_generation_samples_by_seed_and_reads_stdin(checkpoint, capsys, monkeypatch):
     first, again, other = (
-        generate(checkpoint, "dusk", max_new_tokens=16, seed=seed, stream=False)
+        generate(checkpoint, "dusk", sampling=Sampling(max_new_tokens=16, seed=seed), stream=False)
         for seed in (1, 1, 2)
     )
     assert first == again != other
     monkeypatch.setattr("sys.stdin", io.StringIO("dusk"))
-    assert generate(checkpoint, "-", max_new_tokens=16, seed=1, stream=False) == first
-    assert generate(checkpoint, "", max_new_tokens=2, seed=1, top_k=1, stream=False) is not None
+    assert (
+        generate(checkpoint, "-", sampling=Sampling(max_new_tokens=16, seed=1), stream=False)
+        == first
+    )
+    assert (
+        generate(checkpoint, "", sampling=Sampling(max_new_tokens=2, seed=1, top_k=1), stream=False)
+        is not None
+    )
     assert capsys.readouterr() == ("", "")
 
 
@@ -1368,7 +1406,7 @@ def test_generation_samples_by_seed_and_reads_stdin(checkpoint, capsys, monkeypa
 )
 def test_bad_sampling_is_one_line(option):
     with pytest.raises(InputError, match=next(iter(option))):
-        generate("anything", "prompt", **option)
+        generate("anything", "prompt", sampling=Sampling(**option))
 
 
 def test_any_causal_model_generates_and_is_scored(adapter, tokenizer, data, tmp_path):
@@ -1383,9 +1421,12 @@ def test_any_causal_model_generates_and_is_scored(adapter, tokenizer, data, tmp_
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     assert (
-        generate(str(tmp_path), "dusk", max_new_tokens=4, temperature=0, stream=False) is not None
+        generate(
+            str(tmp_path), "dusk", sampling=Sampling(max_new_tokens=4, temperature=0), stream=False
+        )
+        is not None
     )
-    results = evaluate([str(tmp_path)], ["arc_easy"], data=str(data), limit=2)
+    results = evaluate([str(tmp_path)], ["arc_easy"], EvalOptions(data=str(data), limit=2))
     assert results["models"][0]["begins_with_bos"]
     assert results["models"][0]["tasks"]["arc_easy"]["documents"] == 2
     assert "Only 2 of each task" in report.results_markdown(results)

@@ -31,6 +31,7 @@ from nalanda.common import progress
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
 from nalanda.testing import in_threads
+from nalanda_options import PerplexityOptions
 
 V = 320
 
@@ -287,7 +288,9 @@ def test_weights_that_are_not_finite_are_said(folder, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "model")
     with pytest.raises(InputError, match="model: its losses are not finite"):
         perplexity(
-            [str(tmp_path / "model")], str(folder / "novel.md"), output=str(tmp_path / "out")
+            [str(tmp_path / "model")],
+            str(folder / "novel.md"),
+            PerplexityOptions(output=str(tmp_path / "out")),
         )
 
 
@@ -314,13 +317,14 @@ def test_progress_is_said_where_there_is_no_terminal(folder, monkeypatch, capsys
     """In parts of long rows too; a text that takes no time says nothing."""
     seconds = itertools.count(step=6)
     arguments = [str(folder / "model")], str(folder / "novel.md")
-    options = {"length": 256, "output": str(folder / "progress"), "tokens": 200}
+    output = str(folder / "progress")
+    options = PerplexityOptions(length=256, output=output, tokens=200)
     monkeypatch.setattr(module, "AT_ONCE", 20)
-    perplexity(*arguments, **options)
+    perplexity(*arguments, options)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(seconds))
     monkeypatch.setattr(progress, "LAST", 10.0)
-    perplexity(*arguments, **options)
+    perplexity(*arguments, options)
     said = capsys.readouterr().err.splitlines()
     counts = [
         int(re.fullmatch(r".*/model +(\d+)/400 tokens  ETA \d+ (s|min)", line)[1]) for line in said
@@ -339,8 +343,10 @@ def test_bad_input_is_one_line(folder):
         ({"overrides": ["data.eos=true"]}, "settings change a recipe"),
         ({"output": str(folder / "novel.md" / "out")}, "--output"),
     ):
+        text = options.pop("text", "python")
+        settings = PerplexityOptions(**{"output": str(folder / "none")} | options)
         with pytest.raises(InputError, match=message) as raised:
-            perplexity([model], **{"output": str(folder / "none")} | options)
+            perplexity([model], text, settings)
         assert "\n" not in str(raised.value)
     with pytest.raises(InputError, match="no model"):
         perplexity([])

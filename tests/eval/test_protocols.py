@@ -10,6 +10,7 @@ from nalanda_eval.cache import AnswerCache
 from nalanda_eval.perplexity import ratio
 
 from nalanda.inference.sampling import sampling_options
+from nalanda_options import EvalOptions, LoadOptions, Sampling
 
 TINY = {
     "mixer": "deltanet",
@@ -29,7 +30,7 @@ def test_where_a_context_ends_is_part_of_a_request():
 
 
 def test_sampling_options_reach_generate():
-    assert sampling_options(max_new_tokens=3, temperature=0.5, top_p=0.9, top_k=7) == {
+    assert sampling_options(Sampling(max_new_tokens=3, temperature=0.5, top_p=0.9, top_k=7)) == {
         "max_new_tokens": 3,
         "do_sample": True,
         "temperature": 0.5,
@@ -50,12 +51,16 @@ def test_standard_errors_by_hand():
         for i, x in enumerate((1, 0, 0, 1))
     ]
     raw = {"results": {"t": {"contains,none": 0.5}}, "samples": {"t": samples}, "versions": {}}
-    assert harness._scores("t", raw)["stderr"]["contains"] == pytest.approx(math.sqrt(1 / 3) / 2)
+    assert harness._task_scores("t", raw)["stderr"]["contains"] == pytest.approx(
+        math.sqrt(1 / 3) / 2
+    )
 
 
 def test_needles_fit_into_every_model(monkeypatch):
-    monkeypatch.setattr(harness, "_sees", lambda name, _: {"a": 1024, "b": 4096}[name])
+    monkeypatch.setattr(
+        harness, "_read_context_length", lambda name, _: {"a": 1024, "b": 4096}[name]
+    )
     sources = [SimpleNamespace(needle=SimpleNamespace(length=n)) for n in (1024, 2048)]
-    fitting, left_out = harness._fitting(sources, ["a", "b"], None, "window", False)
+    fitting, left_out = harness._fitting_needles(sources, ["a", "b"], EvalOptions(), LoadOptions())
     assert [s.needle.length for s in fitting] == [1024]
     assert list(left_out) == ["needles of more than 1024 tokens"]

@@ -17,6 +17,7 @@ from tiny_models import save
 
 from nalanda.common.errors import InputError
 from nalanda.inference.load import load_model
+from nalanda_options import EvalOptions
 
 COMPLETION = {"text": "Mill: stone. The mill is made of ", "value": "stone"}
 PASSAGE = {
@@ -124,7 +125,7 @@ def test_answers_are_generated_from_the_state_whatever_the_batch(checkpoint, mon
 
 
 def test_recall_stands_below_the_published_rows(checkpoint, data):
-    results = evaluate([checkpoint], ["recall"], data=str(data), long="whole")
+    results = evaluate([checkpoint], ["recall"], EvalOptions(data=str(data), long="whole"))
     scores = results["models"][0]["tasks"]
     assert {name: set(task["metrics"]) for name, task in scores.items()} == {
         name: {"exact_match@remove_whitespace"}
@@ -243,9 +244,7 @@ def test_needles_are_read_whole_and_shown_by_length(checkpoint, tmp_path, words,
     results = evaluate(
         [checkpoint],
         ["niah_single_2_1k", "niah_single_2_2k"],
-        data=str(tmp_path),
-        limit=2,
-        long="whole",
+        EvalOptions(data=str(tmp_path), limit=2, long="whole"),
     )
     scores = results["models"][0]["tasks"]
     assert {name: (task["documents"], task["metrics"]["acc"]) for name, task in scores.items()} == {
@@ -259,13 +258,13 @@ def test_needles_are_read_whole_and_shown_by_length(checkpoint, tmp_path, words,
     assert report.suite(results) is report.suite(results, "recall") is None
 
     short = save(load_model(checkpoint)[1], tmp_path / "short", max_position_embeddings=1024)
-    results = evaluate([short], ["niah_single_1"], limit=1)
+    results = evaluate([short], ["niah_single_1"], EvalOptions(limit=1))
     assert list(results["models"][0]["tasks"]) == ["niah_single_1_1k"]
     (how,) = results["left_out"].items()
     assert how[0] == "needles of more than 1024 tokens"
     assert "--long whole" in how[1]
     with pytest.raises(InputError, match="no needle fits: a model sees 512 tokens"):
-        evaluate([short], ["needles"], max_length=512)
+        evaluate([short], ["needles"], EvalOptions(max_length=512))
 
 
 def test_needles_fit_every_model_in_any_order(checkpoint, tokenizer, tmp_path):

@@ -18,6 +18,7 @@ from nalanda.common.errors import InputError
 from nalanda.inference.generate import Printer
 from nalanda.inference.load import end_tokens
 from nalanda.inference.sampling import sampling_options
+from nalanda_options import Sampling
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "chat" / "chat.py"
 spec = importlib.util.spec_from_file_location("chat", SCRIPT)
@@ -125,7 +126,7 @@ def test_a_conversation_reads_what_is_new(network, template, tokenizer, monkeypa
     else:
         model = llama(len(tokenizer))
     options = (
-        sampling_options(temperature=0, max_new_tokens=9)
+        sampling_options(Sampling(temperature=0, max_new_tokens=9))
         | end_tokens(model, tokenizer)
         | letters(tokenizer)
     )
@@ -149,7 +150,7 @@ def test_a_conversation_reads_what_is_new(network, template, tokenizer, monkeypa
 def test_interrupted_answers_are_kept(tokenizer, monkeypatch, capsys):
     model = build(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=None)
     options = (
-        sampling_options(temperature=0, max_new_tokens=9)
+        sampling_options(Sampling(temperature=0, max_new_tokens=9))
         | end_tokens(model, tokenizer)
         | letters(tokenizer)
     )
@@ -180,7 +181,9 @@ def talker(
     tokenizer.chat_template = template
     model = build(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=ends, **fields)
     model.lm_head.weight.data.zero_()
-    return model, Conversation(model, tokenizer, sampling_options(temperature=0, max_new_tokens=3))
+    return model, Conversation(
+        model, tokenizer, sampling_options(Sampling(temperature=0, max_new_tokens=3))
+    )
 
 
 @pytest.mark.parametrize("follows", [False, True])

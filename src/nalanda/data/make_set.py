@@ -81,3 +81,17 @@ def make_token_set(
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
+
+
+def settings_to_train(source: str, index: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The recipe to train on a set of `source`, and the settings that it must have for that."""
+    recipe = source if is_recipe(source) else "demo"
+    config = load_config(recipe).data
+    settings = []
+    for key in ("bos", "eos"):
+        value = index["settings"][key]
+        if value != getattr(config, key):
+            settings.append(f"data.{key}={str(value).lower()}")
+    if not index["validation"]["documents"]:
+        settings.append("validation.every=0")
+    return recipe, settings

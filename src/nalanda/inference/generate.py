@@ -15,10 +15,10 @@ from transformers.generation.streamers import BaseStreamer
 from nalanda.common.errors import InputError, output_file
 from nalanda.common.progress import Progress
 from nalanda.common.text import size
-from nalanda.config.schema import check_seed
 from nalanda.inference.load import bos_token, check_tokens, end_tokens, is_ours, load_model
 from nalanda.inference.sampling import sampling_options
 from nalanda.model import NalandaCache, State
+from nalanda_options import LoadOptions, PromptFiles, Sampling
 
 PIECE = 4096
 """Tokens of a prompt read between updates of the progress."""
@@ -189,99 +189,106 @@ def describe_speed(new: int, seconds: float, cache: Any, device: torch.device) -
 def generate(
     model: str,
     prompt: str | None = None,
+    files: PromptFiles = PromptFiles(),
+    sampling: Sampling = Sampling(),
+    loading: LoadOptions = LoadOptions(),
     *,
-    file: str | Path | None = None,
-    state: str | Path | None = None,
-    save_state: str | Path | None = None,
-    max_new_tokens: int = 128,
-    temperature: float = 0.8,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int | None = None,
     stream: bool = True,
-    device: str | None = None,
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
 ) -> str:
     """Continues `prompt`, prints each token as it is generated, and returns the continuation.
 
     Args:
         model: a checkpoint directory or hub id, see `load_model`.
-        prompt: the text to continue; `-` reads it from standard input. None continues `state` directly.
-        file: a text file to read instead of `prompt`.
-        state: a saved state that the prompt continues.
-        save_state: a file for the state after the prompt, before the continuation.
-        max_new_tokens: length limit; the end-of-text token ends the continuation earlier.
-        temperature: 0 is greedy decoding.
-        top_p, top_k: keep the most probable tokens that make up `top_p`, at most `top_k`; 1 and 0 keep all.
-        seed: seed of the sampling; by default every call differs.
+        prompt: the text to continue; `-` reads it from standard input. None continues `files.state` directly.
+        files: a file to read in place of `prompt`, a state that the prompt continues, and a file for the state
+            after the prompt, before the continuation.
+        sampling: the end-of-text token ends the continuation before `max_new_tokens`.
         stream: print prompt and continuation to stdout, and speed and memory to stderr.
     """
-    if prompt is not None and file is not None:
-        raise InputError("give a prompt or a file, not both")
-    echoed = prompt if prompt != "-" and stream else None
-    try:
-        if file is not None:
-            prompt = Path(file).expanduser().read_text(encoding="utf-8")
-        elif prompt == "-":
-            prompt = sys.stdin.read()
-        (prompt or "").encode()  # arguments and stdin may hold bytes that are no text
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise InputError(f"cannot read {file or 'the prompt'}: {reason}") from error
-    check_seed(seed, "--seed")
-    if save_state is not None:
-        save_state = output_file(save_state, "--save-state")
-    options = sampling_options(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k
-    )
-    network, tokenizer = load_model(
-        model, device=device, dtype=dtype, trust_remote_code=trust_remote_code
-    )
+    text = read_prompt(prompt, files.file)
+    options = sampling_options(sampling)
+    new_file = None
+    if files.save_state is not None:
+        new_file = output_file(files.save_state, "--save-state")
+
+    network, tokenizer = load_model(model, **vars(loading))
     options |= end_tokens(network, tokenizer)
-    if save_state is not None and not is_ours(network):
+    if new_file and not is_ours(network):
         raise InputError(
             f"{network.config.model_type} models have no state to save; leave --save-state out"
         )
-    held = None if state is None else load_state(state, network)
-    tokens = tokenizer(prompt, add_special_tokens=False).input_ids if prompt else []
-    check_tokens(tokens, network, tokenizer)
-    if held is None:
-        tokens = bos_token(network, tokenizer) + tokens
-    if not tokens and held is None:
-        raise InputError("the prompt is empty and the tokenizer has no bos token; give a prompt")
-    if seed is not None:
-        transformers.set_seed(seed)
-    if echoed:
-        print(echoed, end="", flush=True)
+    state = None if files.state is None else load_state(files.state, network)
+    tokens = prompt_tokens(text, network, tokenizer, in_mid_text=state is not None)
+
+    if sampling.seed is not None:
+        transformers.set_seed(sampling.seed)
+    if stream and prompt and prompt != "-":
+        print(prompt, end="", flush=True)
     printer = Printer(tokenizer, tokens) if stream else None
+
     start = time.perf_counter()
+    inputs: dict[str, Any]
     if is_ours(network):
         if tokens:
-            held = read_with_progress(network, tokens, held)
-        assert held is not None
+            state = read_with_progress(network, tokens, state)
+        assert state is not None
         if stream and len(tokens) > PIECE:
             seconds = time.perf_counter() - start
             print(f"read {len(tokens)} tokens in {seconds:.1f} s", file=sys.stderr)
-        if save_state is not None:
-            held.save(save_state)
-        given: dict[str, Any] = {"state": held}
-        skip, start = 0, time.perf_counter()
+        if new_file:
+            state.save(new_file)
+        inputs = {"state": state}
+        prompt_length = 0  # of the sequence that `generate` returns
+        start = time.perf_counter()
     else:
-        ids = torch.tensor([tokens], device=network.device)
-        given, skip = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, len(tokens)
+        ids = torch.tensor([tokens], device=network.device)  # [1, T]
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        prompt_length = len(tokens)
+
     try:
         out = network.generate(  # type: ignore[not-callable]
-            **given, **options, streamer=printer, return_dict_in_generate=True
+            **inputs, **options, streamer=printer, return_dict_in_generate=True
         )
     except KeyboardInterrupt:
         if stream:
-            print()  # what is said next begins a line
+            print()  # the message about the interrupt begins a line
         raise
-    new = out.sequences[0, skip:]
+
+    new = out.sequences[0, prompt_length:]
     if stream:
         seconds = time.perf_counter() - start
-        print(
-            describe_speed(len(new), seconds, out.past_key_values, network.device), file=sys.stderr
-        )
+        speed = describe_speed(len(new), seconds, out.past_key_values, network.device)
+        print(speed, file=sys.stderr)
     return decode(tokenizer, new)
+
+
+def read_prompt(prompt: str | None, file: str | Path | None) -> str | None:
+    """The text of a prompt, of standard input (`-`) or of a file. Raises InputError."""
+    if prompt is not None and file is not None:
+        raise InputError("give a prompt or a file, not both")
+    try:
+        if file is not None:
+            text = Path(file).expanduser().read_text(encoding="utf-8")
+        elif prompt == "-":
+            text = sys.stdin.read()
+        else:
+            text = prompt
+        (text or "").encode()  # arguments and standard input may hold bytes that are no text
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise InputError(f"cannot read {file or 'the prompt'}: {reason}") from error
+    return text
+
+
+def prompt_tokens(
+    text: str | None, model: Any, tokenizer: PreTrainedTokenizerBase, *, in_mid_text: bool
+) -> list[int]:
+    """The tokens of a prompt, after bos unless it stands in mid-text. Raises InputError without any."""
+    tokens = tokenizer(text, add_special_tokens=False).input_ids if text else []
+    check_tokens(tokens, model, tokenizer)
+    if in_mid_text:
+        return tokens
+    tokens = bos_token(model, tokenizer) + tokens
+    if not tokens:
+        raise InputError("the prompt is empty and the tokenizer has no bos token; give a prompt")
+    return tokens

@@ -1,0 +1,166 @@
+"""How functions become commands: options by typer, groups in panels, errors in one line, imports that wait.
+
+Imports of `nalanda` stand inside functions, as the package takes seconds.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import partial
+from inspect import Parameter, signature
+from typing import Annotated, Any, TextIO
+
+import typer
+import typer.core
+import typer.main
+from typer import Option
+
+UsageError: Any = typer.BadParameter.__mro__[1]
+"""typer's base of errors in a command line, which typer does not export."""
+
+
+class Panels(typer.core.TyperGroup):
+    """Lists commands by panel. Plain text, which is the same on a terminal and in a file."""
+
+    panels: dict[str, tuple[str, ...]]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = max(len(name) for names in self.panels.values() for name in names)
+        for title, names in self.panels.items():
+            rows = []
+            for name in names:
+                summary = self.commands[name].get_short_help_str(formatter.width)
+                rows.append((name.ljust(width), summary))
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+def group(panels: dict[str, tuple[str, ...]], help: str) -> typer.Typer:
+    """A group of commands, listed in `panels`: names of commands by title."""
+    return typer.Typer(
+        cls=type("Panels", (Panels,), {"panels": panels}),
+        help=help,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+
+
+def command(group: typer.Typer) -> Callable[[Callable], Callable]:
+    """Decorator of a command of `group`. Each field of a parameter that is a dataclass is an option."""
+
+    def register(function: Callable) -> Callable:
+        group.command()(take_apart(function))
+        return function
+
+    return register
+
+
+def take_apart(function: Callable) -> Callable:
+    """`function` as typer reads it: with the fields of its dataclass parameters as keywords."""
+    parameters: list[Parameter] = []
+    objects: dict[str, type] = {}
+    for parameter in signature(function).parameters.values():
+        if not is_dataclass(parameter.annotation):
+            parameters.append(parameter)
+            continue
+        objects[parameter.name] = parameter.annotation
+        for field in fields(parameter.annotation):
+            option = Parameter(
+                field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+            )
+            parameters.append(option)
+
+    def call(**values: Any) -> Any:
+        for name, kind in objects.items():
+            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        return function(**values)
+
+    call.__name__, call.__doc__ = function.__name__, function.__doc__
+    call.__annotations__ = {}
+    call.__signature__ = signature(function).replace(parameters=parameters)  # type: ignore
+    return call
+
+
+def run_command(app: typer.Typer, name: str, arguments: list[str]) -> None:
+    """Runs a command of `app`. A wrong use of it is one line on stderr, and its exit code."""
+    from nalanda.common.errors import one_line_errors
+
+    with one_line_errors():
+        command = typer.main.get_command(app)
+        try:
+            with command.make_context(name, arguments) as context:
+                command.invoke(context)
+        except typer.Exit as stop:
+            raise SystemExit(stop.exit_code) from None
+        except UsageError as error:
+            print(describe_misuse(error, name), file=sys.stderr, flush=True)
+            raise SystemExit(error.exit_code) from None
+
+
+def describe_misuse(error: UsageError, name: str) -> str:
+    """The line for a wrong use of a command, or the help of a command without arguments."""
+    message = error.format_message()
+    if "\n" in message:
+        return message
+
+    path = error.ctx.command_path if error.ctx else name
+    parameters = error.ctx.command.params if error.ctx else []
+    takes_settings = any(
+        p.name == "overrides" and p.param_type_name == "argument" for p in parameters
+    )
+    if takes_settings and hasattr(error, "option_name"):  # an unknown option
+        message += "; a recipe's settings are written section.key=value, such as train.steps=10"
+    return f"{path}: {message}"
+
+
+def typed_options(context: typer.Context) -> dict[str, str]:
+    """The parameters that were typed on the command line, by name, each as its option is written."""
+    typed = {}
+    for parameter in context.command.params:
+        origin = context.get_parameter_source(parameter.name or "")
+        if origin and origin.name == "COMMANDLINE":
+            typed[parameter.name or ""] = parameter.opts[0]
+    return typed
+
+
+def under_way(what: str, stream: TextIO | None = None) -> contextlib.AbstractContextManager:
+    """Shows that `what` is under way."""
+    from nalanda.common.progress import Progress
+
+    return Progress(what, stream=stream)
+
+
+loading_torch = partial(under_way, "loading torch and transformers")
+
+
+def print_next(done: str, **values: Any) -> None:
+    """Prints what to do after `done`; see `next_steps`."""
+    from nalanda.common.next_steps import print_next_steps
+
+    print_next_steps(done, **values)
+
+
+def resolve_models(names: list[str] | None) -> list[str]:
+    """The models that are named, before the import of torch; the hub is asked later, once."""
+    from nalanda.train.resolve import resolve_all
+
+    return resolve_all(names, hub=False)
+
+
+def print_versions(wanted: bool) -> None:
+    if not wanted:
+        return
+    from nalanda.common.versions import list_versions, versions
+
+    libraries = versions()
+    ours = {"nalanda": libraries.pop("nalanda")}
+    print(f"{list_versions([ours])} ({list_versions([libraries])})")
+    raise typer.Exit
+
+
+Version = Annotated[
+    bool, Option("--version", help="print versions", callback=print_versions, is_eager=True)
+]
