@@ -65,7 +65,7 @@ gpu-bundle:
 static: .venv/.ready
 	@OMP_NUM_THREADS=1 $(BIN)/python -m nalanda_lab.kernels.static --check
 
-# Rewrites the generated tables of README.md and docs/.
+# Rewrites the generated tables of docs/.
 tables: .venv/.ready
 	@$(BIN)/python -m nalanda.report.tables
 

@@ -91,18 +91,6 @@ def map_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def system_rows() -> list[dict[str, Any]]:
-    """A row for each mixer, and for each feature map: what it computes."""
-    mixers = [
-        {"system": name, "computes": kind.equation, "source": kind.source}
-        for name, kind in MIXERS.items()
-    ]
-    maps = [(name, build_feature_map(name, num_heads=1, head_dim=128)) for name in FEATURE_MAPS]
-    return mixers + [
-        {"system": name, "computes": f"φ = {x.equation}", "source": x.source} for name, x in maps
-    ]
-
-
 def all_rows() -> dict[str, list[dict[str, Any]]]:
     """The rows of all three tables."""
     return {"recipes": recipe_rows(), "mixers": mixer_rows(), "feature_maps": map_rows()}
@@ -164,7 +152,6 @@ def _show(console: Console, title: str, rows: list[dict[str, Any]], columns: lis
 
 
 TABLES: dict[str, dict[str, Callable[[], list[dict[str, Any]]]]] = {
-    "README.md": {"systems": system_rows},
     "docs/mixers.md": {"mixers": mixer_rows, "maps": map_rows},
     "docs/recipes.md": {"recipes": recipe_rows},
     "docs/keys.md": {"keys": key_rows},
