@@ -1,10 +1,13 @@
 """Recipes: what is refused, in which words, and that what was saved is what was read."""
 
+import typing
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
 
 from nalanda.common.errors import InputError
+from nalanda.config.bounds import annotations
 from nalanda.config.load import at_home, differences, find_recipe, is_recipe, load_config
 from nalanda.config.schema import Component, DataConfig, RunConfig, TokenizerConfig
 
@@ -139,6 +142,29 @@ def test_overrides_reach_every_depth(recipe):
 )
 def test_bad_values_get_one_line(recipe, override, words):
     assert words in refusal(recipe, override)
+
+
+def bounded_keys() -> dict[str, tuple[str, str]]:
+    """Every key of a section with a bound: a value outside it, and the words of the bound."""
+    keys = {}
+    for name, kind in typing.get_type_hints(RunConfig).items():
+        for field, hint in annotations(kind).items() if is_dataclass(kind) else ():
+            for bound in getattr(hint, "__metadata__", ()):
+                pair = "tuple" in str(hint)
+                keys[f"{name}.{field}"] = ("[0.9, -1]" if pair else "-1", bound.words)
+    return keys
+
+
+@pytest.mark.parametrize(("key", "case"), bounded_keys().items())
+def test_every_bound_is_checked_in_the_same_words(recipe, key, case):
+    value, words = case
+    recipe_of_words = ["tokenizer.train=words"] if key == "tokenizer.min_count" else []
+    problem = refusal(recipe, *recipe_of_words, f"{key}={value}")
+    assert problem.startswith(f"{key}: expected {words}, got ")
+
+
+def test_there_are_many_bounds():
+    assert len(bounded_keys()) >= 35
 
 
 def test_the_home_is_written_out_once_wherever_a_path_may_stand(recipe, tmp_path, monkeypatch):

@@ -402,7 +402,9 @@ def test_joined_documents_refuse_bos_and_held_out_shares(shards):
     with pytest.raises(InputError, match=r"no validation part.*give data\.validation_source"):
         open_corpus(shards, "train")
     shards.documents = "apar"
-    with pytest.raises(InputError, match=r"data\.documents is 'apar'"):
+    with pytest.raises(
+        InputError, match=r"data\.documents: expected one of apart, joined; got 'apar'"
+    ):
         shards.check()
 
 
@@ -724,7 +726,7 @@ def test_sources_that_cannot_work(tmp_path, byte_tokenizer, source, message):
     ],
 )
 def test_settings_that_cannot_work(byte_tokenizer, settings):
-    with pytest.raises(InputError, match=f"data.{next(iter(settings))} is"):
+    with pytest.raises(InputError, match=f"data.{next(iter(settings))}: expected "):
         PackedBatches(
             DataConfig(source="python", **settings), byte_tokenizer, split="train", batch_size=1
         )
@@ -1630,10 +1632,10 @@ def test_sentencepiece_models(tmp_path, prose):
     [
         ({}, "give either path"),
         ({"path": "a", "train": "bpe"}, "give either path"),
-        ({"train": "wordpiece"}, "there are 'bpe' and 'words'"),
+        ({"train": "wordpiece"}, "expected one of bpe, words; got 'wordpiece'"),
         ({"train": "bpe", "vocab_size": 256}, "needs 257 or more"),
         ({"train": "words", "vocab_size": 3}, "and a word need 4"),
-        ({"train": "words", "min_count": 0}, "min_count is 0"),
+        ({"train": "words", "min_count": 0}, "min_count: expected 1 or more, got 0"),
         ({"train": "bpe", "min_count": 2}, "only train: words counts words"),
         ({"path": "./nowhere"}, "'./nowhere' cannot be loaded .*; give a directory"),
     ],

@@ -505,7 +505,9 @@ def test_a_state_of_an_earlier_version_counts_on(tmp_path):
 
 
 def test_there_are_two_policies():
-    with pytest.raises(InputError, match=r"data\.unusable is 'drop'; there are refuse, skip"):
+    with pytest.raises(
+        InputError, match=r"data\.unusable: expected one of refuse, skip; got 'drop'"
+    ):
         DataConfig(source="python", unusable="drop").check()
 
 

@@ -584,9 +584,9 @@ def test_batch_slots_that_cannot_work(folder, long_documents, tokenizer):
         )
     with pytest.raises(ValueError, match="slots is 8: not a multiple"):
         in_slots(long_documents, tokenizer, micro=3)
-    with pytest.raises(InputError, match=r"data\.carry_rows is 0"):
+    with pytest.raises(InputError, match=r"data\.carry_rows: expected 1 or more, got 0"):
         DataConfig(source="python", carry_rows=0).check()
-    with pytest.raises(InputError, match="there are 'cut' and 'carry'"):
+    with pytest.raises(InputError, match="expected one of cut, carry; got 'kept'"):
         DataConfig(source="python", long_documents="kept").check()
 
 

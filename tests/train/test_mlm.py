@@ -218,7 +218,7 @@ def test_figures_have_no_state(recipe, tmp_path):
         ("tokenizer.mask=false", "tokenizer: no mask token"),
         ("data.long_documents=carry", "data.long_documents: the model is an encoder"),
         ("train.context_parallel=2", "train.context_parallel: the model is an encoder"),
-        ("data.mask_share=1", "data.mask_share is 1.0; it must lie between 0 and 1"),
+        ("data.mask_share=1", "data.mask_share: expected a number between 0 and 1, got 1.0"),
         ("tokenizer={path: mistral, mask: true}", "tokenizer.mask: only of a trained one"),
         ("model.mixer=gla", "gla has no form without a mask; set directions: 2"),
     ],

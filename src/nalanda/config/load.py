@@ -15,6 +15,7 @@ import yaml
 from nalanda.common.errors import InputError
 from nalanda.common.plugins import import_plugins
 from nalanda.common.text import closest, redact, suggest
+from nalanda.config.bounds import check_choice
 from nalanda.config.schema import EXPONENT, RunConfig, TokenizerConfig
 
 
@@ -279,10 +280,8 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
                 if isinstance(value, get_origin(choice) or ()):  # a list with a wrong item
                     raise
     if origin is Literal:
-        if any(value == a and type(value) is type(a) for a in arguments):  # 1 is not true
-            return value
-        names = ", ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in arguments)
-        raise InputError(f"{where}: expected one of {names}; got {value!r}")
+        check_choice(value, arguments, where)
+        return value
     if origin in (list, tuple) and isinstance(value, (list, tuple)):
         variadic = origin is list or arguments[-1] is Ellipsis
         if not variadic and len(value) != len(arguments):

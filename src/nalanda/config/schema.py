@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 
@@ -12,6 +12,15 @@ from nalanda.common.errors import InputError
 from nalanda.common.plugins import import_plugins
 from nalanda.common.stores import check_output, check_source
 from nalanda.common.text import is_url, local_path, redact
+from nalanda.config.bounds import (
+    BETWEEN_0_AND_1,
+    DECAY,
+    POSITIVE,
+    SHARE,
+    at_least,
+    check_bounds,
+    check_choice,
+)
 
 OPTIMIZERS = ["adamw", "muon"]
 """Names that `optim.name` takes; `register_optimizer` adds to them."""
@@ -97,12 +106,12 @@ class DataConfig:
     """Several sources, instead of `source`."""
     validation_source: str | list[str] | None = None
     """Separate source for validation."""
-    validation_share: float = 0.02
+    validation_share: Annotated[float, BETWEEN_0_AND_1] = 0.02
     """Share of the documents held out if the source has no validation part."""
-    max_validation_rows: int = 1024
+    max_validation_rows: Annotated[int, at_least(1)] = 1024
     """Most rows of `seq_len` tokens in a validation pass. They hold the first documents, one file after
     another, so perhaps not all files; a line at the start says how many."""
-    seq_len: int = 2048
+    seq_len: Annotated[int, at_least(2)] = 2048
     """Tokens in a row."""
     text_field: str = "text"
     """Field of a record that has the text. A dot leads into a nested field: `doc.text`."""
@@ -116,14 +125,14 @@ class DataConfig:
     """joined: one text, in the files' order, with its blank lines."""
     long_documents: Literal["cut", "carry"] = "cut"
     """Documents longer than a row: cut at its end, or continued in the batch slot's next row."""
-    carry_rows: int = 16
+    carry_rows: Annotated[int, at_least(1)] = 16
     """carry: rows in sequence in a batch slot, before it moves to another place in the data."""
-    mask_share: float = 0.15
+    mask_share: Annotated[float, BETWEEN_0_AND_1] = 0.15
     """Encoders: share of the tokens that the model must recover, by a mask token (80 %), a random one (10 %)
     or themselves."""
     whole_words: bool = False
     """Encoders: whether all tokens of a word, between white space, are chosen together."""
-    max_document_bytes: int = MAX_DOCUMENT
+    max_document_bytes: Annotated[int, at_least(1)] = MAX_DOCUMENT
     """Largest document: a line of .jsonl, a .txt file, the text of a record. Reading takes little more memory
     than this, however much a compressed shard expands to."""
     oversized: Literal["refuse", "skip"] = "refuse"
@@ -136,7 +145,7 @@ class DataConfig:
     training begins, and before the model is written; sums: before training; sizes: only sizes are checked. A
     file that was found whole is read again once it has changed. Files that are read as text are hashed in a
     thread; checkpoints hold the hashes found so far."""
-    shuffle_buffer: int = 1024
+    shuffle_buffer: Annotated[int, at_least(0)] = 1024
     """Documents in the shuffle buffer, which checkpoints save. 0: none; only the files are shuffled."""
     name: str | None = None
     """Hub: configuration of the dataset."""
@@ -148,9 +157,9 @@ class DataConfig:
     """Hub: split for validation; held out of `train_split` if the dataset has none."""
     streaming: bool = True
     """Hub: reading while training, instead of a download first."""
-    retries: int = 8
+    retries: Annotated[int, at_least(0)] = 8
     """Hub, URLs, stores: consecutive tries, at growing intervals, before the run stops."""
-    workers: int = 1
+    workers: Annotated[int, at_least(0)] = 1
     """0: the training thread reads; 1: a thread reads ahead; 2 or more: as many processes tokenise for it."""
 
     def __post_init__(self) -> None:
@@ -170,48 +179,11 @@ class DataConfig:
             for name in ("source", "validation_source"):
                 for url in _several(getattr(part, name)):
                     check_source(url, f"{key}.{name}")
-        if self.seq_len < 2:
-            raise InputError(f"data.seq_len is {self.seq_len}; a row needs at least 2 tokens")
-        if not 0 < self.validation_share < 1:
-            raise InputError(
-                f"data.validation_share is {self.validation_share}; it must lie between 0 and 1"
-            )
-        if self.max_validation_rows < 1:
-            raise InputError(
-                f"data.max_validation_rows is {self.max_validation_rows}; it must be at least 1"
-            )
-        if self.documents not in ("apart", "joined"):
-            raise InputError(
-                f"data.documents is {self.documents!r}; there are 'apart' and 'joined'"
-            )
+        check_bounds(self, "data")
         if self.documents == "joined" and self.bos:
             raise InputError(
                 "data.bos: joined documents are the lines of one text; set data.bos: false"
             )
-        if self.long_documents not in ("cut", "carry"):
-            raise InputError(
-                f"data.long_documents is {self.long_documents!r}; there are 'cut' and 'carry'"
-            )
-        if self.carry_rows < 1:
-            raise InputError(f"data.carry_rows is {self.carry_rows}; it must be 1 or more")
-        if not 0 < self.mask_share < 1:
-            raise InputError(f"data.mask_share is {self.mask_share}; it must lie between 0 and 1")
-        if self.workers < 0:
-            raise InputError(f"data.workers is {self.workers}; it must be 0 or more")
-        if self.retries < 0:
-            raise InputError(f"data.retries is {self.retries}; it must be 0 or more")
-        if self.max_document_bytes < 1:
-            raise InputError(
-                f"data.max_document_bytes is {self.max_document_bytes}; it must be 1 or more"
-            )
-        policies = dict.fromkeys(("oversized", "unusable"), ("refuse", "skip"))
-        for key, known in {**policies, "verify": ("background", "sums", "sizes")}.items():
-            if getattr(self, key) not in known:
-                raise InputError(
-                    f"data.{key} is {getattr(self, key)!r}; there are {', '.join(known)}"
-                )
-        if self.shuffle_buffer < 0:
-            raise InputError(f"data.shuffle_buffer is {self.shuffle_buffer}; it must be 0 or more")
 
     def _check_mixture(self) -> None:
         if not self.mixture:
@@ -270,7 +242,7 @@ class TokenizerConfig:
     """Kind to train on the training documents: "bpe", byte-level, or "words", split at white space."""
     vocab_size: int | None = None
     """Size of a trained one, special tokens included; null: bpe 4096, words all."""
-    min_count: int = 1
+    min_count: Annotated[int, at_least(1)] = 1
     """words: occurrences that a word needs; rarer ones are unknown."""
     mask: bool = False
     """Whether a trained one has a mask token, which masked language models need."""
@@ -285,8 +257,9 @@ class TokenizerConfig:
             raise InputError(
                 "tokenizer: give either path (a directory, Hub id or file) or train: bpe or train: words"
             )
-        if self.train not in (None, "bpe", "words"):
-            raise InputError(f"tokenizer.train is {self.train!r}; there are 'bpe' and 'words'")
+        if self.train is not None:
+            check_choice(self.train, ("bpe", "words"), "tokenizer.train")
+        check_bounds(self, "tokenizer")
         if self.path and self.vocab_size not in (
             None,
             4096,
@@ -307,8 +280,6 @@ class TokenizerConfig:
             raise InputError(
                 f"tokenizer.vocab_size is {self.vocab_size}; <unk>, </s>, <s> and a word need 4"
             )
-        if self.min_count < 1:
-            raise InputError(f"tokenizer.min_count is {self.min_count}; it must be 1 or more")
         if self.min_count > 1 and self.train != "words":
             raise InputError(
                 f"tokenizer.min_count is {self.min_count}; only train: words counts words"
@@ -317,17 +288,17 @@ class TokenizerConfig:
 
 @dataclass
 class TrainConfig:
-    steps: int
+    steps: Annotated[int, at_least(1)]
     """Updates of the weights."""
-    tokens_per_step: int
+    tokens_per_step: Annotated[int, at_least(1)]
     """Tokens of all processes together; reached by gradient accumulation."""
-    micro_batch_size: int
+    micro_batch_size: Annotated[int, at_least(1)]
     """Rows of one forward pass of one process, or of the processes of one context."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Precision of matrix products. bf16 and fp16 are autocast, with fp32 weights, moments and reductions.
     fp16 is for GPUs without bf16 (before Ampere): a scale of the loss, which follows the gradients, keeps
     them in its range."""
-    z_loss: float = 0.0
+    z_loss: Annotated[float, at_least(0)] = 0.0
     """Coefficient of the mean of logsumexp(logits)² in the objective (PaLM: 1e-4); logged losses do not
     include it."""
     parallel: Literal["auto", "ddp", "fsdp", "hybrid"] = "auto"
@@ -336,7 +307,7 @@ class TrainConfig:
     says so, else ddp."""
     shard_size: int | None = None
     """hybrid: processes that share one model; null: those of a node."""
-    context_parallel: int = 1
+    context_parallel: Annotated[int, at_least(1)] = 1
     """Processes, neighbours in rank, that share each row: context parallelism. Each computes a part of the
     row, and they exchange states; the result is that of whole rows. Activations take about an N-th of the
     memory. The rows of a step do not depend on it, and it may change when a run resumes."""
@@ -348,35 +319,26 @@ class TrainConfig:
     resume: str | int | None = None
     """Checkpoint step-N to resume from, instead of the newest. Applies once: later starts with the same value
     resume from the newest. Later checkpoints are set aside."""
-    cpu_threads: int | None = None
+    cpu_threads: Annotated[int | None, at_least(1)] = None
     """Threads of one process on a CPU; null: the launcher's number (`accelerate launch` sets 1)."""
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
-        for key in ("steps", "tokens_per_step", "micro_batch_size", "context_parallel"):
-            if getattr(self, key) < 1:
-                raise InputError(f"train.{key}: expected 1 or more, got {getattr(self, key)}")
-        if self.z_loss < 0:
-            raise InputError(f"train.z_loss: expected 0 or more, got {self.z_loss:g}")
-        if self.cpu_threads is not None and self.cpu_threads < 1:
-            raise InputError(f"train.cpu_threads: expected 1 or more, got {self.cpu_threads}")
+        check_bounds(self, "train")
         if self.shard_size is not None and (self.parallel != "hybrid" or self.shard_size < 2):
             raise InputError("train.shard_size: 2 or more, and only with train.parallel=hybrid")
 
 
 @dataclass
 class ValidationConfig:
-    every: int | None = None
+    every: Annotated[int | None, at_least(0)] = None
     """Steps between validations; null: only at the end; 0: never."""
-    batch_size: int | None = None
+    batch_size: Annotated[int | None, at_least(1)] = None
     """Rows of one forward pass; null: `train.micro_batch_size`."""
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
-        if self.every is not None and self.every < 0:
-            raise InputError(f"validation.every: expected 0 or more, got {self.every}")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise InputError(f"validation.batch_size: expected 1 or more, got {self.batch_size}")
+        check_bounds(self, "validation")
 
 
 @dataclass
@@ -385,9 +347,9 @@ class GroupConfig:
 
     match: str
     """Regular expression, searched in parameter names; a parameter joins the first group that matches."""
-    lr_scale: float = 1.0
+    lr_scale: Annotated[float, at_least(0)] = 1.0
     """Factor of the schedule's learning rate."""
-    weight_decay: float | None = None
+    weight_decay: Annotated[float | None, at_least(0)] = None
     """Weight decay; null: as without the group."""
 
     def check(self, where: str) -> None:
@@ -398,9 +360,7 @@ class GroupConfig:
             raise InputError(
                 f"{where}.match: {self.match!r} is not a regular expression: {error}"
             ) from None
-        for key, value in (("lr_scale", self.lr_scale), ("weight_decay", self.weight_decay)):
-            if value is not None and value < 0:
-                raise InputError(f"{where}.{key}: expected 0 or more, got {value:g}")
+        check_bounds(self, where)
 
 
 LEAST_NORM = 1e-15
@@ -413,19 +373,20 @@ class OptimConfig:
 
     name: str = "adamw"
     """Optimizer; muon: Muon for the matrices of the blocks, AdamW for the rest; or the name of a plugin's."""
-    lr: float = 3e-4
+    lr: Annotated[float, POSITIVE] = 3e-4
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], DECAY] = (0.9, 0.95)
     """AdamW's decays of its two moments."""
-    eps: float = 1e-8
+    # Not 0: a weight without a gradient would be 0/0.
+    eps: Annotated[float, POSITIVE] = 1e-8
     """AdamW's ε."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, at_least(0)] = 0.1
     """Decay of matrices; norms, biases and decays of states have none."""
     max_grad_norm: float = 1.0
     """Norm that longer gradients are scaled down to; 0: none are."""
-    momentum: float = 0.95
+    momentum: Annotated[float, DECAY] = 0.95
     """Momentum of Muon."""
-    muon_lr: float | None = None
+    muon_lr: Annotated[float | None, POSITIVE] = None
     """Learning rate of Muon's matrices; null: `lr`, since Muon's updates have AdamW's size (0.2 √max(rows,
     columns) times an orthogonal matrix: Liu et al., 2025)."""
     groups: list[GroupConfig] = field(default_factory=list)
@@ -439,23 +400,11 @@ class OptimConfig:
             )
         for i, group in enumerate(self.groups):
             group.check(f"optim.groups[{i}]")
-        for key in ("lr", "muon_lr"):
-            if getattr(self, key) is not None and getattr(self, key) <= 0:
-                raise InputError(
-                    f"optim.{key}: expected a positive number, got {getattr(self, key):g}"
-                )
+        check_bounds(self, "optim")
         if self.muon_lr is not None and self.name != "muon":
             raise InputError(
                 f"optim.muon_lr: only under optim.name=muon, which is {self.name} here"
             )
-        if not 0 <= self.momentum < 1:
-            raise InputError(f"optim.momentum: expected a number in [0, 1), got {self.momentum:g}")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise InputError(f"optim.betas: expected two numbers in [0, 1), got {list(self.betas)}")
-        if self.weight_decay < 0:
-            raise InputError(f"optim.weight_decay: expected 0 or more, got {self.weight_decay:g}")
-        if self.eps <= 0:  # a weight without a gradient would be 0/0
-            raise InputError(f"optim.eps: expected a positive number, got {self.eps:g}")
         if self.max_grad_norm < 0 or 0 < self.max_grad_norm < LEAST_NORM:
             raise InputError(
                 f"optim.max_grad_norm: expected 0, for none, or {LEAST_NORM:g} or more, got "
@@ -467,31 +416,25 @@ class OptimConfig:
 class ScheduleConfig:
     name: Literal["cosine", "wsd", "linear", "inverse_sqrt", "constant"] = "cosine"
     """Shape of the learning rate over the steps; wsd: constant, then a fall with 1 − √."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, at_least(0)] = 0
     """Steps of the linear rise to `optim.lr`."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Annotated[float, SHARE] = 0.1
     """Final rate of cosine, wsd and linear, as a share of `optim.lr`."""
-    decay_share: float = 0.2
+    decay_share: Annotated[float, SHARE] = 0.2
     """wsd: share of all steps in the final decay."""
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
-        if self.warmup_steps < 0:
-            raise InputError(f"schedule.warmup_steps: expected 0 or more, got {self.warmup_steps}")
-        for key in ("min_lr_ratio", "decay_share"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise InputError(
-                    f"schedule.{key}: expected a number in [0, 1], got {getattr(self, key):g}"
-                )
+        check_bounds(self, "schedule")
 
 
 @dataclass
 class CheckpointConfig:
-    every: int = 1000
+    every: Annotated[int, at_least(0)] = 1000
     """Steps between checkpoints; 0: only at the end and when interrupted."""
-    keep_last: int = 3
+    keep_last: Annotated[int, at_least(1)] = 3
     """Newest checkpoints to keep."""
-    keep_every: int | None = None
+    keep_every: Annotated[int | None, at_least(1)] = None
     """Interval of the steps whose checkpoints are kept for good."""
     asynchronous: Literal[True, False, "auto"] = "auto"
     """Writing in a thread, from a copy in host memory, while training continues. auto: where the copy takes
@@ -499,12 +442,7 @@ class CheckpointConfig:
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
-        if self.every < 0:
-            raise InputError(f"checkpoint.every: expected 0 or more, got {self.every}")
-        if self.keep_last < 1:
-            raise InputError(f"checkpoint.keep_last: expected 1 or more, got {self.keep_last}")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise InputError(f"checkpoint.keep_every: expected 1 or more, got {self.keep_every}")
+        check_bounds(self, "checkpoint")
 
 
 MIN_GOOD_STEPS = 16
@@ -513,36 +451,26 @@ MIN_GOOD_STEPS = 16
 
 @dataclass
 class GuardConfig:
-    sigma: float = 6.0
+    sigma: Annotated[float, at_least(0)] = 6.0
     """A step is bad, and skipped, if its loss or the logarithm of its gradient norm is this many standard
     deviations above the mean of the last good steps. 0: only if one is not finite."""
-    window: int = 128
+    window: Annotated[int, at_least(MIN_GOOD_STEPS)] = 128
     """Good steps that mean and deviation are computed over."""
-    max_bad_steps: int = 5
+    max_bad_steps: Annotated[int, at_least(1)] = 5
     """Consecutive bad steps that make the run reload its last good checkpoint and skip their data."""
-    max_rollbacks: int = 3
+    max_rollbacks: Annotated[int, at_least(1)] = 3
     """Rollbacks to the same checkpoint before the run stops."""
-    hang_timeout: float | None = 1800.0
+    hang_timeout: Annotated[float | None, POSITIVE] = 1800.0
     """Seconds without progress until a process prints its stacks and ends; null: never."""
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
-        if self.sigma < 0:
-            raise InputError(f"guard.sigma: expected 0 or more, got {self.sigma:g}")
-        if self.window < MIN_GOOD_STEPS:
-            raise InputError(f"guard.window: expected {MIN_GOOD_STEPS} or more, got {self.window}")
-        for key in ("max_bad_steps", "max_rollbacks"):
-            if getattr(self, key) < 1:
-                raise InputError(f"guard.{key}: expected 1 or more, got {getattr(self, key)}")
-        if self.hang_timeout is not None and self.hang_timeout <= 0:
-            raise InputError(
-                f"guard.hang_timeout: expected a positive number, got {self.hang_timeout:g}"
-            )
+        check_bounds(self, "guard")
 
 
 @dataclass
 class LogConfig:
-    every: int = 10
+    every: Annotated[int, at_least(1)] = 10
     """Steps between lines of metrics; a line has the loss of its step, not a mean over steps."""
     tensorboard: bool = True
     """Whether metrics go to tensorboard/ as well."""
@@ -554,8 +482,7 @@ class LogConfig:
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
-        if self.every < 1:
-            raise InputError(f"log.every: expected 1 or more, got {self.every}")
+        check_bounds(self, "log")
 
 
 @dataclass

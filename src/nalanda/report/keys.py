@@ -67,10 +67,19 @@ def _fields(node: ast.ClassDef) -> list[tuple[ast.AnnAssign, str]]:
     return found
 
 
+def _type_of(field: ast.AnnAssign) -> str:
+    """The type of a field, without the bounds of `Annotated`."""
+    kind = field.annotation
+    if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Annotated":
+        assert isinstance(kind.slice, ast.Tuple)
+        kind = kind.slice.elts[0]
+    return ast.unparse(kind)
+
+
 def _keys(classes: dict[str, ast.ClassDef], name: str, where: str = "") -> list[dict[str, str]]:
     rows = []
     for field, text in _fields(classes[name]):
-        kind = ast.unparse(field.annotation)
+        kind = _type_of(field)
         key = f"{where}{ast.unparse(field.target)}"
         inner = re.search(r"\w+$", kind.removesuffix("]"))
         if inner and inner[0] in classes:
@@ -83,7 +92,7 @@ def _keys(classes: dict[str, ast.ClassDef], name: str, where: str = "") -> list[
 
 
 def _row(key: str, field: ast.AnnAssign, text: str) -> dict[str, str]:
-    kind, value = ast.unparse(field.annotation), field.value
+    kind, value = _type_of(field), field.value
     if value is None:
         default = "required"
     elif isinstance(value, ast.Call):  # field(default_factory=…)

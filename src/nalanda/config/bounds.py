@@ -1,0 +1,57 @@
+"""Bounds of a recipe's values, written beside their types: `Annotated[int, at_least(1)]`."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from functools import cache
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from nalanda.common.errors import InputError
+
+
+class Bound(NamedTuple):
+    """A condition on a number."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def at_least(n: float) -> Bound:
+    """The bound [n, ∞)."""
+    return Bound(f"{n:g} or more", lambda value: value >= n)
+
+
+POSITIVE = Bound("a positive number", lambda value: value > 0)
+BETWEEN_0_AND_1 = Bound("a number between 0 and 1", lambda value: 0 < value < 1)
+SHARE = Bound("a number in [0, 1]", lambda value: 0 <= value <= 1)
+DECAY = Bound("a number in [0, 1)", lambda value: 0 <= value < 1)
+
+
+def check_bounds(section: Any, where: str) -> None:
+    """Raises `InputError` for the first value of a section outside its bound or its choices.
+
+    where: the section's key. Null is within every bound, and each number of a tuple must be.
+    """
+    for name, hint in annotations(type(section)).items():
+        value = getattr(section, name)
+        numbers = value if isinstance(value, tuple) else [value]
+        for bound in getattr(hint, "__metadata__", ()):
+            if not all(number is None or bound.holds(number) for number in numbers):
+                shown = list(value) if isinstance(value, tuple) else value
+                raise InputError(f"{where}.{name}: expected {bound.words}, got {shown!r}")
+        if get_origin(hint) is Literal:
+            check_choice(value, get_args(hint), f"{where}.{name}")
+
+
+def check_choice(value: Any, choices: Iterable[Any], key: str) -> None:
+    """Raises `InputError` unless `value` is one of `choices`; 1 is not true."""
+    if any(value == choice and type(value) is type(choice) for choice in choices):
+        return
+    names = [str(c).lower() if isinstance(c, bool) else str(c) for c in choices]
+    raise InputError(f"{key}: expected one of {', '.join(names)}; got {value!r}")
+
+
+@cache
+def annotations(section: type) -> dict[str, Any]:
+    """The annotations of a dataclass's fields, with their bounds."""
+    hints = get_type_hints(section, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(section)}
