@@ -8,10 +8,11 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
@@ -86,6 +87,7 @@ def alone_in(directory: Path) -> Iterator[None]:
     _refuse_other_files(directory)
     work = directory / "preparing"
     lock = FileLock(work / ".lock")
+
     try:
         work.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
@@ -93,11 +95,9 @@ def alone_in(directory: Path) -> Iterator[None]:
         raise InputError(
             f"{directory}: another process is preparing it; wait for it, or name another directory"
         ) from None
-    except (
-        OSError,
-        NotImplementedError,
-    ):  # a finished set that is read-only, or a file system without locks
-        pass
+    except (OSError, NotImplementedError):
+        pass  # a finished set that is read-only, or a file system without locks
+
     try:
         yield
     finally:
@@ -112,7 +112,7 @@ def alone_in(directory: Path) -> Iterator[None]:
 def _prepare(
     data: DataConfig,
     tokenizer: TokenizerConfig,
-    directory: str | os.PathLike,
+    directory: Path,
     workers: int,
     shard_bytes: int | None,
     say: Callable[[str], None],
@@ -123,20 +123,42 @@ def _prepare(
         check_set(directory)
         say(f"{directory}: prepared already, with these settings")
         return read_index(directory)
-    numbers = range(len(preparation.jobs))
-    todo = [number for number in numbers if preparation.record(number) is None]
-    if len(todo) < len(numbers):
-        say(f"{len(numbers) - len(todo)} of {len(numbers)} shards are finished already")
-    begun = time.monotonic()
-    run = make_in_processes if workers > 1 and len(todo) > 1 else make_here
+
+    count = len(preparation.jobs)
+    todo = [number for number in range(count) if preparation.record(number) is None]
+    if len(todo) < count:
+        say(f"{count - len(todo)} of {count} shards are finished already")
+
+    workers = max(1, min(workers, len(todo)))
+    started = time.monotonic()
+    text, errors = _make_shards(preparation, todo, workers)
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        finished = f"{count - len(errors)} of {count} shards are finished and kept"
+        raise type(errors[0])(f"{errors[0]}{more}; {finished}")
+
+    seconds = max(time.monotonic() - started, 1e-3)
+    say(
+        f"{text / 1e6:,.1f} MB of text in {duration(seconds)}, {text / 1e6 / seconds:.2f} MB/s with "
+        f"{workers} worker{'s' * (workers > 1)}"
+    )
+    return preparation.seal()
+
+
+def _make_shards(
+    preparation: Preparation, todo: list[int], workers: int
+) -> tuple[int, list[InputError]]:
+    """Makes the shards `todo`. Returns the bytes of text, and the errors of shards that cannot be made."""
+    make = make_in_processes if workers > 1 else make_here
     errors: list[InputError] = []
     try:
         with ByteProgress("tokenising", preparation.weights, todo) as progress:
-            for number, error in run(preparation, todo, workers, progress):
+            for number, error in make(preparation, todo, workers, progress):
                 if error:
                     errors.append(error)
                     progress.say(f"shard {number}: {error}; the others continue")
     except OSError as error:
+        directory = preparation.directory
         if not no_room(error):
             raise InputError(f"{directory}: {first_line(error)}") from None
         raise DiskFull(
@@ -144,16 +166,10 @@ def _prepare(
         ) from None
     finally:
         (preparation.directory / "preparing" / URLS).unlink(missing_ok=True)
-    if errors:
-        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        finished = f"{len(numbers) - len(errors)} of {len(numbers)} shards are finished and kept"
-        raise type(errors[0])(f"{errors[0]}{more}; {finished}")
-    text, seconds = progress.text, max(time.monotonic() - begun, 1e-3)
-    say(
-        f"{text / 1e6:,.1f} MB of text in {duration(seconds)}, {text / 1e6 / seconds:.2f} MB/s with "
-        f"{min(workers, max(1, len(todo)))} worker{'s' * (min(workers, len(todo)) > 1)}"
-    )
-    return preparation.seal()
+    return progress.text, errors
+
+
+# ------------------------------ the plan, begun or resumed
 
 
 def begin(
@@ -171,125 +187,202 @@ def begin(
             begun with other settings.
     """
     directory = local_output(directory, "output")
-    _check(data, tokenizer, shard_bytes)
+    _check_settings(data, tokenizer, shard_bytes)
     _refuse_other_files(directory)
+
+    # The source, and the settings that the bytes of the set depend on.
     corpora = open_corpora(data)
-    prints = {split: corpus.fingerprint for split, corpus in corpora.items()}
-    if data.validation_source and prints["train"] == prints["validation"]:
-        prints["validation"] += " of validation_source"  # two folders of equal names and sizes
-    if data.validation_source:
-        check_apart(**corpora)
-    hold_out = corpora["train"].hold_out
-    parts = {split: corpora[split] for split in (SPLITS[:1] if hold_out else SPLITS)}
-
-    work, saved = directory / "preparing", directory / "tokenizer"
-    index = read_index(directory) if is_token_set(directory) else None
-    recorded = index["settings"] if index else read_json_if_whole(work / "settings.json")
-    shard_bytes = shard_bytes or (recorded or {}).get("shard_bytes") or usual_shard_bytes(parts)
-    settings = token_settings(data, tokenizer, prints, shard_bytes)
-    _refuse_other_settings(directory, recorded, settings)
-    known = index is not None and "records" in index
-    if index and not known and index["settings"]["corpus"] == prints:  # made by an earlier version
-        tidy(directory, index)
-        return None
-
-    if index and known:
-        made_with = index["tokenizer"]
-    else:
-        for line in filter(
-            None, (describe_files(data, corpora["train"].counts), corpora["train"].note)
-        ):
-            say(line)
-        made_with = _save_tokenizer(data, tokenizer, saved, work, settings, say, corpora["train"])
-
-    cut = any(isinstance(shard, CutFile) for shard in corpora["train"].shards)
-    made = digest(json.dumps([{**settings, "corpus": None}, made_with, cut, hold_out]))
-    records = _earlier_records(work, index, made)
-    before = _earlier_units(work, index)
-    hashes = FileHashes(work / HASHES if work.is_dir() else None)
-    jobs: list[list[Unit]] = []
-    kept: list[str | None] = []
-    for split, corpus in parts.items():
-        units = [
-            *plan_units(corpus, split, shard_bytes, contents_of(corpus, split, hashes, before))
-        ]
-        more, names = plan_jobs(
-            units, shard_bytes, {name: r["units"] for name, r in records.items()}
-        )
-        jobs += more
-        kept += names
-    if index and known and kept == [*index["records"]]:
-        tidy(directory, index)
-        return None
-
-    if before and (changes := describe_changes(before, itertools.chain(*jobs))):
-        say(f"{kept.count(None)} of {len(jobs)} shards are made again: {changes}")
-    elif index and not known:
-        say(
-            f"{directory}: changed since it was prepared, and its index names no files; all is made again"
-        )
     train = corpora["train"]
-    if known and _save_tokenizer(data, tokenizer, saved, work, settings, say, train) != made_with:
-        raise InputError(f"{saved}: not the tokenizer that the index names; copy it again")
-    taken = _names_in(index) if index else set()
-    sources = sources_of(data)
-    redacted = {key: change_urls(redact, value) for key, value in sources.items()}
+    prints = _fingerprints(data, corpora)
+    # Documents that are held out come from the corpus for training, which is read for both splits.
+    sources = {"train": train} if train.hold_out else corpora
+    earlier = EarlierWork.of(directory)
+    shard_bytes = shard_bytes or earlier.shard_bytes or usual_shard_bytes(sources.values())
+    settings = token_settings(data, tokenizer, prints, shard_bytes)
+    _refuse_other_settings(directory, earlier.settings, settings)
+    if earlier.is_older and earlier.index["settings"]["corpus"] == prints:
+        tidy(directory, earlier.index)
+        return None
+
+    # The tokenizer. That of a finished set is in its index, and is built only if there is work to do.
+    save_tokenizer = partial(_save_tokenizer, data, tokenizer, directory, settings, train, say)
+    if earlier.is_resumable:
+        described = earlier.index["tokenizer"]
+    else:
+        for line in (describe_files(data, train.counts), train.note):
+            if line:
+                say(line)
+        described = save_tokenizer()
+
+    # The jobs, and the names of shards that are made of the same units with the same settings.
+    cut = any(isinstance(shard, CutFile) for shard in train.shards)
+    version = digest(json.dumps([{**settings, "corpus": None}, described, cut, train.hold_out]))
+    records = earlier.records(version)
+    earlier_units = earlier.units()
+    jobs, names = _plan_jobs(directory, sources, shard_bytes, records, earlier_units)
+    if earlier.is_resumable and names == [*earlier.index["records"]]:
+        tidy(directory, earlier.index)
+        return None
+
+    if line := _changes_line(earlier, earlier_units, jobs, names):
+        say(line)
+    if earlier.is_resumable and save_tokenizer() != described:
+        raise InputError(
+            f"{directory / 'tokenizer'}: not the tokenizer that the index names; copy it again"
+        )
+
+    finished = earlier.names()
     plan = {
         "settings": settings,
-        "tokenizer": made_with,
-        "dtype": token_dtype(made_with["vocab_size"]).name,
-        "data": asdict(data) | redacted,
+        "tokenizer": described,
+        "dtype": token_dtype(described["vocab_size"]).name,
         "cut": cut,
-        "hold_out": hold_out,
-        "made": made,
+        "hold_out": train.hold_out,
+        "made": version,
         "jobs": jobs,
-        "names": name_shards(kept, taken),
-        "kept": {name: records[name] for name in kept if name and name in taken},
-        **({"plugins": imported} if imported else {}),
+        "names": name_shards(names, finished),
+        "kept": {name: records[name] for name in names if name and name in finished},
     }
+    _write_plan(directory, data, plan)
+    return Preparation(directory)
+
+
+def _fingerprints(data: DataConfig, corpora: Mapping[str, Corpus]) -> dict[str, str]:
+    """The fingerprint of each split's corpus. Raises `InputError` if both have the same files."""
+    prints = {split: corpus.fingerprint for split, corpus in corpora.items()}
+    if data.validation_source:
+        if prints["train"] == prints["validation"]:  # two folders of equal names and sizes
+            prints["validation"] += " of validation_source"
+        check_apart(**corpora)
+    return prints
+
+
+def _plan_jobs(
+    directory: Path,
+    sources: Mapping[str, Corpus],
+    shard_bytes: int,
+    records: Mapping[str, dict],
+    earlier_units: list[Unit],
+) -> tuple[list[list[Unit]], list[str | None]]:
+    """`plan_jobs` of each split's corpus, one after another."""
+    work = directory / "preparing"
+    hashes = FileHashes(work / HASHES if work.is_dir() else None)
+    keys = {name: record["units"] for name, record in records.items()}
+
+    jobs: list[list[Unit]] = []
+    names: list[str | None] = []
+    for split, corpus in sources.items():
+        contents = contents_of(corpus, split, hashes, earlier_units)
+        units = [*plan_units(corpus, split, shard_bytes, contents)]
+        jobs_of_split, names_of_split = plan_jobs(units, shard_bytes, keys)
+        jobs += jobs_of_split
+        names += names_of_split
+    return jobs, names
+
+
+def _changes_line(
+    earlier: EarlierWork, earlier_units: list[Unit], jobs: list[list[Unit]], names: list[str | None]
+) -> str:
+    """A line about shards that are made again, or ""."""
+    changes = describe_changes(earlier_units, itertools.chain(*jobs)) if earlier_units else ""
+    if changes:
+        return f"{names.count(None)} of {len(jobs)} shards are made again: {changes}"
+    if earlier.is_older:
+        return (
+            f"{earlier.directory}: changed since it was prepared, and its index names no files; "
+            "all is made again"
+        )
+    return ""
+
+
+def _write_plan(directory: Path, data: DataConfig, plan: dict[str, Any]) -> None:
+    """Writes the plan and the data's settings. URLs that may hold a secret go to a file of their own."""
+    sources = sources_of(data)
+    redacted = {key: change_urls(redact, source) for key, source in sources.items()}
+    plan = {**plan, "data": asdict(data) | redacted}
+    if imported:
+        plan["plugins"] = imported
+
     for split in SPLITS:
         (directory / split).mkdir(exist_ok=True)
+    work = directory / "preparing"
     write_whole(work / "plan.json", json.dumps(plan).encode())
     (work / URLS).unlink(missing_ok=True)
     if redacted != sources:
         with open(os.open(work / URLS, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             json.dump(sources, file)
-    return Preparation(directory)
 
 
-def _earlier_records(work: Path, index: dict | None, made: str) -> dict[str, dict]:
-    """The records of the shards that were made with the present settings, by name."""
-    found: dict[str, dict] = {}
-    if index and index.get("made") == made:
-        found = {name: {**record, "made": made} for name, record in index["records"].items()}
-        for split in SPLITS:
-            for shard in index[split]["shards"]:
-                found[shard["name"]][split] = shard
-    for file in sorted(work.glob("[0-9]*.json")):
-        record = read_json_if_whole(file)
-        if isinstance(record, dict) and record.get("made") == made:
-            found[file.stem] = record
-    return found
+class EarlierWork(NamedTuple):
+    """A finished set or a plan that was begun, if an earlier call left one in the directory."""
+
+    directory: Path
+    index: dict[str, Any]
+    """Of a finished set; else {}."""
+    settings: dict[str, Any] | None
+    """Settings that the work was begun with; None if there is no earlier work."""
+
+    @staticmethod
+    def of(directory: Path) -> EarlierWork:
+        if is_token_set(directory):
+            index = read_index(directory)
+            return EarlierWork(directory, index, index["settings"])
+        settings = read_json_if_whole(directory / "preparing" / "settings.json")
+        return EarlierWork(directory, {}, settings)
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether this is a finished set whose index names the units of each shard."""
+        return "records" in self.index
+
+    @property
+    def is_older(self) -> bool:
+        """Whether this is a finished set of an earlier version, whose index names no units."""
+        return bool(self.index) and not self.is_resumable
+
+    @property
+    def shard_bytes(self) -> int | None:
+        return (self.settings or {}).get("shard_bytes")
+
+    def records(self, version: str) -> dict[str, dict]:
+        """The records of the shards that were made with the present settings, by name."""
+        records: dict[str, dict] = {}
+        if self.index.get("made") == version:
+            for name, record in self.index["records"].items():
+                records[name] = {**record, "made": version}
+            for split in SPLITS:
+                for shard in self.index[split]["shards"]:
+                    records[shard["name"]][split] = shard
+
+        for file in sorted((self.directory / "preparing").glob("[0-9]*.json")):
+            record = read_json_if_whole(file)
+            if isinstance(record, dict) and record.get("made") == version:
+                records[file.stem] = record
+        return records
+
+    def names(self) -> set[str]:
+        """The names of the shards of a finished set, also of those without a document."""
+        names = set(self.index.get("records", ()))
+        for split in SPLITS if self.index else ():
+            names |= {shard["name"] for shard in self.index[split]["shards"]}
+        return names
+
+    def units(self) -> list[Unit]:
+        """The units of the finished set, or else of the plan that was begun."""
+        if self.index:
+            records = self.index.get("records", {}).values()
+            return [Unit.of(key) for record in records for key in record["units"]]
+
+        plan = read_json_if_whole(self.directory / "preparing" / "plan.json") or {}
+        if "names" not in plan:
+            return []
+        return [Unit(*unit) for job in plan["jobs"] for unit in job]
 
 
-def _names_in(index: dict) -> set[str]:
-    """The names of the shards of a finished set, also of those without a document."""
-    return {shard["name"] for split in SPLITS for shard in index[split]["shards"]} | {
-        *index.get("records", ())
-    }
+# ------------------------------ what is refused
 
 
-def _earlier_units(work: Path, index: dict | None) -> list[Unit]:
-    """The units of the finished set, or else of the plan that was begun."""
-    if index:
-        return [
-            Unit.of(key) for record in index.get("records", {}).values() for key in record["units"]
-        ]
-    plan = read_json_if_whole(work / "plan.json") or {}
-    return [Unit(*unit) for unit in itertools.chain(*plan["jobs"])] if "names" in plan else []
-
-
-def _check(data: DataConfig, tokenizer: TokenizerConfig, shard_bytes: int | None) -> None:
+def _check_settings(data: DataConfig, tokenizer: TokenizerConfig, shard_bytes: int | None) -> None:
     if getattr(data, "mixture", None):
         raise InputError(
             "data.mixture: cannot be prepared; prepare each of its sources, with one tokenizer"
@@ -304,26 +397,18 @@ def _check(data: DataConfig, tokenizer: TokenizerConfig, shard_bytes: int | None
         raise InputError(
             f"data.source: {data.source} is a token set already; name texts, or --format megatron"
         )
-    if (
-        tokenizer.path
-        and tokenizer.path[0] in "~/."
-        and not os.path.exists(os.path.expanduser(tokenizer.path))
-    ):
-        raise InputError(
-            f"tokenizer: {tokenizer.path} does not exist; give a folder, a file or a hub id"
-        )
+    path = tokenizer.path or ""
+    if path.startswith(("~", "/", ".")) and not os.path.exists(os.path.expanduser(path)):
+        raise InputError(f"tokenizer: {path} does not exist; give a folder, a file or a hub id")
     if shard_bytes is not None and shard_bytes < 1:
         raise InputError(f"shard_bytes: {shard_bytes} bytes hold nothing; take 1 MB or more")
 
 
 def _refuse_other_files(directory: Path) -> None:
     """Raises `InputError` if the directory has other files than those of a set."""
-    begun = is_token_set(directory) or (directory / "preparing" / "settings.json").exists()
-    if (
-        not begun
-        and directory.exists()
-        and any(path.name != "preparing" for path in directory.iterdir())
-    ):
+    if is_token_set(directory) or (directory / "preparing" / "settings.json").exists():
+        return
+    if directory.exists() and any(path.name != "preparing" for path in directory.iterdir()):
         raise InputError(f"{directory}: not empty and not a token set; name another directory")
 
 
@@ -342,36 +427,42 @@ def _refuse_other_settings(
             )
 
 
+# ------------------------------ the tokenizer
+
+
 def _save_tokenizer(
     data: DataConfig,
     tokenizer: TokenizerConfig,
-    saved: Path,
-    work: Path,
+    directory: Path,
     settings: dict[str, Any],
-    say: Callable[[str], None],
     corpus: Corpus,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Builds the tokenizer and saves it whole, unless an earlier call did. Then the settings are written,
-    which claim the directory. Returns `describe_tokenizer`."""
-    new, partial = not saved.exists(), work / "tokenizer"
+    """Builds the tokenizer and saves it whole, unless an earlier call did.
+
+    Then it writes the settings, which claim the directory. Returns `describe_tokenizer`.
+    """
+    saved, work = directory / "tokenizer", directory / "preparing"
+    partial_folder = work / "tokenizer"
+    new = not saved.exists()
     if new:
-        shutil.rmtree(partial, ignore_errors=True)  # perhaps made with other settings
+        shutil.rmtree(partial_folder, ignore_errors=True)  # perhaps made with other settings
         if tokenizer.train:
-            say(
-                f"training a tokenizer of {tokenizer.vocab_size or 'all'} {tokenizer.train} tokens …"
-            )
+            size = tokenizer.vocab_size or "all"
+            say(f"training a tokenizer of {size} {tokenizer.train} tokens …")
+
     work.mkdir(parents=True, exist_ok=True)
-    directory = partial if new else saved  # a trained one is saved there
-    built = build_tokenizer(tokenizer, data, directory, lambda: corpus)
-    if new and not partial.exists():
-        built.save_pretrained(partial)
-    if (
-        made_with := describe_tokenizer(load_tokenizer(partial if new else saved))
-    ) != describe_tokenizer(built):
+    folder = partial_folder if new else saved  # a trained one is saved there
+    built = build_tokenizer(tokenizer, data, folder, lambda: corpus)
+    if new and not folder.exists():
+        built.save_pretrained(folder)
+
+    described = describe_tokenizer(load_tokenizer(folder))
+    if described != describe_tokenizer(built):
         raise InputError(
             f"tokenizer: not the one in {saved}; restore it, or name another directory"
         )
     write_whole(work / "settings.json", json.dumps(settings).encode())
     if new:
-        partial.replace(saved)
-    return made_with
+        folder.replace(saved)
+    return described

@@ -1,4 +1,11 @@
-"""The plan of a token set: which parts of the source make which shard, and what the bytes depend on. Writes nothing."""
+"""The plan of a token set: which parts of the source make which shard, and what the bytes depend on.
+
+    shard of the source   a file, or a part of a hub's dataset (`documents.Shard`)
+    unit                  a part of such a shard that is read at once
+    job                   the units of one shard of the token set, in the order of the source
+
+Nothing here writes.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +31,9 @@ HASHING = 8
 """Files hashed at a time."""
 
 
+# ------------------------------ units
+
+
 class Unit(NamedTuple):
     """A part of a source's shard: all of it, the lines that begin in bytes [start, stop), or such rows."""
 
@@ -38,7 +48,7 @@ class Unit(NamedTuple):
     content: str = ""
     """Hash of the shard (`contents_of`)."""
     path: str = ""
-    """Place of a local file."""
+    """Path of a local file; "" for anything else."""
 
     @property
     def key(self) -> str:
@@ -47,7 +57,7 @@ class Unit(NamedTuple):
 
     @staticmethod
     def of(key: str) -> Unit:
-        """The unit of a key, without its weight and its place in the source."""
+        """The unit of a key, without its weight, its number in the corpus and its path."""
         content, start, stop, corpus, identity = key.split(" ", 4)
         return Unit(
             corpus, 0, identity, 0, int(start), None if stop == "None" else int(stop), content
@@ -71,21 +81,36 @@ def plan_units(corpus: Corpus, split: str, limit: int, contents: list[str]) -> I
     """The units of a corpus; a large .jsonl or .parquet file is cut into parts of about `limit` bytes."""
     for number, (shard, content) in enumerate(zip(corpus.shards, contents, strict=True)):
         size = size_of(shard)
-        path = str(shard.path) if isinstance(shard, FileShard) else ""
-        weight = limit if size is None else size
-        unit = Unit(split, number, shard.identity, weight, content=content, path=path)
-        parts: list[Unit] = []
+        unit = Unit(
+            corpus=split,
+            shard=number,
+            identity=shard.identity,
+            weight=limit if size is None else size,
+            content=content,
+            path=str(shard.path) if isinstance(shard, FileShard) else "",
+        )
         large = isinstance(shard, FileShard) and unit.weight > limit
-        if large and is_plain_jsonl(shard.path):
-            cuts = [*range(0, unit.weight, limit), unit.weight]
-            parts = [
-                unit._replace(weight=b - a, start=a, stop=b) for a, b in itertools.pairwise(cuts)
-            ]
-        elif large and reader_of(shard.path) is read_parquet:
-            parts = [
-                unit._replace(weight=w, start=a, stop=b) for a, b, w in _row_groups(shard.path)
-            ]
-        yield from parts or [unit]
+        yield from _cut_unit(unit, limit) if large else [unit]
+
+
+def _cut_unit(unit: Unit, limit: int) -> list[Unit]:
+    """The parts of a large file: lines of a .jsonl, row groups of a .parquet. Any other file is one part."""
+    path = Path(unit.path)
+    if is_plain_jsonl(path):
+        bounds = [*range(0, unit.weight, limit), unit.weight]
+        return [
+            unit._replace(weight=stop - start, start=start, stop=stop)
+            for start, stop in itertools.pairwise(bounds)
+        ]
+
+    if reader_of(path) is read_parquet:
+        groups = [
+            unit._replace(weight=size, start=first, stop=behind)
+            for first, behind, size in _row_groups(path)
+        ]
+        return groups or [unit]
+
+    return [unit]
 
 
 def is_plain_jsonl(path: Path) -> bool:
@@ -97,9 +122,9 @@ def size_of(shard: Shard) -> int | None:
     """Bytes of input, or None if only reading tells."""
     if isinstance(shard, FileShard):
         return shard.size
-    return (
-        len(shard.text.encode()) if isinstance(shard, TextShard) else getattr(shard, "size", None)
-    )
+    if isinstance(shard, TextShard):
+        return len(shard.text.encode())
+    return getattr(shard, "size", None)
 
 
 def _row_groups(path: Path) -> list[tuple[int, int, int]]:
@@ -110,20 +135,28 @@ def _row_groups(path: Path) -> list[tuple[int, int, int]]:
         metadata = parquet.read_metadata(path)
     except (ArrowException, OSError):
         return []
-    found, row = [], 0
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+
+    groups = []
+    row = 0
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
         size = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
         if group.num_rows:
-            found.append((row, row + group.num_rows, size))
+            groups.append((row, row + group.num_rows, size))
         row += group.num_rows
-    return found
+    return groups
+
+
+# ------------------------------ jobs
 
 
 def group_units(units: Iterable[Unit], limit: int) -> list[list[Unit]]:
-    """Groups of consecutive units of up to `limit` bytes together; a larger unit is a group. In a group,
-    neighbouring parts of a shard become one, which is read at once."""
+    """Groups of consecutive units of up to `limit` bytes together; a larger unit is a group.
+
+    In a group, neighbouring parts of a shard become one, which is read at once.
+    """
     groups: list[list[Unit]] = []
-    weight = limit
+    weight = limit  # so that the first unit begins a group
     for unit in units:
         if weight + unit.weight > limit:
             groups.append([])
@@ -150,47 +183,53 @@ def plan_jobs(
 ) -> tuple[list[list[Unit]], list[str | None]]:
     """Groups of all units in their order, and for each the name of the shard that is made of it already.
 
-    A made shard is kept if its units are there, unchanged and next to each other. What lies between kept ones
-    is grouped anew (`group_units`), so the documents' order is that of the source.
+    A made shard is kept if its units are there, unchanged and next to each other. Units between kept shards
+    are grouped anew (`group_units`), so the documents' order is that of the source.
 
     made: the keys of the units of each shard, by its name.
     """
-    firsts: dict[tuple, list[str]] = {}
+    names_by_first: dict[tuple, list[str]] = {}
     for name, keys in made.items():
         first = Unit.of(keys[0])
-        firsts.setdefault((first.corpus, first.identity, first.start), []).append(name)
-    places = {(unit.corpus, unit.identity, unit.stop): place for place, unit in enumerate(units)}
+        names_by_first.setdefault((first.corpus, first.identity, first.start), []).append(name)
 
-    def kept_at(place: int) -> tuple[str, int] | None:
-        """The made shard of the units from `place` on, and the place after it."""
-        first = units[place]
-        for name in firsts.get((first.corpus, first.identity, first.start), ()):
+    ends = {(unit.corpus, unit.identity, unit.stop): i for i, unit in enumerate(units, 1)}
+
+    def shard_at(start: int) -> tuple[str, int] | None:
+        """The made shard of the units from `start` on, and the position after it."""
+        first = units[start]
+        for name in names_by_first.get((first.corpus, first.identity, first.start), ()):
             last = Unit.of(made[name][-1])
-            end = places.get((last.corpus, last.identity, last.stop), -1) + 1
-            if [unit.key for unit in join_parts(units[place:end])] == made[name]:
-                return name, end
+            stop = ends.get((last.corpus, last.identity, last.stop), 0)
+            if [unit.key for unit in join_parts(units[start:stop])] == made[name]:
+                return name, stop
         return None
 
     jobs: list[list[Unit]] = []
     names: list[str | None] = []
-    between: list[Unit] = []
+    between: list[Unit] = []  # units since the last kept shard
 
-    def group() -> None:
-        jobs.extend(group_units(between, limit))
-        names.extend([None] * (len(jobs) - len(names)))
+    def group_between() -> None:
+        groups = group_units(between, limit)
+        jobs.extend(groups)
+        names.extend([None] * len(groups))
         between.clear()
 
-    place = 0
-    while place < len(units):
-        if found := kept_at(place):
-            group()
-            names.append(found[0])
-            jobs.append(join_parts(units[place : found[1]]))
-            place = found[1]
-        else:
-            between.append(units[place])
-            place += 1
-    group()
+    position = 0
+    while position < len(units):
+        shard = shard_at(position)
+        if shard is None:
+            between.append(units[position])
+            position += 1
+            continue
+
+        name, stop = shard
+        group_between()
+        jobs.append(join_parts(units[position:stop]))
+        names.append(name)
+        position = stop
+
+    group_between()
     return jobs, names
 
 
@@ -203,41 +242,55 @@ def name_shards(names: list[str | None], taken: Container[str]) -> list[str]:
 
 def describe_changes(before: Iterable[Unit], now: Iterable[Unit]) -> str:
     """Which files changed, came and went, in a few words."""
-    old, new = (
-        {(u.corpus, file_of(u)): (u.identity, u.content) for u in units} for units in (before, now)
-    )
-    words = [
-        f"{name} changed"
-        for (split, name), what in old.items()
-        if new.get((split, name), what) != what
-    ]
-    words += [f"{name} is gone" for split, name in old if (split, name) not in new]
-    words += [f"{name} is new" for split, name in new if (split, name) not in old]
-    return ", ".join(words[:3]) + (f" and {len(words) - 3:,} more" if words[3:] else "")
+    old, new = _contents_by_file(before), _contents_by_file(now)
+
+    changes = [f"{key[1]} changed" for key in old if key in new and new[key] != old[key]]
+    changes += [f"{key[1]} is gone" for key in old if key not in new]
+    changes += [f"{key[1]} is new" for key in new if key not in old]
+
+    rest = f" and {len(changes) - 3:,} more" if len(changes) > 3 else ""
+    return ", ".join(changes[:3]) + rest
+
+
+def _contents_by_file(units: Iterable[Unit]) -> dict[tuple[str, str], tuple[str, str]]:
+    """(split, file) → (identity, content)."""
+    return {(unit.corpus, file_of(unit)): (unit.identity, unit.content) for unit in units}
 
 
 def file_of(unit: Unit) -> str:
+    """The name of a unit's file, without the size that its identity ends in."""
     return re.sub(r":\d+$", "", unit.identity)
 
 
-def usual_shard_bytes(parts: Mapping[str, Corpus]) -> int:
+def usual_shard_bytes(corpora: Iterable[Corpus]) -> int:
     """A 64th of the input, within bounds."""
-    total = sum(size_of(shard) or LARGEST for corpus in parts.values() for shard in corpus.shards)
+    shards = itertools.chain.from_iterable(corpus.shards for corpus in corpora)
+    total = sum(size_of(shard) or LARGEST for shard in shards)
     return min(LARGEST, max(SMALLEST, total // 64))
+
+
+# ------------------------------ settings
 
 
 def token_settings(
     data: DataConfig, tokenizer: TokenizerConfig, prints: dict[str, str], shard_bytes: int
 ) -> dict:
     """The settings that the bytes of a set depend on."""
+    settings = {key: change_urls(identity_of, source) for key, source in sources_of(data).items()}
+
     keys = ["text_field", "source_field", "bos", "eos", "documents"]
     if prints["train"] == prints["validation"]:
         keys.append("validation_share")
-    found = {key: change_urls(identity_of, source) for key, source in sources_of(data).items()}
-    found |= {key: getattr(data, key) for key in keys}
+    settings |= {key: getattr(data, key) for key in keys}
     if data.oversized == "skip":
-        found["max_document_bytes"] = data.max_document_bytes
-    return {**found, "corpus": prints, "tokenizer": asdict(tokenizer), "shard_bytes": shard_bytes}
+        settings["max_document_bytes"] = data.max_document_bytes
+
+    return {
+        **settings,
+        "corpus": prints,
+        "tokenizer": asdict(tokenizer),
+        "shard_bytes": shard_bytes,
+    }
 
 
 def sources_of(data: DataConfig) -> dict[str, Any]:
@@ -251,9 +304,12 @@ def change_urls(change: Callable[[str], str], source: Any) -> Any:
     return change(source) if is_url(source) else source
 
 
-def without_secrets(begun: dict, settings: dict) -> dict:
+def without_secrets(recorded: dict, settings: dict) -> dict:
     """The settings of an earlier version, which stored URLs as they were given."""
-    found = {key: begun.get(key) for key in ("source", "validation_source")}
-    return begun | {
-        key: change_urls(identity_of, old) for key, old in found.items() if old != settings[key]
+    sources = {key: recorded.get(key) for key in ("source", "validation_source")}
+    changed = {
+        key: change_urls(identity_of, source)
+        for key, source in sources.items()
+        if source != settings[key]
     }
+    return recorded | changed

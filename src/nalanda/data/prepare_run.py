@@ -11,7 +11,7 @@ import re
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -65,16 +65,10 @@ GROUP = 1 << 20
 """Characters tokenised at a time."""
 
 
-def _density(shard: Shard) -> int:
-    """About the bytes of text in a byte of input, so that the bar moves within a large file."""
-    return (
-        3
-        if isinstance(shard, FileShard) and shard.path.suffix.lower() in (".gz", ".zst", ".parquet")
-        else 1
-    )
+# ------------------------------ reading a unit
 
 
-def _read(shard: Shard, unit: Unit) -> Iterator[Document | Left]:
+def _read_unit(shard: Shard, unit: Unit) -> Iterator[Document | Left]:
     if unit.stop is None:
         yield from (document for document, _ in shard.read(None))
     elif isinstance(shard, FileShard) and is_plain_jsonl(shard.path):
@@ -89,12 +83,15 @@ def _read(shard: Shard, unit: Unit) -> Iterator[Document | Left]:
 def _read_lines(shard: FileShard, start: int, stop: int) -> Iterator[Document | Left]:
     """The documents of lines that begin in bytes [start, stop)."""
     with shard.path.open("rb") as file:
-        file.seek(place := max(0, start - 1))
-        lines = split_lines(iter(partial(file.read, BLOCK), b""), shard.fields._replace(skip=True))
+        position = max(0, start - 1)
+        file.seek(position)
+        blocks = iter(partial(file.read, BLOCK), b"")
+        lines = split_lines(blocks, shard.fields._replace(skip=True))
         if start:  # skips the line that the part before reads
-            place += next(lines, (b"", 0))[1] + 1
+            position += next(lines, (b"", 0))[1] + 1
+
         for line, size in lines:
-            if place >= stop:
+            if position >= stop:
                 return
             if line is None and shard.fields.skip:
                 yield Left.OVERSIZED
@@ -102,18 +99,28 @@ def _read_lines(shard: FileShard, start: int, stop: int) -> Iterator[Document | 
                 try:
                     document = document_in(line or b"", shard.fields, "")
                 except ValueError:  # the file's own reader names the line
-                    document = next(shard.read(_lines_before(shard.path, place)))[0]
+                    document = next(shard.read(_count_lines(shard.path, position)))[0]
                 yield document
-            place += size + 1
+            position += size + 1
 
 
-def _lines_before(path: Path, place: int) -> int:
+def _count_lines(path: Path, stop: int) -> int:
+    """The number of lines that end in bytes [0, stop)."""
     count = 0
     with path.open("rb") as file:
-        while place > 0 and (chunk := file.read(min(place, 1 << 20))):
-            count += chunk.count(b"\n")
-            place -= len(chunk)
+        while stop > 0 and (block := file.read(min(stop, 1 << 20))):
+            count += block.count(b"\n")
+            stop -= len(block)
     return count
+
+
+def _density(shard: Shard) -> int:
+    """About the bytes of text in a byte of input, so that the bar moves within a large file."""
+    compressed = (".gz", ".zst", ".parquet")
+    return 3 if isinstance(shard, FileShard) and shard.path.suffix.lower() in compressed else 1
+
+
+# ------------------------------ writing a shard
 
 
 class ShardWriter:
@@ -135,11 +142,13 @@ class ShardWriter:
         if not len(tokens):
             return
         source = source.encode(errors="replace").decode()  # half a surrogate cannot be written
+
         content = tokens.astype(self.dtype).tobytes()
         self.file.write(content)
         self.sum.update(content)
         self.tokens += len(tokens)
         self.text_bytes += text_bytes
+
         self.ends.append(self.tokens)
         self.sources.append(self.numbers.setdefault(source, len(self.numbers)))
         counts = self.counts.setdefault(source, [0, 0])
@@ -155,10 +164,12 @@ class ShardWriter:
             raise InputError(
                 f"data.source_field: names {len(self.counts):,} sources, above 65,536; set another field"
             )
+
         self.file.close()
         docs = np.array(self.ends, "<i8").tobytes() + np.array(self.sources, "<u2").tobytes()
         write_whole(self.path.with_suffix(".docs"), docs)
         rename_synced(self.partial, self.path.with_suffix(".tokens"))
+
         return {
             "name": self.path.name,
             "documents": len(self.ends),
@@ -172,6 +183,7 @@ class ShardWriter:
         }
 
     def abandon(self) -> None:
+        """Closes the file and removes it. A shard that is closed stays."""
         try:
             self.file.close()  # writes what is left, which a full disk refuses
         finally:
@@ -183,6 +195,9 @@ def write_whole(path: Path, content: bytes) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_bytes(content)
     rename_synced(partial, path)
+
+
+# ------------------------------ the planned work
 
 
 class Preparation:
@@ -198,12 +213,16 @@ class Preparation:
                 f"{path}: {first_line(error)}; begin with nalanda data prepare"
             ) from None
         import_plugins(plan.get("plugins", ()))
+
+        secrets = read_json_if_whole(path.with_name(URLS)) or {}
+        self.data = DataConfig(**plan["data"] | secrets)
         self.settings, self.tokenizer = plan["settings"], plan["tokenizer"]
         self.dtype = np.dtype(plan["dtype"]).newbyteorder("<")
-        self.data = DataConfig(**plan["data"] | (read_json_if_whole(path.with_name(URLS)) or {}))
+
         self.jobs = [[Unit(*unit) for unit in job] for job in plan["jobs"]]
         self.weights = [sum(unit.weight for unit in job) for job in self.jobs]
         self.names, self.kept, self.made = plan["names"], plan["kept"], plan["made"]
+
         self.cut = plan["cut"]
         self.hold_out = HoldOut(*plan["hold_out"]) if plan["hold_out"] else None
         self.hashes = FileHashes(path.with_name(HASHES))
@@ -216,7 +235,7 @@ class Preparation:
     def corpora(self) -> dict[str, Corpus]:
         return open_corpora(self.data)
 
-    def _open(self, unit: Unit) -> Shard:
+    def _open_shard(self, unit: Unit) -> Shard:
         """The shard of a unit. Raises `InputError` if it is another than when the work was planned."""
         if unit.path:
             kind = CutFile if self.cut else FileShard
@@ -233,32 +252,33 @@ class Preparation:
             raise InputError(f"{shard.identity}: has other content now; run the same command again")
         return shard
 
-    def _parts(self, document: Document, splits: Sequence[str]) -> Iterator[tuple[Document, str]]:
+    def _split_document(
+        self, document: Document, splits: Iterable[str]
+    ) -> Iterator[tuple[Document, str]]:
         """The splits that a document belongs to, each with its part of it."""
         for split in splits:
-            text = (
-                self.hold_out.part(document.text, split)
-                if self.hold_out
-                else unless_blank(document.text)
-            )
+            if self.hold_out:
+                text = self.hold_out.part(document.text, split)
+            else:
+                text = unless_blank(document.text)
             if text is not None:
                 yield document._replace(text=text), split
 
     def record(self, number: int) -> dict | None:
         """A finished shard's record, or None if the record or a file of its size is missing."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            if (found := self.kept.get(self.names[number])) is None:
-                found = json.loads(self._record_path(number).read_bytes())
-            if found["made"] != self.made or found["units"] != [
-                unit.key for unit in self.jobs[number]
-            ]:
+            record = self.kept.get(self.names[number])
+            if record is None:
+                record = json.loads(self._record_path(number).read_bytes())
+            units = [unit.key for unit in self.jobs[number]]
+            if record["made"] != self.made or record["units"] != units:
                 return None
-            for split, entry in record_entries(found).items():
-                for file in Entry(
-                    self.directory / split / entry["name"], entry, self.dtype.name
-                ).files():
+
+            for split, entry in record_entries(record).items():
+                shard = Entry(self.directory / split / entry["name"], entry, self.dtype.name)
+                for file in shard.files():
                     file.check_size()
-            return found
+            return record
         return None
 
     def _record_path(self, number: int) -> Path:
@@ -275,47 +295,57 @@ class Preparation:
             InputError: the source cannot be read or has changed; nothing of this shard is kept.
             OSError: the directory cannot be written.
         """
-        if (record := self.record(number)) is not None:
+        record = self.record(number)
+        if record is not None:
             text = sum(entry["text_bytes"] for entry in record_entries(record).values())
             report(self.weights[number], text)
             return record
+
         units = self.jobs[number]
-        left: Counter[str] = Counter()
         splits = SPLITS if self.hold_out else (units[0].corpus,)
         with _one_thread(), contextlib.ExitStack() as stack:
             writers = {}
             for split in splits:
-                writers[split] = ShardWriter(
-                    self.directory / split / self.names[number], self.dtype
-                )
+                path = self.directory / split / self.names[number]
+                writers[split] = ShardWriter(path, self.dtype)
                 stack.callback(writers[split].abandon)
-            weight = text = 0
-            for unit in units:
-                shard = self._open(unit)
-                documents, read = _read(shard, unit), text
-                while group := take_documents(documents, GROUP):
-                    left.update(found.value for found in group if isinstance(found, Left))
-                    chosen = [
-                        found
-                        for document in group
-                        if isinstance(document, Document)
-                        for found in self._parts(document, splits)
-                    ]
-                    for (document, split), tokens in zip(
-                        chosen, self.encode([document.text for document, _ in chosen]), strict=True
-                    ):
-                        writers[split].add(tokens, document.source, len(document.text.encode()))
-                    read = sum(writer.text_bytes for writer in writers.values())
-                    report(weight + min(unit.weight, (read - text) // _density(shard)), read)
-                weight, text = weight + unit.weight, read
-                report(weight, read)
-            record = {
-                split: entry for split, writer in writers.items() if (entry := writer.close())
-            }
+            documents_left_out = self._write_units(units, writers, report)
+            entries = {split: writer.close() for split, writer in writers.items()}
+
+        record = {split: entry for split, entry in entries.items() if entry}
         record |= {"made": self.made, "units": [unit.key for unit in units]}
-        record |= left
+        record |= documents_left_out
         write_whole(self._record_path(number), json.dumps(record).encode())
         return record
+
+    def _write_units(
+        self, units: list[Unit], writers: dict[str, ShardWriter], report: Callable[[int, int], None]
+    ) -> Counter[str]:
+        """Tokenises the units into the writers, one a split. Returns how many documents were left out, by reason."""
+        reasons: Counter[str] = Counter()
+        weight = text = 0  # bytes of input and of text before the unit
+        for unit in units:
+            shard = self._open_shard(unit)
+            documents = _read_unit(shard, unit)
+            written = text
+            while group := take_documents(documents, GROUP):
+                reasons.update(each.value for each in group if isinstance(each, Left))
+                self._write_group([each for each in group if isinstance(each, Document)], writers)
+
+                # How far this is in a compressed file is guessed from its text.
+                written = sum(writer.text_bytes for writer in writers.values())
+                read = min(unit.weight, (written - text) // _density(shard))
+                report(weight + read, written)
+
+            weight, text = weight + unit.weight, written
+            report(weight, text)
+        return reasons
+
+    def _write_group(self, documents: list[Document], writers: dict[str, ShardWriter]) -> None:
+        parts = [part for document in documents for part in self._split_document(document, writers)]
+        token_ids = self.encode([document.text for document, _ in parts])
+        for (document, split), tokens in zip(parts, token_ids, strict=True):
+            writers[split].add(tokens, document.source, len(document.text.encode()))
 
     def seal(self) -> dict:
         """Writes the index, then removes the plan and what is left of earlier work. Returns the index.
@@ -330,13 +360,24 @@ class Preparation:
                 f"{self.directory}: {len(missing)} of {len(records)} shards are missing, the first is number "
                 f"{missing[0]}; run the same command again"
             )
+
+        by_name = {name: record for name, record in zip(self.names, records, strict=True) if record}
+        index = self._index(by_name)
+        content = json.dumps(index, indent=1, ensure_ascii=False).encode()
+        write_whole(self.directory / "index.json", content)
+        tidy(self.directory, index)
+        return index
+
+    def _index(self, records: dict[str, dict]) -> dict:
+        """The index of the shards with these records, by name. Raises `InputError` without a document."""
         splits = {
-            split: totals([record[split] for record in records if record and split in record])
+            split: totals([record[split] for record in records.values() if split in record])
             for split in SPLITS
         }
         if not splits["train"]["documents"]:
             source = self.settings["source"]
             raise InputError(f"{source}: no document with text; name another source or text field")
+
         index = {
             "format": FORMAT,
             "version": VERSION,
@@ -346,32 +387,34 @@ class Preparation:
             "sources": sorted({name for split in splits.values() for name in split["sources"]}),
             **splits,
         }
-        index |= sum(map(left_out, filter(None, records)), Counter())
+        index |= sum(map(left_out, records.values()), Counter())
+
+        # What a later preparation compares, to keep the shards of unchanged files.
         index["made"] = self.made
         index["records"] = {
             name: {key: value for key, value in record.items() if key not in (*SPLITS, "made")}
-            for name, record in zip(self.names, records, strict=True)
-            if record
+            for name, record in records.items()
         }
-        write_whole(
-            self.directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False).encode()
-        )
-        tidy(self.directory, index)
         return index
 
 
 def tidy(directory: Path, index: dict) -> None:
-    """Removes from a finished set what its index does not name: the plan, files of killed processes, and
-    shards of an earlier index."""
-    for place in [directory / split for split in SPLITS] + [directory]:
-        for leftover in place.glob(".*"):
-            if LEFTOVER.fullmatch(leftover.name):
-                leftover.unlink(missing_ok=True)
+    """Removes the files of a finished set that its index does not name.
+
+    They are the plan, files of killed processes, and shards of an earlier index.
+    """
+    folders = [directory / split for split in SPLITS]
+    for folder in [*folders, directory]:
+        for file in folder.glob(".*"):
+            if LEFTOVER.fullmatch(file.name):
+                file.unlink(missing_ok=True)
+
     for split in SPLITS:
         named = {shard["name"] for shard in index[split]["shards"]}
         for file in (directory / split).glob("*"):
             if SHARD_FILE.fullmatch(file.name) and file.stem not in named:
                 file.unlink(missing_ok=True)
+
     shutil.rmtree(directory / "preparing", ignore_errors=True)
 
 
@@ -394,13 +437,18 @@ def _one_thread() -> Iterator[None]:
 
 
 def read_json_if_whole(path: Path) -> Any:
+    """The content of a JSON file, or None if it is missing or damaged."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
 
 
+# ------------------------------ this process, or many
+
+
 Outcomes = Iterator[tuple[int, InputError | None]]
+"""The number of each shard that is done, with its error."""
 
 
 def make_here(
@@ -417,26 +465,29 @@ def make_here(
 def make_in_processes(
     preparation: Preparation, todo: list[int], workers: int, progress: ByteProgress
 ) -> Outcomes:
-    # Forked from a server that has imported everything once and has no threads.
+    # Workers are forked from a server that has imported everything once and has no threads.
     server = "forkserver" in multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("forkserver" if server else "spawn")
     if server:
         context.set_forkserver_preload(PRELOAD)
+
     # Weight and text of each shard, then whether to stop; without a lock, which a killed worker would keep.
     board = context.RawArray("q", 2 * len(preparation.jobs) + 1)
     pool = ProcessPoolExecutor(
         min(workers, len(todo)),
         context,
-        initializer=_start,
+        initializer=_start_worker,
         initargs=(str(preparation.directory), board),
     )
+
     try:
-        futures = {pool.submit(_make, number): number for number in todo}
+        futures = {pool.submit(_make_in_worker, number): number for number in todo}
         waiting = set(futures)
         while waiting:
             done, waiting = wait(waiting, timeout=0.25, return_when=FIRST_COMPLETED)
             for number in todo:
                 progress.set(number, board[2 * number], board[2 * number + 1])
+
             for future in done:
                 error = future.exception()
                 if error is not None and not isinstance(error, InputError):
@@ -452,23 +503,24 @@ def make_in_processes(
         pool.shutdown(cancel_futures=True)
 
 
-_mine: tuple[Preparation, Any]
+_worker: tuple[Preparation, Any]
+"""The plan and the board of this worker."""
 
 
-def _start(directory: str, board: Any) -> None:
-    global _mine
+def _start_worker(directory: str, board: Any) -> None:
+    global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process says when to stop
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     end_with_parent()
-    _mine = Preparation(directory), board
+    _worker = Preparation(directory), board
 
 
 class _Stopped(Exception):
-    pass
+    """The main process wants no more shards."""
 
 
-def _make(number: int) -> None:
-    preparation, board = _mine
+def _make_in_worker(number: int) -> None:
+    preparation, board = _worker
 
     def report(weight: int, text: int) -> None:
         board[2 * number], board[2 * number + 1] = weight, text
