@@ -514,9 +514,9 @@ def test_a_slot_continues_its_documents_in_the_next_step(long_documents, tokeniz
     assert len(steps) == 3 * blocks // SLOTS * BLOCK
     for number, step in enumerate(steps):
         for half, batch in enumerate(step):
-            assert batch["lanes"].tolist() == [4 * half + i for i in range(4)]
+            assert batch["slots"].tolist() == [4 * half + i for i in range(4)]
             assert batch["carried"].dtype == torch.bool
-            for i, slot in enumerate(batch["lanes"].tolist()):
+            for i, slot in enumerate(batch["slots"].tolist()):
                 row = windows[bytes(batch["input_ids"][i].numpy().astype(np.int32))]
                 first = number % BLOCK == 0
                 assert (row % BLOCK == 0) == first
@@ -548,7 +548,7 @@ def test_batch_slots_on_any_number_of_processes_with_interruptions(long_document
                 batches.load_state_dict(through_json(state))
         for expected in whole[step : step + length]:
             parts = [next(batches) for batches in ranks]
-            for key in ("input_ids", "labels", "lanes", "carried"):
+            for key in ("input_ids", "labels", "slots", "carried"):
                 assert torch.equal(
                     torch.stack([part[key] for part in parts], 1).flatten(0, 1), expected[key]
                 )
@@ -566,7 +566,7 @@ def test_batch_slots_on_any_number_of_processes_with_interruptions(long_document
     with pytest.raises(InputError, match="lanes was 8 and is 4"):
         other.load_state_dict(state)
     validation = take(PackedBatches(settings, tokenizer, split="validation", batch_size=2), 1)
-    assert "lanes" not in validation[0]
+    assert "slots" not in validation[0]
 
 
 def test_batch_slots_that_cannot_work(folder, long_documents, tokenizer):

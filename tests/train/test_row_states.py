@@ -47,7 +47,7 @@ def batches(lanes=LANES, seed: int = 1) -> tuple[torch.Tensor, list[dict]]:
                 "input_ids": tokens[:, step * T : (step + 1) * T],
                 "cu_seqlens": torch.tensor([*starts, len(lanes) * T], dtype=torch.int32),
                 "carried": torch.tensor(carried),
-                "lanes": torch.arange(len(lanes)),
+                "slots": torch.arange(len(lanes)),
             }
         )
     return tokens, made
@@ -412,7 +412,7 @@ def step(model, kept: list[RowStates], batch, rows: int) -> torch.Tensor:
                 "input_ids": batch["input_ids"][lanes],
                 "cu_seqlens": torch.tensor([*starts, rows * T_]),
                 "carried": batch["carried"][lanes],
-                "lanes": torch.tensor(lanes),
+                "slots": torch.tensor(lanes),
             }
             with torch.no_grad():
                 out = model(
@@ -463,7 +463,7 @@ def test_states_that_are_not_there_are_missed(tmp_path):
     with pytest.raises(ValueError, match=r"slot 0 continues .* micro-batch 1 holds no states"):
         states.before(1, made[1])
     with pytest.raises(ValueError, match=r"slot 5 continues .* holds slots"):
-        states.before(0, made[1] | {"lanes": torch.tensor([5, 6, 7])})
+        states.before(0, made[1] | {"slots": torch.tensor([5, 6, 7])})
     saved = states.state_tensors()
     with pytest.raises(InputError, match="no state for slot 3, only for 3"):
         RowStates().load(saved, [[0, 1], [2, 3]])

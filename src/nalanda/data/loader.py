@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,7 @@ class PackedBatches:
         cu_seqlens: [N+1] int32, the starts of the N segments in the flattened batch, then B·T. Every row
             starts a segment.
     and with `data.long_documents: carry`, in training:
-        lanes: [B] int64, the batch slot of each row; micro-batch i has the same slots in every step.
+        slots: [B] int64, the batch slot of each row; micro-batch i has the same slots in every step.
         carried: [B] bool, whether the first segment continues the slot's row of the step before.
 
     Training lasts `epochs` and never pads: rows at the end that fill no micro-step are dropped. Validation is
@@ -122,40 +122,31 @@ class PackedBatches:
         sources: Sources | None = None,
     ):
         self.sources = sources or checked_sources(data)
-        if split not in ("train", "validation"):
+        if split not in SPLITS:
             raise ValueError(f"split: {split!r} is unknown; there are 'train' and 'validation'")
         if batch_size < 1 or not 0 <= rank < world_size:
             raise ValueError(f"batch_size {batch_size}, rank {rank} of {world_size}: no such batch")
+
         self.data, self.training = data, split == "train"
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self._peers = peers
         self.seed = seed if self.training else 0
         self.epochs = epochs if self.training else 1
-        self.encode = encoder(tokenizer, data)
-        self.padding = padding_of(tokenizer)
+
         if data.mixture and not self.training:
             raise ValueError("a mixture has no single order for validation; use validation_batches")
-        carry = data.long_documents == "carry" and self.training
-        if carry and (not slots or slots % (batch_size * world_size)):
+        carries = data.long_documents == "carry" and self.training
+        if carries and (not slots or slots % (batch_size * world_size)):
             raise ValueError(
                 f"slots is {slots}: not a multiple of {batch_size} rows on {world_size} ranks"
             )
+
+        self.encode = encoder(tokenizer, data)
+        self.padding = padding_of(tokenizer)
         self.tokenizer = describe_tokenizer(tokenizer)
-        components = self.sources.train if self.training else self.sources.validation
-        parts = {
-            name: self._open_rows(name, source, split, slots if carry else None)
-            for name, source in components.items()
-        }
-        self.source: Any = parts.get("") or Mixture(
-            parts, {part.name: part.weight for part in data.mixture}
-        )
-        keys = ("seq_len", "bos", "eos", "documents", "long_documents")
-        settings = {key: getattr(data, key) for key in keys} | self.source.identity
-        self.identity = {"split": split, "seed": self.seed, **settings}
-        self.identity["tokenizer"] = self.tokenizer["fingerprint"]
-        self.identity |= {
-            f"{end}_id": self.tokenizer[end] for end in ("bos", "eos") if settings[end]
-        }
+        self.source = self._open_source(slots if carries else None)
+        self.identity = self._describe_identity()
+
         self._state: dict[str, Any] = self.source.start
         self._ended = False
         self._reader: Any = None
@@ -163,10 +154,18 @@ class PackedBatches:
         self.files: dict[str, Files] = {} if hashes is None else self._list_files(hashes)
         self.changes: list[str] = []
 
-    def _open_rows(
-        self, name: str, source: Source, split: str, slots: int | None
-    ) -> TokenSetRows | StreamRows:
-        data, seed = source.data, f"{self.seed}/{name}" if name else self.seed
+    def _open_source(self, slots: int | None) -> Any:
+        """The rows of the only component, or a mixture of all."""
+        components = self.sources.train if self.training else self.sources.validation
+        rows = {name: self._open_rows(name, source, slots) for name, source in components.items()}
+        if not self.data.mixture:
+            return rows[""]
+        return Mixture(rows, {component.name: component.weight for component in self.data.mixture})
+
+    def _open_rows(self, name: str, source: Source, slots: int | None) -> TokenSetRows | StreamRows:
+        data, split = source.data, "train" if self.training else "validation"
+        # A lone source keeps the seed itself, as saved positions have it.
+        seed = f"{self.seed}/{name}" if name else self.seed
         if tokens := _matching_set(source, self.tokenizer, split):
             return TokenSetRows(
                 tokens,
@@ -187,9 +186,24 @@ class PackedBatches:
             data,
             seed=seed,
             epochs=self.epochs,
-            whole=self.training,
+            training=self.training,
             before=self.padding,
         )
+
+    def _describe_identity(self) -> dict[str, Any]:
+        """All that the rows and their order depend on; a saved position fits only the same."""
+        identity: dict[str, Any] = {
+            "split": "train" if self.training else "validation",
+            "seed": self.seed,
+        }
+        for key in ("seq_len", "bos", "eos", "documents", "long_documents"):
+            identity[key] = getattr(self.data, key)
+        identity |= self.source.identity
+        identity["tokenizer"] = self.tokenizer["fingerprint"]
+        for end in ("bos", "eos"):
+            if identity[end]:
+                identity[f"{end}_id"] = self.tokenizer[end]
+        return identity
 
     def __iter__(self) -> PackedBatches:
         if self._ended:
@@ -202,7 +216,7 @@ class PackedBatches:
         if self._reader is None:
             self._reader = self._start_reading()
             if self.files:
-                self._hashing = Hashing(self._to_hash())
+                self._hashing = Hashing(self._files_to_hash())
         try:
             batch, self._state = next(self._reader)
         except BaseException as stop:
@@ -237,8 +251,10 @@ class PackedBatches:
         It is valid for any number of ranks and any batch size. It is the same on every rank, "files" apart:
         they are in the state of those that hash them. Their hashes are those found so far.
         """
-        files = {part: found.state_dict() for part, found in self.files.items()}
-        return {**self._state, "identity": self.identity, **({"files": files} if files else {})}
+        state = {**self._state, "identity": self.identity}
+        if self.files:
+            state["files"] = {name: files.state_dict() for name, files in self.files.items()}
+        return state
 
     def load_state_dict(self, state: dict, *, checked: bool = False) -> None:
         """Resumes from `state`, in the shard where it lies instead of from the start of the corpus.
@@ -253,7 +269,7 @@ class PackedBatches:
             InputError: the state belongs to other data or settings.
         """
         self.close()
-        self._state = state if checked else self._check(state)
+        self._state = state if checked else self._find_position(state)
         self._ended = False
 
     @property
@@ -261,70 +277,74 @@ class PackedBatches:
         """`state_dict` without what it belongs to: the same on every rank."""
         return self._state
 
-    def _check(self, state: dict) -> dict:
-        """The position of a saved state, over the files that are there now."""
-        earlier = state["identity"].get("contents", {})  # hashes alone, in the order of the listing
-        saved = state.get("files") or {part: {"hashes": hashes} for part, hashes in earlier.items()}
-        files = self.files or self._list_files(FileHashes())
+    def _find_position(self, state: dict) -> dict:
+        """The position of a saved state, over the files as they are now."""
+        # Earlier versions saved hashes alone, in the order of the listing.
+        earlier = state["identity"].get("contents", {})
+        saved = state.get("files") or {name: {"hashes": hashes} for name, hashes in earlier.items()}
         streams = self._streams()
-
-        unmoved = dict(self.identity)
-        for key in ("bos_id", "eos_id"):  # earlier versions saved none
-            if key not in state["identity"]:
-                unmoved.pop(key, None)
-        for part in saved.keys() & streams.keys():
-            unmoved.pop(f"{part}: corpus" if part else "corpus", None)
-        for key, value in unmoved.items():
-            found = state["identity"].get(key)
-            if found != value:
-                raise InputError(
-                    f"data: changed since the checkpoint was saved: {key} was {found!r} and is {value!r}; "
-                    f"{ADVICE}"
-                )
+        # A corpus whose files were saved may change: they are compared one by one.
+        self._check_identity(state["identity"], but=saved.keys() & streams.keys())
 
         position = {key: value for key, value in state.items() if key not in ("identity", "files")}
-        states = self._by_part(position)
+        states = self._by_component(position)
         self.changes = []
-        for part in files:
-            if part in streams and states[part]["rows"] and "end" not in states[part]["documents"]:
-                check_not_cut(streams[part].corpus)
-            if part not in saved:
+        for name, files in (self.files or self._list_files(FileHashes())).items():
+            if name in streams and states[name]["rows"] and "end" not in states[name]["documents"]:
+                check_not_cut(streams[name].corpus)
+            if name not in saved:
                 continue
-            if part not in streams or "names" not in saved[part]:
-                check_all_same(part, saved[part], files[part])
+            if name not in streams or "names" not in saved[name]:
+                check_all_same(name, saved[name], files)
                 continue
-            documents = states[part]["documents"]
-            documents, change = go_on(streams[part].stream(), documents, saved[part], files[part])
-            states[part] = {**states[part], "documents": documents}
-            if line := str(change):
-                self.changes.append(
-                    f"data: {part + ': ' * bool(part)}{line} ahead of where the run stopped"
-                )
-        return {**position, "parts": [*states.values()]} if "parts" in position else states[""]
 
-    def _by_part(self, position: dict) -> dict[str, dict]:
+            documents = states[name]["documents"]
+            documents, change = go_on(streams[name].stream(), documents, saved[name], files)
+            states[name] = {**states[name], "documents": documents}
+            if line := str(change):
+                self.changes.append(f"data: {_prefix(name)}{line} ahead of where the run stopped")
+        if "parts" in position:
+            return {**position, "parts": [*states.values()]}
+        return states[""]
+
+    def _check_identity(self, saved: dict[str, Any], but: Set[str]) -> None:
+        """Raises `InputError` if a setting differs from the saved one, or a corpus that is not in `but`."""
+        corpora = {f"{name}: corpus" if name else "corpus" for name in but}
+        for key, value in self.identity.items():
+            if key in corpora or (key in ("bos_id", "eos_id") and key not in saved):
+                continue  # earlier versions saved no ids
+            if saved.get(key) != value:
+                raise InputError(
+                    f"data: changed since the checkpoint was saved: {key} was {saved.get(key)!r} and is "
+                    f"{value!r}; {ADVICE}"
+                )
+
+    def _by_component(self, position: dict) -> dict[str, dict]:
         """The state of each component."""
         if isinstance(self.source, Mixture):
-            return dict(zip(self.source.parts, position["parts"], strict=True))
+            return dict(zip(self.source.sources, position["parts"], strict=True))
         return {"": position}
 
     def _list_files(self, hashes: FileHashes) -> dict[str, Files]:
-        return {part: Files(rows.corpus, hashes) for part, rows in self._streams().items()}
+        return {name: Files(rows.corpus, hashes) for name, rows in self._streams().items()}
 
-    def _to_hash(self) -> Iterator[tuple[Files, int]]:
-        """All files: those behind the position of each component in the order in which they are read, then
-        the rest."""
-        states, lists = self._by_part(self._state), []
-        for part, rows in self._streams().items():
-            stream, files = rows.stream(), self.files[part]
-            stream.load_state_dict(states[part]["documents"])
+    def _files_to_hash(self) -> Iterator[tuple[Files, int]]:
+        """All files, each with its number: those behind the position of each component in the order in which
+        they are read, then the rest."""
+        states, streams = self._by_component(self._state), self._streams()
+        lists = []
+        for name, rows in streams.items():
+            stream, files = rows.stream(), self.files[name]
+            stream.load_state_dict(states[name]["documents"])
             order = stream.order or stream.permutation(len(files.names))
-            lists.append(
-                [(files, number) for number in order[stream.shard :] + order[: stream.shard]]
-            )
-        others = [files for part, files in self.files.items() if part not in self._streams()]
-        lists.append([(files, number) for files in others for number in range(len(files.names))])
-        return in_turn(lists)
+            next_first = order[stream.shard :] + order[: stream.shard]
+            lists.append([(files, number) for number in next_first])
+
+        others = []
+        for name, files in self.files.items():
+            if name not in streams:
+                others += [(files, number) for number in range(len(files.names))]
+        return in_turn([*lists, others])
 
     def epochs_read(self) -> dict[str, float]:
         """How many times each component was read, in whole epochs for a stream; a single source is ""."""
@@ -337,20 +357,25 @@ class PackedBatches:
 
     def _streams(self) -> dict[str, StreamRows]:
         """The components that are read as text."""
-        parts = self.source.parts if isinstance(self.source, Mixture) else {"": self.source}
-        return {name: part for name, part in parts.items() if isinstance(part, StreamRows)}
+        components = self.source.sources if isinstance(self.source, Mixture) else {"": self.source}
+        return {name: rows for name, rows in components.items() if isinstance(rows, StreamRows)}
 
     def describe_files(self) -> list[str]:
         """For each component: how many files each split has, if many, what is left out, and what is held
         out."""
         lines = []
-        for name, part in self._streams().items():
-            note = part.corpus.note
-            lines += [
-                describe_files(self.sources.train[name].data, part.corpus.counts),
-                f"{name}: " * bool(name and note) + note,
-            ]
-        return [line for line in lines if line]
+        for name, rows in self._streams().items():
+            corpus = rows.corpus
+            if counts := describe_files(self.sources.train[name].data, corpus.counts):
+                lines.append(counts)
+            if corpus.note:
+                lines.append(_prefix(name) + corpus.note)
+        return lines
+
+
+def _prefix(name: str) -> str:
+    """Names the component at the beginning of a line; "" for the only one."""
+    return f"{name}: " if name else ""
 
 
 def validation_batches(
@@ -378,8 +403,9 @@ def validation_batches(
     for source in sources.train.values():
         if source.data.validation_source and not any(map(source.token_set, SPLITS)):
             check_apart(*map(source.corpus, SPLITS))
+
     if data.documents == "joined":
-        batches = PackedBatches(
+        reader = PackedBatches(
             data,
             tokenizer,
             split="validation",
@@ -388,35 +414,54 @@ def validation_batches(
             world_size=world_size,
             sources=sources,
         )
-        with contextlib.closing(batches):
-            found = {"": list(batches)}
-        _print_skipped(batches.skipped(), rank)
-        if batches.state_dict()["rows"] >= data.max_validation_rows:
-            say(_describe_cut("the beginning of the text", data))
-        return found
-    total = sum(part.weight for part in data.mixture)
-    shares = {part.name: part.weight / total for part in data.mixture}
-    groups: dict[tuple[str, str], list[np.ndarray]] = {}
-    for name, component in sources.validation.items():
-        room = max(1, round(data.max_validation_rows * shares.get(name, 1.0))) * data.seq_len
-        documents, describe = _validation_documents(component, tokenizer, rank)
-        for count, (source, tokens) in enumerate(documents, 1):
-            groups.setdefault((name, source), []).append(tokens[:room])
-            room -= len(tokens)
-            if room <= 0:
-                say(_describe_cut(f"{name}: " * bool(name) + describe(count), data))
-                break
+        return {"": _read_joined(reader, say)}
+
+    documents = _join_small(_take_validation_documents(tokenizer, sources, rank, say))
     share, padding = (batch_size, rank, world_size), padding_of(tokenizer)
-    found = {}
-    named = _join_small(groups)
-    for source in sorted(named):
-        rows = pack(named[source], data.seq_len)
-        found[source] = [batch for batch, _ in batched(rows, data.seq_len, *share, padding, False)]
-    if not any(found.values()):
+    batches = {}
+    for source in sorted(documents):
+        rows = pack(documents[source], data.seq_len)
+        batches_and_states = batched(rows, data.seq_len, *share, padding, False)
+        batches[source] = [batch for batch, _ in batches_and_states]
+    if not any(batches.values()):
         raise InputError(
             "data.source: the validation documents have no token; look at data.source and the tokenizer"
         )
-    return found
+    return batches
+
+
+def _read_joined(
+    reader: PackedBatches, say: Callable[[str], None]
+) -> list[dict[str, torch.Tensor]]:
+    """Reads all batches of joined validation documents. Says where they are cut."""
+    with contextlib.closing(reader):
+        batches = list(reader)
+    _print_skipped(reader.skipped(), reader.rank)
+    if reader.position["rows"] >= reader.data.max_validation_rows:
+        say(_describe_cut("the beginning of the text", reader.data))
+    return batches
+
+
+def _take_validation_documents(
+    tokenizer: PreTrainedTokenizerBase, sources: Sources, rank: int, say: Callable[[str], None]
+) -> dict[tuple[str, str], list[np.ndarray]]:
+    """The tokens of the documents that fill the rows, by component and source."""
+    data = sources.data
+    total = sum(component.weight for component in data.mixture)
+    shares = {component.name: component.weight / total for component in data.mixture}
+
+    taken: dict[tuple[str, str], list[np.ndarray]] = {}
+    for name, component in sources.validation.items():
+        rows = max(1, round(data.max_validation_rows * shares.get(name, 1.0)))
+        room = rows * data.seq_len  # in tokens
+        documents, describe = _validation_documents(component, tokenizer, rank)
+        for count, (source, tokens) in enumerate(documents, 1):
+            taken.setdefault((name, source), []).append(tokens[:room])
+            room -= len(tokens)
+            if room <= 0:
+                say(_describe_cut(_prefix(name) + describe(count), data))
+                break
+    return taken
 
 
 SOURCES_APART = 16
@@ -440,8 +485,9 @@ def _join_small(groups: dict[tuple[str, str], list[np.ndarray]]) -> dict[str, li
 
     joined: dict[str, list[np.ndarray]] = {}
     for (name, source), documents in groups.items():
-        rest = "others" if any(other == name for other, _ in apart) else ""
-        source = source if (name, source) in apart else rest
+        if (name, source) not in apart:
+            # Where no source of a component stands apart, its own name says enough.
+            source = "others" if any(component == name for component, _ in apart) else ""
         joined.setdefault("/".join(filter(None, (name, source))), []).extend(documents)
     return joined
 
@@ -454,10 +500,9 @@ def _validation_documents(
     encode = encoder(tokenizer, data)
     if tokens := _matching_set(source, describe_tokenizer(tokenizer), "validation"):
         pairs = map(tokens.document, range(tokens.documents))
-        total = tokens.documents
-        return (
-            (name, ids) for ids, name in pairs
-        ), lambda n: f"the first {n:,} of {total:,} documents"
+        named = ((name, ids) for ids, name in pairs)
+        return named, lambda count: f"the first {count:,} of {tokens.documents:,} documents"
+
     corpus = source.corpus("validation")
     # In the order of the files, as in a token set of them. The demo's text, which is read whole, keeps the
     # order that its published figures were measured in.
@@ -469,8 +514,9 @@ def _validation_documents(
         try:
             while group := take_documents(documents, STREAM_GROUP):
                 encoded = encode([document.text for document in group])
-                pairs = zip(group, encoded, strict=True)
-                yield from ((document.source, ids) for document, ids in pairs if len(ids))
+                for document, ids in zip(group, encoded, strict=True):
+                    if len(ids):
+                        yield document.source, ids
         finally:  # the consumer may stop early
             _print_skipped(stream.left, rank)
 
@@ -487,8 +533,9 @@ def _describe_cut(what: str, data: DataConfig) -> str:
 
 
 def _print_skipped(left: Mapping[str, int], rank: int) -> None:
-    if (what := describe_left(left)) and rank == 0:
-        print(f"nalanda: {what} among those read for validation", file=sys.stderr, flush=True)
+    documents = describe_left(left)
+    if documents and rank == 0:
+        print(f"nalanda: {documents} among those read for validation", file=sys.stderr, flush=True)
 
 
 def validation_files(
@@ -522,15 +569,19 @@ def _matching_set(source: Source, tokenizer: dict[str, Any], split: str) -> Toke
 
     tokenizer: from `describe_tokenizer`.
     """
-    if (tokens := source.token_set(split)) is None:
+    tokens = source.token_set(split)
+    if tokens is None:
         return None
+
     data, location = source.data, source_of(source.data, split)
     for key in ("bos", "eos", "documents"):
-        asked, made = getattr(data, key), tokens.settings.get(key, getattr(data, key))
-        if asked != made:
+        wanted = getattr(data, key)
+        prepared = tokens.settings.get(key, wanted)
+        if wanted != prepared:
             raise InputError(
-                f"{location}: was prepared with {key}: {made}; set data.{key} so, or prepare it again"
+                f"{location}: was prepared with {key}: {prepared}; set data.{key} so, or prepare it again"
             )
+
     if tokens.settings["tokenizer"] != tokenizer["fingerprint"]:
         raise InputError(
             f"{location}: was prepared with another tokenizer; set tokenizer: {location}/tokenizer, or prepare "
@@ -541,8 +592,8 @@ def _matching_set(source: Source, tokenizer: dict[str, Any], split: str) -> Toke
             f"{location}/index.json: damaged, its vocab_size is {tokens.settings['vocab_size']} and the "
             f"tokenizer has {tokenizer['vocab_size']}; copy or prepare it again"
         )
-    own = tokens.directory.parent / "tokenizer"
-    ends = tokens.ends or (describe_tokenizer(load_tokenizer(own)) if own.is_dir() else tokenizer)
+
+    ends = tokens.ends or _saved_ends(tokens, tokenizer)
     for end in ("bos", "eos"):
         if getattr(data, end) and ends[end] != tokenizer[end]:
             raise InputError(
@@ -554,3 +605,9 @@ def _matching_set(source: Source, tokenizer: dict[str, Any], split: str) -> Toke
             f"data.documents: joined reads files, and {location} is a token set; give its source"
         )
     return tokens
+
+
+def _saved_ends(tokens: TokenSet, tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """The ids of bos and eos for a set of an earlier version, whose index has none."""
+    folder = tokens.directory.parent / "tokenizer"
+    return describe_tokenizer(load_tokenizer(folder)) if folder.is_dir() else tokenizer

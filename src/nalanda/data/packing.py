@@ -65,7 +65,7 @@ class StreamRows:
     """Rows of a corpus that is read and tokenised while it trains.
 
     Args:
-        whole: give only full rows, shuffled (training); else all rows, in order (validation).
+        training: give only full rows, shuffled; else all rows, in order.
         before: the token in front of the text with `data.documents: joined`.
     """
 
@@ -76,12 +76,12 @@ class StreamRows:
         *,
         seed: int | str,
         epochs: int | None,
-        whole: bool,
+        training: bool,
         before: int,
     ):
         self.corpus, self.seq_len, self.joined = corpus, data.seq_len, data.documents == "joined"
-        self.whole, self.before = whole, before
-        buffer = data.shuffle_buffer if whole else 0
+        self.training, self.before = training, before
+        buffer = data.shuffle_buffer if training else 0
         self.stream = partial(DocumentStream, corpus, seed=seed, buffer_size=buffer, epochs=epochs)
         carried = int(self.joined)  # the token in front of the text
         self.start = {
@@ -111,40 +111,49 @@ class StreamRows:
         documents = self.stream()
         documents.load_state_dict(state["documents"])
         done, rows = state["done"], state["rows"]
-        tokens, starts = np.full(state["carried"], self.before, np.int32), np.zeros(0, np.int64)
-        stride = self.seq_len - self.joined
+        # The line of tokens: those left over from earlier groups, then the next group's. Resuming puts
+        # stand-ins for the former: the row that holds them is already past.
+        tokens = np.full(state["carried"], self.before, np.int32)
+        starts = np.zeros(0, np.int64)  # of documents in that line
+        stride = self.seq_len - self.joined  # joined rows share a token with the row before
         current, has_tokens = state["documents"]["epoch"], rows > 0
-        for (begun, epoch, skipped), encoded in tokenisers.in_order(_text_groups(documents)):
-            if begun["epoch"] != current:
+
+        for (before, epoch, skipped), encoded in tokenisers.in_order(_text_groups(documents)):
+            if before["epoch"] != current:
                 _check_epoch(has_tokens)
-                current, has_tokens = begun["epoch"], False
-            begun = {"documents": begun, "carried": len(tokens)} | skipped
+                current, has_tokens = before["epoch"], False
+            group_state = {"documents": before, "carried": len(tokens), **skipped}
             encoded = [ids for ids in encoded if len(ids)]
             has_tokens = has_tokens or bool(encoded)
+
             lengths = [len(tokens), *map(len, encoded)]
             tokens = np.concatenate([tokens, *encoded])
-            starts = starts if self.joined else np.concatenate([starts, np.cumsum(lengths[:-1])])
+            if not self.joined:  # a joined row has no document start but its own
+                starts = np.concatenate([starts, np.cumsum(lengths[:-1])])
+
             count = (len(tokens) - self.joined) // stride
-            order = list(range(count))
-            if self.whole:
-                first = rows - done
-                order[1:] = sorted(
-                    order[1:], key=lambda index: documents.draw("row", first + index, epoch)
-                )
-            for place, index in enumerate(order[done:], done + 1):
+            order = self._order(documents, count, rows - done, epoch)
+            for done, index in enumerate(order[done:], done + 1):  # noqa: B020  counts on from there
                 rows += 1
                 load = partial(cut_row, tokens, starts, index * stride, self.seq_len)
-                yield load, {**begun, "done": place, "rows": rows}
+                yield load, {**group_state, "done": done, "rows": rows}
+
             tokens, done = tokens[count * stride :], 0
             starts = starts[np.searchsorted(starts, count * stride) :] - count * stride
+
         _check_epoch(has_tokens)
-        if len(tokens) > self.joined and not self.whole and not done:
-            begun = {"documents": documents.state_dict(), "carried": len(tokens)}
-            begun |= documents.left
-            yield (
-                partial(cut_row, tokens, starts, 0, self.seq_len),
-                {**begun, "done": 1, "rows": rows + 1},
-            )
+        if len(tokens) > self.joined and not self.training and not done:  # the last, shorter row
+            group_state = {"documents": documents.state_dict(), "carried": len(tokens)}
+            group_state |= documents.left
+            load = partial(cut_row, tokens, starts, 0, self.seq_len)
+            yield load, {**group_state, "done": 1, "rows": rows + 1}
+
+    def _order(self, documents: DocumentStream, count: int, first: int, epoch: int) -> list[int]:
+        """The order of a group's `count` rows. first: the number of rows before the group."""
+        order = list(range(count))
+        if self.training:
+            order[1:] = sorted(order[1:], key=lambda i: documents.draw("row", first + i, epoch))
+        return order
 
 
 def _text_groups(documents: DocumentStream) -> Iterator[tuple[tuple[dict, int, dict], list[str]]]:
@@ -155,13 +164,12 @@ def _text_groups(documents: DocumentStream) -> Iterator[tuple[tuple[dict, int, d
         left = documents.rest_of_epoch()
         while True:
             before = documents.state_dict()
-            if not (group := take_documents(left, characters)):
+            group = take_documents(left, characters)
+            if not group:
                 break
             before["end"] = documents.place(before["epoch"])  # a resume reads the group again
-            yield (
-                (before, documents.epoch, dict(documents.left)),
-                [document.text for document in group],
-            )
+            after = documents.epoch, dict(documents.left)
+            yield (before, *after), [document.text for document in group]
 
 
 def _check_epoch(has_tokens: bool) -> None:
@@ -204,7 +212,9 @@ class TokenSetRows:
     ):
         self.tokens, self.name, self.seed, self.seq_len = tokens, name, seed, seq_len
         self.slots, self.block = slots, block
-        rows = tokens.tokens // seq_len if seed is not None else -(-tokens.tokens // seq_len)
+        rows = tokens.tokens // seq_len
+        if seed is None and tokens.tokens % seq_len:
+            rows += 1  # the shorter last row
         if not rows:
             raise InputError(
                 f"{name}: {tokens.tokens} tokens, fewer than data.seq_len {seq_len}; lower data.seq_len"
@@ -215,15 +225,14 @@ class TokenSetRows:
                 f"{name}: {self.blocks} blocks of {block} rows for the {slots} rows of a step; "
                 "lower data.carry_rows or train.tokens_per_step"
             )
-        self.end = (
-            math.inf
-            if epochs is None
-            else epochs * self.blocks // (slots or 1) * (slots or 1) * block
-        )
+
+        self.end = math.inf
+        if epochs is not None:  # all slots end with the same number of blocks
+            self.end = epochs * self.blocks // (slots or 1) * (slots or 1) * block
         self.start = {"rows": 0}
         self.identity: dict[str, Any] = {"corpus": tokens.identity}
         if slots:
-            self.identity |= {"lanes": slots, "carry_rows": block}
+            self.identity |= {"lanes": slots, "carry_rows": block}  # the name that states have
 
     def epochs(self, state: dict) -> float:
         return state["rows"] / (self.blocks * self.block)
@@ -235,33 +244,35 @@ class TokenSetRows:
         number, slots = state["rows"], self.slots or 1
         while number < self.end:
             numbers = np.arange(number, min(number + LOOK_AHEAD, self.end), dtype=np.int64)
-            turns, within = np.divmod(numbers // slots, self.block)
-            rows = self._shuffled(turns * slots + numbers % slots) * self.block + within
-            for row, slot, place in np.stack([rows, numbers % slots, within], 1).tolist():
+            slot = numbers % slots
+            turn, row_of_block = np.divmod(numbers // slots, self.block)  # a slot's turn is a block
+            rows = self._shuffle(turn * slots + slot) * self.block + row_of_block
+            for row, *of_slot in np.stack([rows, slot, row_of_block], 1).tolist():
                 number += 1
-                yield partial(self._load, row, slot, place), {"rows": number}
+                yield partial(self._load, row, *of_slot), {"rows": number}
 
-    def _shuffled(self, places: np.ndarray) -> np.ndarray:
-        """The blocks at these places of the concatenated permutations."""
-        epochs, places = np.divmod(places, self.blocks)
+    def _shuffle(self, positions: np.ndarray) -> np.ndarray:
+        """The blocks at these positions of the concatenated permutations."""
+        epochs, positions = np.divmod(positions, self.blocks)
         if self.seed is None:
-            return places
+            return positions
         for epoch in np.unique(epochs):
             now = epochs == epoch
-            places[now] = Permutation(self.blocks, f"{self.seed}/{epoch}")(places[now])
-        return places
+            positions[now] = Permutation(self.blocks, f"{self.seed}/{epoch}")(positions[now])
+        return positions
 
-    def _load(self, row: int, slot: int, place: int) -> Row:
+    def _load(self, row: int, slot: int, row_of_block: int) -> Row:
         begin = row * self.seq_len
         end = min(begin + self.seq_len, self.tokens.tokens)
         tokens, starts = self.tokens.read(begin, end), self.tokens.starts(begin, end) - begin
         if len(tokens) != end - begin:
             raise InputError(f"{self.name}: shorter than its index says; copy or prepare it again")
+
         if self.slots is None:
             return Row(tokens, _with_zero(starts))
-        return Row(
-            tokens, _with_zero(starts), slot, place > 0 and not (len(starts) and starts[0] == 0)
-        )
+        starts_document = len(starts) > 0 and starts[0] == 0
+        carried = row_of_block > 0 and not starts_document
+        return Row(tokens, _with_zero(starts), slot, carried)
 
 
 class Mixture:
@@ -270,30 +281,30 @@ class Mixture:
     The state is the list of their states; the number of rows that each has given decides whose turn it is.
     """
 
-    def __init__(self, parts: dict[str, Any], weights: dict[str, float]):
-        self.parts, self.weights = parts, whole_weights([weights[name] for name in parts])
-        self.start = {"rows": 0, "parts": [part.start for part in parts.values()]}
+    def __init__(self, sources: dict[str, Any], weights: dict[str, float]):
+        self.sources = sources
+        self.weights = whole_weights([weights[name] for name in sources])
+        self.start = {"rows": 0, "parts": [source.start for source in sources.values()]}
         self.identity: dict[str, Any] = {"mixture": weights}
-        for name, part in parts.items():
-            self.identity |= {f"{name}: {key}": value for key, value in part.identity.items()}
+        for name, source in sources.items():
+            self.identity |= {f"{name}: {key}": value for key, value in source.identity.items()}
 
     def epochs(self, state: dict) -> dict[str, float]:
-        parts = zip(self.parts.items(), state["parts"], strict=True)
-        return {name: part.epochs(its) for (name, part), its in parts}
+        pairs = zip(self.sources.items(), state["parts"], strict=True)
+        return {name: source.epochs(position) for (name, source), position in pairs}
 
     def skipped(self, state: dict) -> Counter[str]:
-        parts = zip(self.parts.values(), state["parts"], strict=True)
-        return sum((part.skipped(its) for part, its in parts), Counter())
+        pairs = zip(self.sources.values(), state["parts"], strict=True)
+        return sum((source.skipped(position) for source, position in pairs), Counter())
 
     def rows(self, state: dict, tokenisers: Tokenisers) -> Rows:
         number, states = state["rows"], list(state["parts"])
-        rows = [
-            part.rows(its, tokenisers)
-            for part, its in zip(self.parts.values(), states, strict=True)
-        ]
+        pairs = zip(self.sources.values(), states, strict=True)
+        rows = [source.rows(position, tokenisers) for source, position in pairs]
         while True:
-            chosen = next_source(self.weights, [its["rows"] for its in states])
-            if (item := next(rows[chosen], None)) is None:
+            chosen = next_source(self.weights, [position["rows"] for position in states])
+            item = next(rows[chosen], None)
+            if item is None:
                 return
             load, states[chosen] = item
             number += 1
@@ -333,30 +344,31 @@ def batched(
     In training, rows at the end that fill no step are dropped. In validation, rows of padding are added until
     all ranks have the same number of full batches.
     """
-    block = batch_size * world_size
-    while chunk := list(itertools.islice(rows, block)):
-        state = chunk[-1][1]
-        if len(chunk) < block:
+    count = batch_size * world_size  # rows of all ranks
+    while taken := list(itertools.islice(rows, count)):
+        _, state = taken[-1]
+        if len(taken) < count:
             if training:
                 return
-            chunk += [(lambda: PADDING, state)] * (block - len(chunk))
-        yield collate([load() for load, _ in chunk[rank::world_size]], seq_len, padding), state
+            taken += [(lambda: PADDING, state)] * (count - len(taken))
+        own_rows = [load() for load, _ in taken[rank::world_size]]  # a rank loads no others
+        yield collate(own_rows, seq_len, padding), state
 
 
 def collate(rows: list[Row], seq_len: int, padding: int) -> dict[str, torch.Tensor]:
     """The batch of these rows, as `PackedBatches` documents it. Padding is a segment of its own."""
-    input_ids = torch.full((len(rows), seq_len), padding)
-    labels = torch.full_like(input_ids, IGNORED)
-    starts = []
+    input_ids = torch.full((len(rows), seq_len), padding)  # [B, T]
+    labels = torch.full_like(input_ids, IGNORED)  # [B, T]
+    starts = []  # of segments, in the flattened batch
     for index, row in enumerate(rows):
         length = len(row.tokens)
-        input_ids[index, :length] = labels[index, :length] = torch.from_numpy(
-            row.tokens.astype(np.int64)
-        )
+        tokens = torch.from_numpy(row.tokens.astype(np.int64))  # [T], or fewer
+        input_ids[index, :length] = labels[index, :length] = tokens
         ends = [length] if length < seq_len else []
         starts += [index * seq_len + start for start in (*row.starts.tolist(), *ends)]
-    labels.view(-1)[starts] = IGNORED
-    cu_seqlens = torch.tensor([*starts, input_ids.numel()], dtype=torch.int32)
+    labels.view(-1)[starts] = IGNORED  # nothing before a segment predicts its first token
+
+    cu_seqlens = torch.tensor([*starts, input_ids.numel()], dtype=torch.int32)  # [N + 1]
     lengths = cu_seqlens.diff().long()
     positions = torch.arange(input_ids.numel()) - cu_seqlens[:-1].long().repeat_interleave(lengths)
     batch = {
@@ -365,7 +377,7 @@ def collate(rows: list[Row], seq_len: int, padding: int) -> dict[str, torch.Tens
         "position_ids": positions.view_as(input_ids),
         "cu_seqlens": cu_seqlens,
     }
-    if rows[0].slot is not None:
-        batch["lanes"] = torch.tensor([row.slot for row in rows])
+    if rows[0].slot is not None:  # [B] each
+        batch["slots"] = torch.tensor([row.slot for row in rows])
         batch["carried"] = torch.tensor([row.carried for row in rows])
     return batch

@@ -1,7 +1,7 @@
 """Row states: recurrent states that pass from one training step to the next (stateful truncated BPTT).
 
 A batch slot is a row's place in the global batch of a step, the same for any number of processes. A
-document longer than a row continues in the same slot at the next step. In batches, `lanes` has the slots and
+document longer than a row continues in the same slot at the next step. In batches, `slots` has the slots and
 `carried` marks the rows that continue a document.
 """
 
@@ -50,15 +50,15 @@ class RowStates:
         self._kept: dict[int, tuple[list[int], NalandaCache]] = {}
 
     def before(self, i: int, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The model's arguments for micro-batch i. batch: `lanes` int64 `[B]` and `carried` bool `[B]`.
+        """The model's arguments for micro-batch i. batch: `slots` int64 `[B]` and `carried` bool `[B]`.
 
         Raises ValueError if a row continues a document and there is no state for its slot.
         """
-        slots, carried = batch["lanes"].tolist(), batch["carried"]
+        slots, carried = batch["slots"].tolist(), batch["carried"]
         known, states = self._kept.get(i, (None, None))
         if known != slots:
             states = None
-            if continued := batch["lanes"][carried].tolist():
+            if continued := batch["slots"][carried].tolist():
                 held = (
                     "no states: load those of the checkpoint" if known is None else f"slots {known}"
                 )
@@ -69,7 +69,7 @@ class RowStates:
 
     def after(self, i: int, out: Any, batch: Mapping[str, Tensor]) -> None:
         """Keeps the final states of the rows of micro-batch i."""
-        self._kept[i] = (batch["lanes"].tolist(), out.row_states)
+        self._kept[i] = (batch["slots"].tolist(), out.row_states)
 
     def forget(self) -> None:
         """Empties every slot after a bad step, whose states may be wrong: documents are cut there."""
