@@ -300,13 +300,13 @@ def test_delta_nets(mixer, conv_size, options):
 @pytest.mark.parametrize("name", ["nala", "silu"])
 def test_norm_write(name, monkeypatch):
     """A step of 1 for a long key, of 0 for none; under qk_norm none and rms β‖k‖² ≤ 1 all the same."""
-    seen, rule = [], delta.delta_rule
+    seen, recurrence = [], delta.recurrence
 
-    def spy(q, k, v, beta, *args, **kwargs):
-        seen.append((k, beta))
-        return rule(q, k, v, beta, *args, **kwargs)
+    def spy(call, rule, seq):
+        seen.append((call.k, call.beta))
+        return recurrence(call, rule, seq)
 
-    monkeypatch.setattr(delta, "delta_rule", spy)
+    monkeypatch.setattr(delta, "recurrence", spy)
     for norm in ("l2", "rms", "none"):
         module = build(
             "deltanet", feature_map=name, mixer_options={"norm_write": True, "qk_norm": norm}
@@ -460,15 +460,15 @@ def test_one_token_again_and_again_does_not_lengthen_the_state(mixer, options):
 )
 @pytest.mark.parametrize("negative", [True, False])
 def test_kernels_learn_of_negative_eigenvalues(mixer, negative, monkeypatch):
-    told, real = [], delta.delta_rule
+    rules, recurrence = [], delta.recurrence
 
-    def spy(*inputs, **options):
-        told.append(options["allow_neg_eigval"])
-        return real(*inputs, **options)
+    def spy(call, rule, seq):
+        rules.append(rule)
+        return recurrence(call, rule, seq)
 
-    monkeypatch.setattr(delta, "delta_rule", spy)
+    monkeypatch.setattr(delta, "recurrence", spy)
     run(build(mixer, mixer_options={"allow_neg_eigval": negative}))
-    assert told == [negative]
+    assert [rule.allow_neg_eigval for rule in rules] == [negative]
 
 
 def test_values_pass_a_convolution_and_silu():

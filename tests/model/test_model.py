@@ -150,12 +150,12 @@ def test_negative_eigenvalues_double_beta(monkeypatch):
     seen = []
     import nalanda.model.delta as mixers
 
-    def spy(q, k, v, beta, *args, **kwargs):
-        seen.append(beta)
-        return rule(q, k, v, beta, *args, **kwargs)
+    def spy(call, rule, seq):
+        seen.append(call.beta)
+        return recurrence(call, rule, seq)
 
-    rule = mixers.delta_rule
-    monkeypatch.setattr(mixers, "delta_rule", spy)
+    recurrence = mixers.recurrence
+    monkeypatch.setattr(mixers, "recurrence", spy)
     plain, doubled = build(), build(mixer_options={"allow_neg_eigval": True})
     logits(plain, ids(1, 8)), logits(doubled, ids(1, 8))
     close(seen[2], 2 * seen[0])

@@ -26,8 +26,17 @@ from nalanda.model import FEATURE_MAPS, MIXERS, Mixer, plugins
 from nalanda.model.delta import GatedDeltaNet
 from nalanda.model.feature_maps import NaLa
 from nalanda.model.linear import LinearAttention
-from nalanda.model.mixers import _faults
-from nalanda.testing import VOCAB, build, check_feature_map, check_mixer, ids, in_threads, logits
+from nalanda.model.mixers import faults_of
+from nalanda.testing import (
+    VOCAB,
+    build,
+    cached_is_uncached,
+    check_feature_map,
+    check_mixer,
+    ids,
+    in_threads,
+    logits,
+)
 from nalanda.train.export import export
 from nalanda.train.loop import train
 from nalanda.train.optim import BUILDERS, register_optimizer
@@ -238,9 +247,6 @@ from nalanda.model.linear import LinearAttention
 
 class Faulty(LinearAttention):
 {FAULTS[fault]}
-    def step_options(self):
-        return None
-
 register_mixer("faulty", Faulty)
 """,
     )
@@ -296,9 +302,6 @@ def test_rows_of_a_mixer_that_knows_no_parts_are_not_cut(monkeypatch):
             Bare,
             "no text `equation`; .*no text `source`; does not define mix.*state_spec.*flops",
         ),
-        ("mine", Changed, r"changes read_out\(\) but inherits step_options\(\) of DeltaNet"),
-        ("mine", Gentler, r"changes gates\(\) but inherits step_options\(\) of DeltaNet"),
-        ("mine", Counted, r"changes counts\(\) but inherits step_options\(\) of LinearAttention"),
         ("mine", Positional, "options with defaults"),
         ("gla", LinearAttention, "nalanda.model has a mixer of that name; choose another"),
     ],
@@ -313,7 +316,31 @@ def test_registering_checks_the_mixer(name, mixer, says):
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_mixer_that_changes_nothing_of_its_base_is_accepted(name):
-    assert not [*_faults(type("Mine", (MIXERS[name],), {}))]
+    assert not [*faults_of(type("Mine", (MIXERS[name],), {}))]
+
+
+@pytest.mark.parametrize("mixer", [Changed, Gentler, Counted])
+def test_a_subclass_decodes_as_it_reads_without_its_parents_kernel(mixer, monkeypatch):
+    """The rule of a token is not inherited: a subclass may change a step."""
+    monkeypatch.setitem(MIXERS, "mine", mixer)
+    model = build("mine")
+    assert model.model.layers[0].mixer.rule_of_a_token() is None
+    cached_is_uncached(model)
+
+
+WITH_A_RULE = {
+    *("deltanet", "gated_deltanet", "kda", "gated_deltanet2", "delta_product"),
+    *("linear_attention", "nala", "retention", "gla"),
+}
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixers_state_the_rule_of_a_token(name):
+    """Also where a sharding wrapper has made the module's class a subclass."""
+    mixer = build(name).model.layers[0].mixer
+    assert (mixer.rule_of_a_token() is not None) is (name in WITH_A_RULE)
+    mixer.__class__ = type("Sharded", (type(mixer),), {})
+    assert (mixer.rule_of_a_token() is not None) is (name in WITH_A_RULE)
 
 
 class Sharper(NaLa):
@@ -323,6 +350,7 @@ class Sharper(NaLa):
 
 class Rounder(NaLa):
     equation = "mine"
+    kernel_settings = NaLa.kernel_settings
 
     def __init__(self, *, num_heads, head_dim):
         super().__init__(num_heads=num_heads, head_dim=head_dim, power=3.0)

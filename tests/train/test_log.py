@@ -26,7 +26,7 @@ from nalanda.config.schema import LogConfig
 from nalanda.train import log as module
 from nalanda.train.flops import PEAK_FLOPS, flops_per_token, known_peak, peak_flops
 from nalanda.train.log import RunLog, cut_metrics, last_metrics, read_metrics
-from nalanda.train.loss import negative_share
+from nalanda.train.loss import mixer_metrics
 
 
 def line(step: int, **more) -> dict:
@@ -455,9 +455,9 @@ def test_share_of_negative_weights():
     share = (weights < 0).sum() / (2 * 2 * 20 * 21 / 2)  # the future's weights are 0
     model.train()
     assert 0 < share < 1
-    assert negative_share(model, tokens) == {"negative_weights": pytest.approx(share.item())}
+    assert mixer_metrics(model, tokens) == {"negative_weights": pytest.approx(share.item())}
     assert model.training
-    assert negative_share(NalandaForCausalLM(NalandaConfig(**sizes)), tokens) == {}
+    assert mixer_metrics(NalandaForCausalLM(NalandaConfig(**sizes)), tokens) == {}
 
 
 def test_the_last_metrics_come_first_and_only_the_end_is_read(tmp_path, monkeypatch):

@@ -23,31 +23,9 @@ from .sequences import Sequences
 from .transnormer import SimpleRMSNorm, build_positions
 
 
-class SoftmaxAttention(Mixer):
-    """Softmax attention (Vaswani et al. 2017) as in Transformer++:
+class CachedAttention(Mixer):
+    """Attention whose state is the last keys and values of each sequence."""
 
-        o_t = Σ_{j≤t} softmax_j(K^-½ q_t·k_j) v_j
-
-    with rotary positions (RoFormer, arXiv 2104.09864) on q and k.
-
-    Options: `num_kv_heads`, a divisor of `num_heads` (default: all), for groups of query heads that share
-    keys and values (GQA, arXiv 2305.13245); `window`, the number of tokens that a token sees, including
-    itself (default: all before it); `rope_theta`, the base of the rotary angles (10000; null: no rotation);
-    `rotary_dim`, the entries of a head that rotate, its first (default: all). `rope_scaling`, Llama 3.1's
-    slower angles, spelt as in transformers' configs: `{rope_type: llama3, factor: 8.0, low_freq_factor: 1.0,
-    high_freq_factor: 4.0, original_max_position_embeddings: 8192}` (default: none).
-    `qk_norm`, an RMSNorm of each head's q and k before the rotation, with one weight for all heads (Henry et
-    al. 2020, arXiv 2010.04245; default: none); `gate`, o ⊙ σ(W x) with a factor for each "head" or each
-    "channel" (arXiv 2505.06708; default: none); `conv_size`, the taps of short convolutions of q, k and v,
-    with SiLU behind v's (default: 0, none). In hybrids, `num_heads` and `head_dim` may differ from those of
-    the other mixers, which the config has.
-    Cost per token and head: (K + V)·T FLOPs at length T, half of T × T; with a window w < T,
-    2(K + V)·w·(1 − w/2T). State: T (or `window`) keys and values of each of the `num_kv_heads`,
-    (K + V)·itemsize bytes per token and head.
-    """
-
-    equation = "o = Σ_j softmax_j(K^−½ q·k_j) v_j, q and k rotated"
-    source = "arXiv 1706.03762, 2104.09864"
     norm = None
     cut = True
     unmasked = True
@@ -56,86 +34,6 @@ class SoftmaxAttention(Mixer):
     blocks = False
     """Whether a token sees only those of its own block of `reach` tokens."""
     scores = "softmax"
-    qk_norm = False
-    gate: str | None = None
-
-    def __init__(
-        self,
-        config,
-        layer_idx: int,
-        *,
-        num_kv_heads: int | None = None,
-        window: int | None = None,
-        rope_theta: float | None = 10000.0,
-        rotary_dim: int | None = None,
-        qk_norm: bool = False,
-        gate: str | None = None,
-        conv_size: int = 0,
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        rope_scaling: dict | None = None,
-    ):
-        if num_heads is not None or head_dim is not None:
-            config = resized(config, num_heads or config.num_heads, head_dim)
-        H, groups = config.num_heads, config.num_heads if num_kv_heads is None else num_kv_heads
-        if groups < 1 or H % groups:
-            raise ValueError(f"softmax: num_kv_heads={num_kv_heads} must divide num_heads={H}")
-        if window is not None and window < 1:
-            raise ValueError(f"softmax: window={window} must be at least 1 token, or left out")
-        if rope_theta is not None and not rope_theta > 0:
-            raise ValueError(
-                f"softmax: rope_theta={rope_theta} must be positive, or null for no rotation"
-            )
-        if rope_theta is not None and config.key_dim % 2:
-            raise ValueError(
-                f"rotary positions need an even head_dim·expand_k, not {config.key_dim}"
-            )
-        if rotary_dim is not None and (rotary_dim % 2 or not 0 < rotary_dim <= config.key_dim):
-            raise ValueError(
-                f"softmax: rotary_dim={rotary_dim} must be even and at most K = {config.key_dim}"
-            )
-        if config.image_size and rope_theta is not None and (rotary_dim or config.key_dim) % 4:
-            raise ValueError(
-                f"softmax: rotary_dim={rotary_dim or config.key_dim} must be a multiple of 4 in images: "
-                "rows and columns rotate apart; or set rope_theta null"
-            )
-        if rope_scaling is not None and rope_theta is None:
-            raise ValueError("softmax: rope_scaling needs a rope_theta; leave one of them out")
-        if gate not in (None, "head", "channel"):
-            raise ValueError(f"softmax: gate={gate!r} must be head or channel, or left out")
-        if conv_size < 0 or conv_size == 1:
-            raise ValueError(
-                f"softmax: conv_size={conv_size} must be 0 (no convolution) or at least 2"
-            )
-        super().__init__(config, layer_idx, k_heads=groups, v_heads=groups, taps=conv_size)
-        self.reach, self.rope_theta, self.rotary_dim = window, rope_theta, rotary_dim or self.K
-        self.rope_scaling = None if rope_scaling is None else checked_scaling(rope_scaling)
-        if qk_norm:
-            self.q_norm, self.k_norm = (RMSNorm(self.K, config.norm_eps) for _ in range(2))
-        self.qk_norm, self.gate = qk_norm, gate
-        if gate:
-            self.g_proj = nn.Linear(
-                config.hidden_size, H * (self.V if gate == "channel" else 1), bias=False
-            )
-
-    def linears(self) -> dict[str, nn.Linear]:
-        return super().linears() | ({"gate": self.g_proj} if self.gate else {})
-
-    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
-        heads = super().heads(x, seq, state, new)
-        q, k = heads["q"], heads["k"]
-        if self.qk_norm:
-            q, k = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)
-        if self.rope_theta is not None:
-            angles = place_angles(x, seq, self.rotary_dim, self.rope_theta, self.rope_scaling)
-            q, k = rotate(q, angles), rotate(k, angles)
-        return heads | {"q": q, "k": k}
-
-    def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
-        if not self.gate:
-            return super().read_out(o, heads, x)
-        factor = heads["gate"].sigmoid().unflatten(-1, (self.num_heads, -1))
-        return self.o_proj((o.to(x.dtype) * factor.to(x.dtype)).flatten(-2))
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         q, k, v = (heads[name] for name in ("q", "k", "v"))
@@ -277,6 +175,113 @@ class SoftmaxAttention(Mixer):
         return (1 + self.both) * (w - w * w / (2 * T))
 
 
+class SoftmaxAttention(CachedAttention):
+    """Softmax attention (Vaswani et al. 2017) as in Transformer++:
+
+        o_t = Σ_{j≤t} softmax_j(K^-½ q_t·k_j) v_j
+
+    with rotary positions (RoFormer, arXiv 2104.09864) on q and k.
+
+    Options: `num_kv_heads`, a divisor of `num_heads` (default: all), for groups of query heads that share
+    keys and values (GQA, arXiv 2305.13245); `window`, the number of tokens that a token sees, including
+    itself (default: all before it); `rope_theta`, the base of the rotary angles (10000; null: no rotation);
+    `rotary_dim`, the entries of a head that rotate, its first (default: all). `rope_scaling`, Llama 3.1's
+    slower angles, spelt as in transformers' configs: `{rope_type: llama3, factor: 8.0, low_freq_factor: 1.0,
+    high_freq_factor: 4.0, original_max_position_embeddings: 8192}` (default: none).
+    `qk_norm`, an RMSNorm of each head's q and k before the rotation, with one weight for all heads (Henry et
+    al. 2020, arXiv 2010.04245; default: none); `gate`, o ⊙ σ(W x) with a factor for each "head" or each
+    "channel" (arXiv 2505.06708; default: none); `conv_size`, the taps of short convolutions of q, k and v,
+    with SiLU behind v's (default: 0, none). In hybrids, `num_heads` and `head_dim` may differ from those of
+    the other mixers, which the config has.
+    Cost per token and head: (K + V)·T FLOPs at length T, half of T × T; with a window w < T,
+    2(K + V)·w·(1 − w/2T). State: T (or `window`) keys and values of each of the `num_kv_heads`,
+    (K + V)·itemsize bytes per token and head.
+    """
+
+    equation = "o = Σ_j softmax_j(K^−½ q·k_j) v_j, q and k rotated"
+    source = "arXiv 1706.03762, 2104.09864"
+    qk_norm = False
+    gate: str | None = None
+
+    def __init__(
+        self,
+        config,
+        layer_idx: int,
+        *,
+        num_kv_heads: int | None = None,
+        window: int | None = None,
+        rope_theta: float | None = 10000.0,
+        rotary_dim: int | None = None,
+        qk_norm: bool = False,
+        gate: str | None = None,
+        conv_size: int = 0,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        rope_scaling: dict | None = None,
+    ):
+        if num_heads is not None or head_dim is not None:
+            config = resized(config, num_heads or config.num_heads, head_dim)
+        H, groups = config.num_heads, config.num_heads if num_kv_heads is None else num_kv_heads
+        if groups < 1 or H % groups:
+            raise ValueError(f"softmax: num_kv_heads={num_kv_heads} must divide num_heads={H}")
+        if window is not None and window < 1:
+            raise ValueError(f"softmax: window={window} must be at least 1 token, or left out")
+        if rope_theta is not None and not rope_theta > 0:
+            raise ValueError(
+                f"softmax: rope_theta={rope_theta} must be positive, or null for no rotation"
+            )
+        if rope_theta is not None and config.key_dim % 2:
+            raise ValueError(
+                f"rotary positions need an even head_dim·expand_k, not {config.key_dim}"
+            )
+        if rotary_dim is not None and (rotary_dim % 2 or not 0 < rotary_dim <= config.key_dim):
+            raise ValueError(
+                f"softmax: rotary_dim={rotary_dim} must be even and at most K = {config.key_dim}"
+            )
+        if config.image_size and rope_theta is not None and (rotary_dim or config.key_dim) % 4:
+            raise ValueError(
+                f"softmax: rotary_dim={rotary_dim or config.key_dim} must be a multiple of 4 in images: "
+                "rows and columns rotate apart; or set rope_theta null"
+            )
+        if rope_scaling is not None and rope_theta is None:
+            raise ValueError("softmax: rope_scaling needs a rope_theta; leave one of them out")
+        if gate not in (None, "head", "channel"):
+            raise ValueError(f"softmax: gate={gate!r} must be head or channel, or left out")
+        if conv_size < 0 or conv_size == 1:
+            raise ValueError(
+                f"softmax: conv_size={conv_size} must be 0 (no convolution) or at least 2"
+            )
+        super().__init__(config, layer_idx, k_heads=groups, v_heads=groups, taps=conv_size)
+        self.reach, self.rope_theta, self.rotary_dim = window, rope_theta, rotary_dim or self.K
+        self.rope_scaling = None if rope_scaling is None else checked_scaling(rope_scaling)
+        if qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(self.K, config.norm_eps) for _ in range(2))
+        self.qk_norm, self.gate = qk_norm, gate
+        if gate:
+            self.g_proj = nn.Linear(
+                config.hidden_size, H * (self.V if gate == "channel" else 1), bias=False
+            )
+
+    def linears(self) -> dict[str, nn.Linear]:
+        return super().linears() | ({"gate": self.g_proj} if self.gate else {})
+
+    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
+        heads = super().heads(x, seq, state, new)
+        q, k = heads["q"], heads["k"]
+        if self.qk_norm:
+            q, k = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)
+        if self.rope_theta is not None:
+            angles = place_angles(x, seq, self.rotary_dim, self.rope_theta, self.rope_scaling)
+            q, k = rotate(q, angles), rotate(k, angles)
+        return heads | {"q": q, "k": k}
+
+    def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
+        if not self.gate:
+            return super().read_out(o, heads, x)
+        factor = heads["gate"].sigmoid().unflatten(-1, (self.num_heads, -1))
+        return self.o_proj((o.to(x.dtype) * factor.to(x.dtype)).flatten(-2))
+
+
 def resized(config, num_heads: int, head_dim: int | None):
     """The config with other heads, of the config's sizes or with keys and values of head_dim."""
     config = copy.copy(config)
@@ -314,7 +319,7 @@ def split_states(state: State) -> tuple[State, State]:
     return convs, {name: x for name, x in state.items() if name not in convs}
 
 
-class DiagAttention(SoftmaxAttention):
+class DiagAttention(CachedAttention):
     """TransNormer's early layers (Qin et al. 2022, arXiv 2210.10340): attention inside blocks.
 
     o_t = Σ_j p_tj v_j over the j ≤ t in t's block of `block_size` tokens. Blocks do not overlap and start at
@@ -352,7 +357,7 @@ class DiagAttention(SoftmaxAttention):
             raise ValueError(
                 "diag_attention: softmax scores have no norm: set scores=relu, or drop norm_eps_placement"
             )
-        Mixer.__init__(self, config, layer_idx)
+        super().__init__(config, layer_idx)
         self.reach = self.block = block_size
         self.scores = scores
         if scores == "relu":
@@ -360,7 +365,7 @@ class DiagAttention(SoftmaxAttention):
         self.lrpe = build_positions(positions, self.K)
 
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
-        heads = Mixer.heads(self, x, seq, state, new)
+        heads = super().heads(x, seq, state, new)
         if self.lrpe is None:
             return heads
         places = seq.positions(x.shape[1], x.device) % self.block

@@ -20,9 +20,11 @@ It may define
   `heads` takes from `project(x)`, one product;
 - class attributes such as `conv_size`, `map_name`, `gated` and `norm`, the defaults of config fields; and
   `cut`, for rows that are cut over processes, which need `context.recurrence` in place of an op;
-- `state_gates`, names of the layers that decide what the state forgets and takes. Muon leaves them to AdamW;
-- `step_options` and `step_inputs`: with these, a kernel for one token replaces the three steps in decoding. A
-  subclass that changes a step must define its own `step_options`; None means no kernel.
+- `gate_parameters`, the parameters that decide what the state forgets and takes. Muon leaves them to AdamW;
+- `metrics`, names and functions of numbers that validation logs;
+- `step_rule` and `step_inputs`: with these, one kernel for one token replaces the three steps in decoding.
+  A class states `step_rule` in its own body. It is not inherited, because a subclass may change a step; one
+  that changes none writes `step_rule = Parent.step_rule`.
 
 A feature map is a subclass of `feature_maps.FeatureMap` and a row in `FEATURE_MAPS`; `register_feature_map`
 adds one. It defines `equation`, `source`, `feature_dim`, `__init__(self, *, num_heads, head_dim, …)` and
@@ -37,8 +39,9 @@ with parameters is one.
 `nalanda.testing.check_mixer` and `check_feature_map` test all of this; `examples/my_mixer` is complete.
 """
 
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +53,7 @@ from .layers import LayerNorm, RMSNorm, ShortConv
 from .ops import by_kernel
 from .projections import FusedLinears
 from .sequences import Sequences
-from .step import step
+from .step import StepLayer, StepRule, step
 
 State = dict[str, Tensor]
 StateSpec = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
@@ -135,16 +138,13 @@ class Mixer(FusedLinears):
     """Keys and values that a head has for each token; its k and v are `[B, T, steps·H, ·]`, step by step."""
     shared_qk = False
     """Whether q and k are one projection."""
-    state_gates: tuple[str, ...] = ()
-    """Names of the layers for gates of the state: decays, steps, what is erased and written. Muon leaves them
-    to AdamW, and any layer with one output a head."""
     cut = False
     """Whether `mix` serves rows that are cut over processes (`seq.parts`); other mixers are refused there."""
     unmasked = False
     """Whether `mix` serves sequences whose tokens see both ways (`seq.both`). Others mix each way, and both
     results are added, if the config has `directions` 2."""
-    signed_weights = False
-    """Whether weights sum to 1 and may be negative; validation logs the share of negative ones."""
+    metrics: ClassVar[dict[str, Callable[["Mixer", Tensor], Tensor]]] = {}
+    """Name to a number of a layer from its input x `[B, T, D]`. Validation logs the mean over the layers."""
 
     def __init__(
         self,
@@ -158,6 +158,8 @@ class Mixer(FusedLinears):
         """k_heads, v_heads: by default those of q. taps: of the convolutions; by default the config decides,
         and the class attribute."""
         super().__init__()
+        # Read here, because sharding wrappers make a module's class a subclass.
+        self._states_rule = "step_rule" in vars(type(self))
         D, H, bias = config.hidden_size, config.num_heads, config.use_bias
         HK, HV = k_heads or H, v_heads or H
         self.both = not config.is_decoder
@@ -312,55 +314,71 @@ class Mixer(FusedLinears):
 
     def step(self, x: Tensor, seq: Sequences, state: State) -> tuple[Tensor, State] | None:
         """`forward` for one token per sequence, in one kernel after the projections; None: none serves it."""
-        # The kernel reads the norm's weight, which an adapter around the norm does not have.
-        plain_norm = self.norm != "head" or isinstance(self.o_norm, RMSNorm)
-        options = self.step_options() if plain_norm and not self.value_conv else None
-        if options is None:
+        rule = self.rule_of_a_token()
+        if rule is None:
             return None
-        fused = self.norm in ("head", None)  # the kernel norms heads, not all of them together
-        sizes = {"key_dim": self.K, "value_dim": self.V, "num_v_heads": self.num_v_heads}
-        options |= sizes | {
-            "num_heads": self.num_heads,
-            "dtype": x.dtype if fused else torch.float32,
-        }
-        options |= {"steps": self.steps, "gate_activation": self.gate_activation}
-        if self.map_name is not None:
-            options["feature_map"] = self.feature_map
-        if self.norm == "head":
-            options["norm"] = (self.o_norm.weight, self.o_norm.eps)
-        if self.conv_size:
-            options["filters"] = {
-                n: getattr(self, f"{n}_conv1d").weight for n in self.projections()
-            }
-        read = (*options.get("filters", {}).values(), *(options.get("decay") or ()))
-        if any(weight.is_meta for weight in (*read, *options.get("norm", ())[:1])):
+        layer = self.step_layer(x, state)
+        filters = () if layer.filters is None else layer.filters.values()
+        norm = () if layer.norm is None else layer.norm[:1]
+        if any(weight.is_meta for weight in (*filters, *(rule.decay or ()), *norm)):
             return None  # offloaded: in memory only while its own module runs
 
+        by_head = self.norm in ("head", None)  # the kernel norms heads, not all of them together
         rest: Heads = {}
 
         def inputs() -> Heads:
-            given = self.step_inputs(x, seq)
-            if self.gated and "gate" not in given:
-                given["gate"] = self.g_proj(x)
-            if self.gated and not fused:
-                rest["gate"] = given.pop("gate")
-            return given
+            heads = self.step_inputs(x, seq)
+            if self.gated and "gate" not in heads:
+                heads["gate"] = self.g_proj(x)
+            if self.gated and not by_head:
+                rest["gate"] = heads.pop("gate")
+            return heads
 
-        if (out := getattr(state, "out", None)) is not None:
-            options["out"] = out
-        served = by_kernel("step", "auto", x, inputs, state, **options)
+        served = by_kernel("step", "auto", x, inputs, state, **rule._asdict(), **layer._asdict())
         if served is None and torch.is_autocast_enabled(x.device.type):
             return None
-        o, new = step(inputs, state, **options) if served is None else served
-        return self.o_proj(o.flatten(-2)) if fused else self.read_out(o, rest, x), new
+        o, new = step(inputs, state, rule, layer) if served is None else served
+        return self.o_proj(o.flatten(-2)) if by_head else self.read_out(o, rest, x), new
 
-    def step_options(self) -> dict | None:
-        """Settings of the decoding kernel for this mixer's rule; None: no kernel."""
-        return None
+    def rule_of_a_token(self) -> StepRule | None:
+        """The class's `step_rule`, if its own body states one and the layers around it are as it expects."""
+        if not self._states_rule or self.value_conv:
+            return None
+        # The kernel reads the norm's weight, which an adapter around the norm does not have.
+        if self.norm == "head" and not isinstance(self.o_norm, RMSNorm):
+            return None
+        return self.step_rule()
+
+    def step_rule(self) -> StepRule | None:
+        """The recurrence of one token, of mixers that decode by a kernel; None: not with these options."""
+        raise NotImplementedError
+
+    def step_layer(self, x: Tensor, state: State) -> StepLayer:
+        """The sizes and layers around the rule of a token, for x `[N, 1, D]`."""
+        convs = self.projections() if self.conv_size else ()
+        filters = {name: getattr(self, f"{name}_conv1d").weight for name in convs}
+        return StepLayer(
+            dtype=x.dtype if self.norm in ("head", None) else torch.float32,
+            key_dim=self.K,
+            value_dim=self.V,
+            num_heads=self.num_heads,
+            num_v_heads=self.num_v_heads,
+            steps=self.steps,
+            feature_map=None if self.map_name is None else self.feature_map,
+            filters=filters or None,
+            norm=(self.o_norm.weight, self.o_norm.eps) if self.norm == "head" else None,
+            gate_activation=self.gate_activation,
+            out=getattr(state, "out", None),
+        )
 
     def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
-        """The decoding kernel's inputs: the projections' outputs and the rule's gates."""
+        """The inputs of `step_rule`: the projections' outputs and the rule's gates."""
         return self.project(x)
+
+    def gate_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the state's gates. Here: matrices with one row a head, and a step of it."""
+        rows = self.steps * max(self.num_heads, self.num_v_heads)
+        yield from (p for p in self.parameters() if p.ndim == 2 and len(p) <= rows)
 
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The delta rules: DeltaNet, Gated DeltaNet, KDA, Gated DeltaNet 2, DeltaProduct."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from .feature_maps import EPS, Elementwise
 from .layers import Fp32Module, RMSNorm, at_least_fp32, direction, excess, no_autocast
 from .ops import delta_rule_flops, map_features
 from .sequences import Sequences
+from .step import StepRule
 
 
 class Decay(Fp32Module):
@@ -92,7 +95,6 @@ class DeltaNet(Mixer):
     cut = True
     map_name = "silu"
     gated = False
-    state_gates = ("b_proj", "a_proj")
     decays = False
     channels = False
     """Whether decays are by key channel."""
@@ -209,12 +211,25 @@ class DeltaNet(Mixer):
         y = norm_gate(o, norm, heads.get("gate"), x.dtype, self.gate_activation)
         return self.o_proj((y.view(o.shape) * s.to(y.dtype)).flatten(-2))
 
-    def step_options(self) -> dict | None:
+    def step_rule(self) -> StepRule | None:
         if self.norm_write or self.norm_read:
             return None
-        decay = (self.decay.A_log, self.decay.dt_bias) if self.decays else None
-        rule = {"delta": True, "beta_scale": self.beta_scale, "decay": decay}
-        return rule | {"qk_norm": "l2" if self.qk_norm == "l2" else None, "silu": True}
+        return StepRule(
+            delta=True,
+            beta_scale=self.beta_scale,
+            decay=(self.decay.A_log, self.decay.dt_bias) if self.decays else None,
+            qk_norm="l2" if self.qk_norm == "l2" else None,
+            silu=True,
+        )
+
+    def gate_layers(self) -> list[nn.Module]:
+        """The layers for β and the decay."""
+        return [self.b_proj, self.a_proj] if self.decays else [self.b_proj]
+
+    def gate_parameters(self) -> Iterator[nn.Parameter]:
+        yield from super().gate_parameters()
+        for layer in self.gate_layers():
+            yield from layer.parameters()
 
     def state_spec(self, T: int) -> StateSpec:
         shape = (self.num_v_heads, self.feature_map.feature_dim, self.V)
@@ -235,6 +250,7 @@ class GatedDeltaNet(DeltaNet):
     source = "arXiv 2412.06464"
     gated = True
     decays = True
+    step_rule = DeltaNet.step_rule
 
 
 class KDA(DeltaNet):
@@ -253,8 +269,8 @@ class KDA(DeltaNet):
     source = "arXiv 2510.26692"
     gated = True
     gate_activation = "sigmoid"
-    state_gates = ("b_proj", "a_proj", "a_up_proj")
     decays = channels = True
+    step_rule = DeltaNet.step_rule
 
     def __init__(
         self,
@@ -289,6 +305,9 @@ class KDA(DeltaNet):
             self.g_proj = nn.Linear(D, V, bias=False)
             self.g_up_proj = nn.Linear(V, HV * V, bias=self.gate_bias)
 
+    def gate_layers(self) -> list[nn.Module]:
+        return [*super().gate_layers(), self.a_up_proj]
+
     def project(self, x: Tensor) -> Heads:
         found = super().project(x)
         found["a"] = self.a_up_proj(found["a"])
@@ -309,7 +328,7 @@ class GatedDeltaNet2(KDA):
 
     equation = "S ← (I − k (e ⊙ k)ᵀ) Diag(e^g) S + k (w ⊙ v)ᵀ; o = Sᵀq"
     source = "arXiv 2605.22791"
-    state_gates = (*KDA.state_gates, "w_proj")
+    step_rule = DeltaNet.step_rule
 
     def __init__(
         self,
@@ -330,6 +349,9 @@ class GatedDeltaNet2(KDA):
 
     def linears(self) -> dict[str, nn.Linear]:
         return super().linears() | {"w": self.w_proj}
+
+    def gate_layers(self) -> list[nn.Module]:
+        return [*super().gate_layers(), self.w_proj]
 
     def gates(self, heads: Heads) -> Heads:
         found, v = super().gates(heads), heads["v"]
@@ -357,6 +379,7 @@ class DeltaProduct(DeltaNet):
     equation = "n times a token: S ← (I − β k kᵀ) S + β k vᵀ; o = Sᵀq"
     source = "arXiv 2502.10297"
     gated = True
+    step_rule = DeltaNet.step_rule
 
     def __init__(
         self,

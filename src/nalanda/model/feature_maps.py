@@ -85,9 +85,6 @@ def exp(x: Tensor) -> Tensor:
     return x.clamp_max(10).exp()
 
 
-METHODS = (property, staticmethod, classmethod)
-
-
 class FeatureMap(nn.Module):
     """`forward(q, k) → (φ_q, φ_k)`, `[B, T, H, K] → [B, T, H, feature_dim]`.
 
@@ -103,6 +100,11 @@ class FeatureMap(nn.Module):
     nonnegative: bool = False
     """Whether φ_q·φ_k ≥ 0 for all q and k, which a readout with a denominator needs."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        # Read here, because sharding wrappers make a module's class a subclass.
+        self._states_settings = "kernel_settings" in vars(type(self))
+
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
@@ -110,22 +112,13 @@ class FeatureMap(nn.Module):
     def fused(self) -> dict | None:
         """Settings for kernels that compute the map themselves; None: only `forward` computes it.
 
-        A subclass that changes a method does not inherit them: it has None, unless it defines its own.
+        A class states them in a method `kernel_settings` of its own body. It is not inherited, because a
+        subclass may change the map; one that only sets options writes `kernel_settings = Parent.kernel_settings`.
         """
-        return None
+        return self.kernel_settings() if self._states_settings else None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        own = {
-            name
-            for name, value in vars(cls).items()
-            if callable(value) or isinstance(value, METHODS)
-        }
-        changed = (own - {"__init__", "extra_repr"}) & {
-            name for base in cls.__bases__ for name in dir(base)
-        }
-        if changed and "fused" not in own:
-            cls.fused = None  # pyrefly: ignore
+    def kernel_settings(self) -> dict | None:
+        raise NotImplementedError
 
 
 class Elementwise(FeatureMap):
@@ -168,8 +161,7 @@ class Elementwise(FeatureMap):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.features(q), self.features(k)
 
-    @property
-    def fused(self) -> dict | None:
+    def kernel_settings(self) -> dict | None:
         names = (
             name
             for name, row in FEATURE_MAPS.items()
@@ -343,8 +335,7 @@ class NaLa(FeatureMap):
         raised = power(x.abs(), exponent)
         return raised * x.sign() if self.signs == "keep" else raised
 
-    @property
-    def fused(self) -> dict | None:
+    def kernel_settings(self) -> dict | None:
         if self.signs != "drop":
             return None
         options = ("power", "power_norm", "direction_scale", "query_power", "key_power")
@@ -368,6 +359,8 @@ class Angle(NaLa):
 
     The options are those of `NaLa`. Exponents that are set are constants, so ‖q‖ has no effect on them.
     """
+
+    kernel_settings = NaLa.kernel_settings
 
     def __init__(
         self,
@@ -412,10 +405,6 @@ class LearnedNaLa(Fp32Module, Angle):
 
     def initial(self) -> dict[str, Tensor]:
         return {"a": torch.full_like(self.a, -4), "b": torch.zeros_like(self.b)}
-
-    @property
-    def fused(self) -> None:
-        return None
 
     def extra_repr(self) -> str:
         return f"angle={self.angle}"
@@ -502,8 +491,7 @@ class Pola(Fp32Module, FeatureMap):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.features(q), self.features(k)
 
-    @property
-    def fused(self) -> dict:
+    def kernel_settings(self) -> dict:
         return {"name": "pola", "alpha": self.alpha, "parameters": (self.w, self.s)}
 
     def extra_repr(self) -> str:

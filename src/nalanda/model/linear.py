@@ -1,6 +1,7 @@
 """Linear attention: mixers with a state S = Σ φ(k) vᵀ. They differ in its decay and its readout."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,43 +18,92 @@ from .ops import by_kernel, linear_attention_flops, map_features
 from .options import check_names, check_types
 from .sequences import Sequences
 from .soft import PooledLandmarks
+from .step import StepRule
 
 
-class LinearAttention(Mixer):
-    """Linear attention (Katharopoulos et al. 2020): o_t = φ(q_t)ᵀ S_t / (φ(q_t)ᵀ z_t + ε t).
+class LinearRecurrence(Mixer):
+    """Mixers with a state S = Σ φ(k) vᵀ, which may decay; o_t = S_tᵀ φ(q_t)."""
 
-    S_t = Σ_{j≤t} φ(k_j) v_jᵀ and z_t = Σ_{j≤t} φ(k_j). The epsilon grows with t, as both sums do.
-
-    Options: `denominator` (default: yes) needs a map with φ(q)·φ(k) ≥ 0. Without it, o_t = F^-½ φ(q_t)ᵀ S_t,
-    RMS-normed per head. Default map: 1 + ELU.
-    Cost per token and head with F features: 4FV + 2·64·(F + V) FLOPs. State: F × V and z, in fp32.
-    """
-
-    equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq"
-    source = "arXiv 2006.16236"
-    conv_size = 4
     cut = True
+
+    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+        return self.recur(heads, seq, state, new)
+
+    def recur(
+        self,
+        heads: Heads,
+        seq: Sequences,
+        state: State,
+        new: State | None,
+        *,
+        mapped: bool = False,
+        scale: float | None = None,
+        name: str = "recurrent",
+    ) -> Tensor:
+        """Calls the op with the state `name`. mapped: whether q and k are features already."""
+        q, k, v = heads["q"], heads["k"], heads["v"]
+        if v.dtype == torch.float16:  # sums of 1000 terms may exceed its range before the norm
+            v = v.float()
+        feature_map = None if mapped or self.map_name is None else self.feature_map
+        if seq.both:
+            with no_autocast(v):
+                q, k = map_features(q, k, feature_map)
+                return sum_both(q, k, v, seq, scale)
+
+        rule = Rule(
+            feature_map=feature_map,
+            scale=scale,
+            output_final_state=new is not None,
+            mode="recurrent" if q.shape[1] == 1 else "chunk",
+        )
+        call = Call(q, k, v, g=heads.get("g"), initial_state=state.get(name))
+        o, final = recurrence(call, rule, seq)
+        if new is not None and final is not None:
+            new[name] = final
+        return o
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """The heads, features and values of the state."""
+        features = self.K if self.map_name is None else self.feature_map.feature_dim
+        return self.num_v_heads, features, self.V
+
+    def state_spec(self, T: int) -> StateSpec:
+        return {"recurrent": (self.state_shape, torch.float32), **super().state_spec(T)}
+
+    def flops(self, T: int) -> float:
+        return self.rule_flops(T) + super().flops(T)
+
+    def rule_flops(self, T: int) -> float:
+        """Per token at length T, without convolutions and map."""
+        return self.sum_flops(*self.state_shape)
+
+    def sum_flops(self, num_heads: int, key_dim: int, value_dim: int) -> float:
+        """`linear_attention_flops`; in both directions at once there are no chunks."""
+        chunk = 0 if self.both and self.unmasked else 64
+        return linear_attention_flops(num_heads, key_dim, value_dim, chunk)
+
+
+class NormalizedAttention(LinearRecurrence):
+    """Mixers that divide by the sum of a token's weights, φ(q_t)ᵀ Σ_{j≤t} φ(k_j) + ε t."""
+
+    conv_size = 4
     unmasked = True
     map_name = "elu1"
     gated = False
     norm = None
+    denominator = True
+    other_readout = ""
+    """How to do without the denominator, for the refusal of a map with negative products."""
     feature_theta: float | None = None
     """Base of the rotary angles of φ(q) and φ(k) above the denominator, not in it; None: no rotation."""
 
-    def __init__(self, config, layer_idx: int, *, denominator: bool = True):
-        if not denominator and self.norm is None:
-            self.norm = "head"
+    def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.denominator = denominator
-        if denominator:
-            self.require_nonnegative()
-
-    def require_nonnegative(self) -> None:
-        if not self.feature_map.nonnegative:
+        if self.denominator and not self.feature_map.nonnegative:
             raise ValueError(
                 f"feature_map {self.map_name!r}: {type(self).__name__} divides by a sum of weights, which "
-                "may be negative; choose relu, exp, elu1, nala or pola"
-                + (", or mixer_options denominator=false" if type(self) is LinearAttention else "")
+                f"may be negative; choose relu, exp, elu1, nala or pola{self.other_readout}"
             )
 
     def rotate_features(self, theta: float | None) -> None:
@@ -76,8 +126,6 @@ class LinearAttention(Mixer):
         return self.K if features == 2 * self.K else features
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
-        if not self.denominator:
-            return self.recur(heads, seq, state, new)
         o = self.readout(heads, seq, state, new)
         if o is not None:
             return o
@@ -130,69 +178,55 @@ class LinearAttention(Mixer):
         streams = x.unflatten(-1, (-1, self.stream_width)).flatten(2, 3)
         return rotate(streams, angles).view_as(x)
 
-    def recur(
-        self,
-        heads: Heads,
-        seq: Sequences,
-        state: State,
-        new: State | None,
-        *,
-        mapped: bool = False,
-        scale: float | None = None,
-        name: str = "recurrent",
-    ) -> Tensor:
-        """Calls the op with the state `name`. mapped: whether q and k are features already."""
-        v = heads["v"]
-        if v.dtype == torch.float16:  # sums of 1000 terms may exceed its range before the norm
-            v = v.float()
-        if seq.both:
-            with no_autocast(v):
-                q, k = map_features(heads["q"], heads["k"], None if mapped else self.feature_map)
-                return sum_both(q, k, v, seq, scale)
-
-        q, k, past = heads["q"], heads["k"], state.get(name)
-        rule = Rule(
-            feature_map=None if mapped else self.feature_map,
-            scale=scale,
-            output_final_state=new is not None,
-            mode="recurrent" if q.shape[1] == 1 else "chunk",
-        )
-        call = Call(q, k, v, g=heads.get("g"), initial_state=past)
-        o, final = recurrence(call, rule, seq)
-        if new is not None and final is not None:
-            new[name] = final
-        return o
-
     @staticmethod
     def counts(heads: Heads, seq: Sequences) -> Tensor:
         """How many tokens each token sees, `[B or 1, T, 1, 1]`, in fp32 at least."""
         v = heads["v"]
         return seq.counts(v.shape[1], v.device).to(wide_dtype(v))[..., None, None]
 
-    def step_options(self) -> dict | None:
-        if type(self).mix is not LinearAttention.mix:
-            return None
-        scale = {"scale": 1.0} if self.denominator else {}
-        return {"denominator": self.denominator, "silu": bool(self.conv_size)} | scale
+    def step_rule(self) -> StepRule:
+        if not self.denominator:
+            return StepRule(silu=bool(self.conv_size))
+        return StepRule(scale=1.0, denominator=True, silu=bool(self.conv_size))
 
     def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
-        positions = {"positions": seq.positions(1, x.device)} if self.denominator else {}
-        return super().step_inputs(x, seq) | positions
+        heads = super().step_inputs(x, seq)
+        if self.denominator:
+            heads["positions"] = seq.positions(1, x.device)
+        return heads
 
-    def state_spec(self, T: int) -> StateSpec:
-        shape = (self.num_v_heads, self.feature_map.feature_dim, self.V + self.denominator)
-        return {"recurrent": (shape, torch.float32), **super().state_spec(T)}
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """With a denominator a last value is 1, so that its sum is Σ φ(k)."""
+        heads, features, values = super().state_shape
+        return heads, features, values + self.denominator
 
-    def flops(self, T: int) -> float:
-        rule = self.sum_flops(
-            self.num_v_heads, self.feature_map.feature_dim, self.V + self.denominator
-        )
-        return rule + super().flops(T)
 
-    def sum_flops(self, num_heads: int, key_dim: int, value_dim: int) -> float:
-        """`linear_attention_flops`; in both directions at once there are no chunks."""
-        chunk = 0 if self.both and self.unmasked else 64
-        return linear_attention_flops(num_heads, key_dim, value_dim, chunk)
+class LinearAttention(NormalizedAttention):
+    """Linear attention (Katharopoulos et al. 2020): o_t = φ(q_t)ᵀ S_t / (φ(q_t)ᵀ z_t + ε t).
+
+    S_t = Σ_{j≤t} φ(k_j) v_jᵀ and z_t = Σ_{j≤t} φ(k_j). The epsilon grows with t, as both sums do.
+
+    Options: `denominator` (default: yes) needs a map with φ(q)·φ(k) ≥ 0. Without it, o_t = F^-½ φ(q_t)ᵀ S_t,
+    RMS-normed per head. Default map: 1 + ELU.
+    Cost per token and head with F features: 4FV + 2·64·(F + V) FLOPs. State: F × V and z, in fp32.
+    """
+
+    equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq"
+    source = "arXiv 2006.16236"
+    step_rule = NormalizedAttention.step_rule
+    other_readout = ", or mixer_options denominator=false"
+
+    def __init__(self, config, layer_idx: int, *, denominator: bool = True):
+        self.denominator = denominator
+        if not denominator and self.norm is None:
+            self.norm = "head"
+        super().__init__(config, layer_idx)
+
+    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+        if not self.denominator:
+            return self.recur(heads, seq, state, new)
+        return super().mix(heads, seq, state, new)
 
 
 def sum_both(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float | None) -> Tensor:
@@ -227,7 +261,7 @@ def _sum_packed(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float) -
     return torch.cat(out).index_select(0, where)[None]
 
 
-class NaLaAttention(LinearAttention):
+class NaLaAttention(NormalizedAttention):
     """NaLaFormer's block (2025), causal: `LinearAttention` with the NaLa map and the denominator.
 
     A LayerNorm over all heads follows, and a gate SiLU(W_g x), unless `use_gate` is off.
@@ -238,6 +272,7 @@ class NaLaAttention(LinearAttention):
 
     equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq, LayerNorm"
     source = "arXiv 2506.21137"
+    step_rule = NormalizedAttention.step_rule
     map_name = "nala"
     gated = True
     norm = "layer"
@@ -247,7 +282,16 @@ class NaLaAttention(LinearAttention):
         self.rotate_features(rope_theta)
 
 
-class MALA(LinearAttention):
+def negative_weights(mixer: Mixer, x: Tensor) -> Tensor:
+    """The share of negative ones among the weights of the tokens that a token sees."""
+    weights = mixer.weights(x)  # [B, heads, T, T]
+    seen = torch.ones_like(weights[0, 0], dtype=torch.bool)
+    if not mixer.both:
+        seen = seen.tril()
+    return (weights[..., seen] < 0).float().mean()
+
+
+class MALA(NormalizedAttention):
     """Magnitude-aware linear attention (MALA, 2025), causal. With s_j = c_t φ(q_t)·φ(k_j) and z_t = Σ s_j,
 
         o_t = Σ_{j≤t} (β_t s_j − γ_t) v_j,    β = 1 + 1/z,  γ = z/t,
@@ -263,7 +307,7 @@ class MALA(LinearAttention):
 
     equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq + c (Sᵀq − zᵀq v̄)"
     source = "arXiv 2507.00698"
-    signed_weights = True
+    metrics: ClassVar = {"negative_weights": negative_weights}
 
     def __init__(
         self, config, layer_idx: int, *, scale: str = "code", rope_theta: float | None = None
@@ -291,13 +335,14 @@ class MALA(LinearAttention):
         return r / (z + EPS * t) + c * (r - z * total / t)
 
     def state_spec(self, T: int) -> StateSpec:
-        return super().state_spec(T) | {"value_sum": ((self.num_v_heads, 1, self.V), torch.float32)}
+        total = ((self.num_v_heads, 1, self.V), torch.float32)  # Σv
+        return super().state_spec(T) | {"value_sum": total}
 
     def flops(self, T: int) -> float:
         return super().flops(T) + self.sum_flops(self.num_v_heads, 1, self.V)
 
 
-class PolaAttention(LinearAttention):
+class PolaAttention(NormalizedAttention):
     """PolaFormer (2025), causal. φ splits q and k by sign, with learnt powers: [relu(x)^p; relu(−x)^p].
 
     The query [q⁺; q⁻] reads the first half of v, and [q⁻; q⁺], of opposite signs, the second half. Each has
@@ -351,16 +396,13 @@ class PolaAttention(LinearAttention):
         o = o.flatten(-2).to(x.dtype)
         return self.o_proj(o * heads["gate"] if self.gated and not self.gate_first else o)
 
-    def state_spec(self, T: int) -> StateSpec:
-        shape = (2 * self.num_heads, self.feature_map.feature_dim, self.V // 2 + 1)
-        return super().state_spec(T) | {"recurrent": (shape, torch.float32)}
-
-    def flops(self, T: int) -> float:
-        rule = self.sum_flops(2 * self.num_heads, self.feature_map.feature_dim, self.V // 2 + 1)
-        return rule + Mixer.flops(self, T)
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Each half of the values is a head of its own, and has its own denominator."""
+        return 2 * self.num_heads, self.feature_map.feature_dim, self.V // 2 + 1
 
 
-class SoftAttention(LinearAttention):
+class SoftAttention(LinearRecurrence):
     """SOFT++ (Lu et al. 2021, 2024), causal: o_t = κ(q_t, Z) W Σ_{j≤t} κ(Z, k_j) v_jᵀ.
 
     κ is a Gaussian kernel; q = k is one projection. The landmarks Z are learnt: pooled ones would leak the
@@ -376,8 +418,10 @@ class SoftAttention(LinearAttention):
 
     equation = "S ← S + κ(Z, k) vᵀ; o = SᵀW κ(Z, q), q = k"
     source = "arXiv 2110.11945, 2207.03341"
+    conv_size = 4
+    unmasked = True
     map_name = "softpp"
-    norm = "head"
+    gated = False
     shared_qk = True
 
     def __init__(self, config, layer_idx: int):
@@ -386,7 +430,7 @@ class SoftAttention(LinearAttention):
                 f"soft: feature_map is {config.feature_map!r}; it needs 'soft' or 'softpp', and for "
                 "another map take mixer 'linear_attention'"
             )
-        super().__init__(config, layer_idx, denominator=False)
+        super().__init__(config, layer_idx)
         self.grid = config.grid
 
     def build_map(self, config) -> Any:
@@ -401,27 +445,22 @@ class SoftAttention(LinearAttention):
         if not seq.both:
             return self.recur(heads, seq, state, new, scale=1.0)
         q, v = heads["q"], heads["v"]
-        return (
-            self.feature_map(q, v, seq.grid)
-            if seq.cu_seqlens is None
-            else self.mix_packed(q, v, seq)
-        )
+        if seq.cu_seqlens is None:
+            return self.feature_map(q, v, seq.grid)
+        return self.mix_packed(q, v, seq)
 
     @torch.compiler.disable  # the lengths are values of cu_seqlens
     def mix_packed(self, q: Tensor, v: Tensor, seq: Sequences) -> Tensor:
-        return torch.cat(
-            [self.feature_map(*x) for x in zip(seq.split(q), seq.split(v), strict=True)], 1
-        )
+        sequences = zip(seq.split(q), seq.split(v), strict=True)
+        return torch.cat([self.feature_map(*sequence) for sequence in sequences], 1)
 
-    def flops(self, T: int) -> float:
+    def rule_flops(self, T: int) -> float:
         if not self.both:
-            return super().flops(T)
-        return self.num_heads * self.feature_map.flops_at(
-            self.grid or (T,), self.K, self.V
-        ) + Mixer.flops(self, T)
+            return super().rule_flops(T)
+        return self.num_heads * self.feature_map.flops_at(self.grid or (T,), self.K, self.V)
 
 
-class Retention(LinearAttention):
+class Retention(LinearRecurrence):
     """RetNet's retention (Sun et al. 2023): S_t = (1 − 2^{−5−h}) S_{t-1} + k_t v_tᵀ for head h = 0, 1, …
 
     q and k are rotated by their positions. The output is RMS-normed per head and gated by SiLU(W_g x).
@@ -431,11 +470,7 @@ class Retention(LinearAttention):
 
     equation = "S ← (1 − 2^(−5−h)) S + k vᵀ; o = Sᵀq, q and k rotated"
     source = "arXiv 2307.08621"
-    unmasked = False
-    conv_size = None
-    map_name = None
     gated = True
-    norm = "head"
 
     def __init__(self, config, layer_idx: int, *, rope_theta: float = 10000.0):
         if not rope_theta > 0:
@@ -444,8 +479,8 @@ class Retention(LinearAttention):
             raise ValueError(
                 f"retention: head_dim·expand_k is {config.key_dim}; rotation needs an even one"
             )
-        Mixer.__init__(self, config, layer_idx)
-        self.rope_theta, self.denominator = rope_theta, False
+        super().__init__(config, layer_idx)
+        self.rope_theta = rope_theta
 
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
         heads = super().heads(x, seq, state, new)
@@ -454,23 +489,14 @@ class Retention(LinearAttention):
         g = torch.log1p(-(2.0 ** (-5 - h))).expand(*x.shape[:2], -1)
         return heads | {"q": rotate(heads["q"], angles), "k": rotate(heads["k"], angles), "g": g}
 
-    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
-        return self.recur(heads, seq, state, new, mapped=True)
-
-    def step_options(self) -> dict | None:
-        return {} if type(self) is Retention else None
+    def step_rule(self) -> StepRule:
+        return StepRule()
 
     def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
         return self.heads(x, seq, {}, None)
 
-    def state_spec(self, T: int) -> StateSpec:
-        return {"recurrent": ((self.num_heads, self.K, self.V), torch.float32)}
 
-    def flops(self, T: int) -> float:
-        return self.sum_flops(self.num_heads, self.K, self.V)
-
-
-class GLA(Retention):
+class GLA(LinearRecurrence):
     """Gated linear attention (Yang et al. 2023): S_t = Diag(α_t) S_{t-1} + k_t v_tᵀ.
 
     α_t = σ(W₂ W₁ x + b)^{1/16} is a decay per key channel, from a projection of rank 16. The output is
@@ -481,7 +507,7 @@ class GLA(Retention):
 
     equation = "S ← Diag(α) S + k vᵀ; o = Sᵀq"
     source = "arXiv 2312.06635"
-    state_gates = ("gk_proj",)
+    gated = True
 
     def __init__(
         self, config, layer_idx: int, *, gate_rank: int = 16, gate_temperature: float = 16.0
@@ -490,8 +516,8 @@ class GLA(Retention):
             raise ValueError(
                 f"gla: gate_rank={gate_rank} and gate_temperature={gate_temperature} must be > 0"
             )
-        Mixer.__init__(self, config, layer_idx)
-        self.denominator, self.temperature = False, float(gate_temperature)
+        super().__init__(config, layer_idx)
+        self.temperature = float(gate_temperature)
         self.gk_proj = nn.Sequential(
             nn.Linear(config.hidden_size, gate_rank, bias=False),
             nn.Linear(gate_rank, self.num_heads * self.K),
@@ -499,10 +525,18 @@ class GLA(Retention):
 
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
         gates = at_least_fp32(self.gk_proj(x)).unflatten(-1, (-1, self.K))
-        return Mixer.heads(self, x, seq, state, new) | {"g": F.logsigmoid(gates) / self.temperature}
+        heads = super().heads(x, seq, state, new)
+        return heads | {"g": F.logsigmoid(gates) / self.temperature}
 
-    def step_options(self) -> dict | None:
-        return {} if type(self) is GLA else None
+    def step_rule(self) -> StepRule:
+        return StepRule()
+
+    def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
+        return self.heads(x, seq, {}, None)
+
+    def gate_parameters(self) -> Iterator[nn.Parameter]:
+        yield from super().gate_parameters()
+        yield from self.gk_proj.parameters()
 
 
 class Discretization(Decay):
@@ -516,18 +550,15 @@ class Discretization(Decay):
 
     def forward(self, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [B, T, H]; D: [H]
         dt = F.softplus(at_least_fp32(a) + self.dt_bias)
-        return (
-            dt,
-            -self.A_log.exp() * dt,
-            self.D.clone(),
-        )  # what shards or offloads it frees its own
+        g = -self.A_log.exp() * dt
+        return dt, g, self.D.clone()  # the wrapper that shards or offloads D frees its own
 
     def initial(self) -> dict[str, Tensor]:
         """Those of `Decay` with A ~ U(1, 16); D = 1."""
         return super().initial() | {"D": torch.ones_like(self.D)}
 
 
-class Mamba2(LinearAttention):
+class Mamba2(LinearRecurrence):
     """Mamba 2 (Dao and Gu 2024): S_t = e^{−Δ_t A} S_{t-1} + Δ_t k_t v_tᵀ, o_t = S_tᵀ q_t + D v_t.
 
     It calls q, k and v C, B and x. Δ, of W_a x, and A have a number a head, see `Discretization`. The output
@@ -539,8 +570,7 @@ class Mamba2(LinearAttention):
 
     equation = "S ← e^(−ΔA) S + Δ k vᵀ; o = Sᵀq + D v"
     source = "arXiv 2405.21060"
-    state_gates = ("a_proj",)
-    unmasked = False
+    conv_size = 4
     map_name = "silu"
     gated = True
     norm = "rms"
@@ -550,8 +580,7 @@ class Mamba2(LinearAttention):
             raise ValueError(
                 f"num_v_heads={num_v_heads} must be a multiple of num_heads={config.num_heads}"
             )
-        Mixer.__init__(self, config, layer_idx, v_heads=num_v_heads)
-        self.denominator = False
+        super().__init__(config, layer_idx, v_heads=num_v_heads)
         self.a_proj = nn.Linear(config.hidden_size, self.num_v_heads, bias=False)
         self.discretization = Discretization(self.num_v_heads)
         self.o_norm = RMSNorm(self.num_v_heads * self.V, config.norm_eps)
@@ -573,6 +602,10 @@ class Mamba2(LinearAttention):
         o = o.flatten(-2)
         gated = swiglu(at_least_fp32(heads["gate"]), o) if self.gated else o
         return self.o_proj(self.o_norm(gated).to(x.dtype))
+
+    def gate_parameters(self) -> Iterator[nn.Parameter]:
+        yield from super().gate_parameters()
+        yield from self.a_proj.parameters()
 
     def flops(self, T: int) -> float:
         return super().flops(T) + 2.0 * self.num_v_heads * self.V

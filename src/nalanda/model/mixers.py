@@ -45,11 +45,11 @@ def register_mixer(name: str, mixer: type[Mixer]) -> None:
 
     Raises ValueError for a name that is taken, or a class that lacks what `base.py` asks of a mixer.
     """
-    register("mixer", name, mixer, MIXERS, list(_faults(mixer)))
+    register("mixer", name, mixer, MIXERS, list(faults_of(mixer)))
 
 
-def _faults(mixer: type[Mixer]) -> Iterator[str]:
-    """What the contract asks and a class lacks."""
+def faults_of(mixer: type[Mixer]) -> Iterator[str]:
+    """Each demand of the contract that a class does not meet."""
     if not (isinstance(mixer, type) and issubclass(mixer, Mixer)):
         yield "is not a subclass of Mixer"
         return
@@ -63,21 +63,6 @@ def _faults(mixer: type[Mixer]) -> Iterator[str]:
     options = [p for p in parameters[2:] if p.kind is p.KEYWORD_ONLY and p.default is not p.empty]
     if [p.name for p in parameters[:2]] != ["config", "layer_idx"] or options != parameters[2:]:
         yield "needs __init__(self, config, layer_idx, *, options with defaults)"
-
-    def depth(name: str) -> int:
-        return next((i for i, c in enumerate(mixer.__mro__) if name in vars(c)), len(mixer.__mro__))
-
-    kernel = mixer.__mro__[min(depth("step_options"), len(mixer.__mro__) - 1)]
-    known = next(
-        i for i, c in enumerate(mixer.__mro__) if i and (c is Mixer or c in MIXERS.values())
-    )
-    steps = ("heads", "gates", "convolve", "sums", "counts", "recur", "mix", "read_out")
-    changed = [f"{name}()" for name in steps if depth(name) < min(known, depth("step_options"))]
-    if changed and kernel is not Mixer:
-        yield (
-            f"changes {', '.join(changed)} but inherits step_options() of {kernel.__name__}, for a decoding "
-            "kernel without the change; define step_options(), returning None for no kernel"
-        )
 
 
 def uncut_mixers(config) -> list[str]:

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Heads, Mixer, State
+from .base import Heads, State
 from .layers import Fp32Module, at_least_fp32, rotate
-from .linear import LinearAttention
+from .linear import LinearRecurrence
 from .ops import map_features
 from .sequences import Sequences
 
@@ -82,7 +82,7 @@ class SimpleRMSNorm(nn.Module):
         return f"eps={self.eps if self.placement == 'inside' else 1e-8}, {self.placement}"
 
 
-class NormAttention(LinearAttention):
+class NormAttention(LinearRecurrence):
     """TransNormer's late layers (Qin et al. 2022): O = RMSNorm(tril(φ(Q) φ(K)ᵀ) V).
 
     There is no denominator, scale or gain, and the norm is over all heads together. With ε inside its root, a
@@ -97,16 +97,14 @@ class NormAttention(LinearAttention):
 
     equation = "S ← S + k vᵀ; o = RMSNorm(Sᵀq), q and k reflected and rotated"
     source = "arXiv 2210.10340"
-    conv_size = None
+    unmasked = True
     map_name = "elu1"
-    gated = None
     norm = None
 
     def __init__(
         self, config, layer_idx: int, *, positions: str = "lrpe", norm_eps_placement: str = "inside"
     ):
-        Mixer.__init__(self, config, layer_idx)
-        self.denominator = False
+        super().__init__(config, layer_idx)
         self.norm, self.o_norm = "rms", SimpleRMSNorm(config.norm_eps, norm_eps_placement)
         self.lrpe = build_positions(positions, self.feature_map.feature_dim)
         for projection in (self.q_proj, self.k_proj, self.v_proj):
@@ -117,9 +115,8 @@ class NormAttention(LinearAttention):
         q, k, dtype = heads["q"], heads["k"], heads["q"].dtype
         if self.lrpe is not None:
             positions = seq.positions(x.shape[1], x.device)
-            q, k = (
-                self.lrpe(phi, positions).to(dtype) for phi in map_features(q, k, self.feature_map)
-            )
+            features = map_features(q, k, self.feature_map)
+            q, k = (self.lrpe(phi, positions).to(dtype) for phi in features)
         return heads | {"q": q, "k": k}
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:

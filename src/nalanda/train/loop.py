@@ -28,7 +28,7 @@ from nalanda.train.export import export
 from nalanda.train.guards import Interruptions, Watchdog, interruptible
 from nalanda.train.launch import from_main_process, launch
 from nalanda.train.log import RunLog, last_metrics, write_facts
-from nalanda.train.loss import describe_perplexity, negative_share, validate
+from nalanda.train.loss import describe_perplexity, mixer_metrics, validate
 from nalanda.train.meters import ReadingLog, TrainingSpeed
 from nalanda.train.mirror import Mirror, mirrored, staged
 from nalanda.train.optim import describe_groups
@@ -277,7 +277,7 @@ def validate_if_due(run: Run) -> None:
         lambda: run.watchdog.beat(f"step {step}, validation"),
     )
     loss = values["val_loss"]
-    values |= negative_share(run.model, next(iter(run.validation.values()))[0]["input_ids"])
+    values |= mixer_metrics(run.model, next(iter(run.validation.values()))[0]["input_ids"])
 
     run.log.write(step=step, tokens=run.at.tokens, **values)
     run.log.say(f"validation at step {step}: loss {loss:.4f}, {describe_perplexity(values)}")

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from nalanda.data.text_bytes import TextBytes
+from nalanda.model import Mixer
 from nalanda.model.context import Context
 from nalanda.train.row_states import RowStates
 
@@ -162,21 +163,19 @@ def loss_sums(
 
 
 @torch.no_grad()
-def negative_share(model: Any, tokens: torch.Tensor) -> dict[str, float]:
-    """Share of negative attention weights, over all mixers that may have them (MALA); {} without such mixers.
+def mixer_metrics(model: Any, tokens: torch.Tensor) -> dict[str, float]:
+    """The mean of each of the mixers' `metrics` over the layers that have it. Empty without one.
 
     tokens: `[B, T]`; uses the first 256 of the first row.
     """
-    shares = []
+    values: dict[str, list[torch.Tensor]] = {}
 
-    def look(mixer: Any, inputs: tuple) -> None:
-        weights = mixer.weights(inputs[0])
-        seen = torch.ones_like(weights[0, 0], dtype=torch.bool)
-        seen = seen if mixer.both else seen.tril()
-        shares.append((weights[..., seen] < 0).float().mean())
+    def measure(mixer: Any, inputs: tuple) -> None:
+        for name, metric in mixer.metrics.items():
+            values.setdefault(name, []).append(metric(mixer, inputs[0]))
 
-    mixers = [m for m in model.modules() if getattr(m, "signed_weights", False)]
-    hooks, training = [m.register_forward_pre_hook(look) for m in mixers], model.training
+    mixers = [m for m in model.modules() if isinstance(m, Mixer) and m.metrics]
+    hooks, training = [m.register_forward_pre_hook(measure) for m in mixers], model.training
     model.eval()
     try:
         if mixers:
@@ -185,4 +184,4 @@ def negative_share(model: Any, tokens: torch.Tensor) -> dict[str, float]:
         model.train(training)
         for hook in hooks:
             hook.remove()
-    return {"negative_weights": torch.stack(shares).mean().item()} if shares else {}
+    return {name: torch.stack(each).mean().item() for name, each in values.items()}

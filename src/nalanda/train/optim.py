@@ -68,7 +68,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
     outer = {id(p) for m in tables for p in m.parameters()}
     mixers = [m for m in model.modules() if isinstance(m, Mixer)]
-    gates = {id(p) for mixer in mixers for p in gate_parameters(mixer)}
+    gates = {id(p) for mixer in mixers for p in mixer.gate_parameters()}
     heads = {id(p): count for mixer in mixers for p, count in head_matrices(mixer)}
     groups: dict[tuple, dict] = {}
     for name, p in trained:
@@ -125,16 +125,6 @@ def head_matrices(mixer: Mixer) -> Iterator[tuple[nn.Parameter, int]]:
         for p in () if projection is None else projection.parameters():
             if p.ndim == 2 and len(p) % rows == 0:  # an adapter has other shapes
                 yield p, len(p) // rows
-
-
-def gate_parameters(mixer: Mixer) -> Iterator[nn.Parameter]:
-    """The parameters of a mixer's `state_gates`, and matrices with one row a head: these too are gates."""
-    for name in mixer.state_gates:
-        layer = getattr(mixer, name, None)  # options may leave it out
-        if layer is not None:
-            yield from layer.parameters()
-    rows = mixer.steps * max(mixer.num_heads, mixer.num_v_heads)
-    yield from (p for p in mixer.parameters() if p.ndim == 2 and len(p) <= rows)
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
