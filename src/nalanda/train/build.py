@@ -77,14 +77,10 @@ def set_up(
 
     say("checking the model")
     masking = Masking(tokenizer, config.data, config.seed) if is_encoder(model.config) else None
-    if masking is None:
-        check_causal(accelerator, model)
-    else:
+    if masking is not None:
         validation = masking.fixed(validation, sharing.rank, sharing.world_size)
-    kept_apart = keeps_documents_apart(accelerator, model)
     carries = config.data.long_documents == "carry"
-    if carries:
-        check_carries(model)
+    kept_apart = verify_model(accelerator, model, carries)
 
     run = Run(
         config=config,
@@ -175,6 +171,19 @@ def count_flops(config: RunConfig, accelerator: Accelerator, model: Any) -> dict
     }
 
 
+def verify_model(accelerator: Accelerator, model: Any, carries: bool) -> bool:
+    """Checks that a decoder is causal, and that its state can pass from row to row if it must.
+
+    Returns whether the model keeps packed documents apart. Raises `InputError`.
+    """
+    if not is_encoder(model.config):
+        check_causal(accelerator, model)
+    documents_apart = keeps_documents_apart(accelerator, model)
+    if carries:
+        check_carries(model)
+    return documents_apart
+
+
 def restore(run: Run, resume: Path, say: Callable[[str], None]) -> None:
     """Loads the checkpoint `resume`, or the newest sound one before it, into a new run.
 
@@ -246,21 +255,18 @@ def finish_sums(
 
 
 def refuse_damage(sums: SumCheck, checkpoints: Path | None = None) -> None:
-    """Raises `InputError` on all processes if one of them has found a damaged file. It names the checkpoints
-    of the folder that were saved before all files were compared."""
+    """Raises `InputError` on all processes if one of them has read a damaged file.
+
+    The error names the checkpoints of the folder that were saved before all files were compared.
+    """
     problems = [problem for problem in gather_object([sums.problem]) if problem]
     if not problems:
         return
-    doubtful = (
-        [path.name for path in checkpoint_folders(checkpoints) if saved_before_sums(path)]
-        if checkpoints
-        else []
-    )
-    advice = (
-        f"; {', '.join(doubtful)} may have learnt from it: remove what you do not trust"
-        if doubtful
-        else ""
-    )
+    folders = checkpoint_folders(checkpoints) if checkpoints else []
+    doubtful = [path.name for path in folders if saved_before_sums(path)]
+    advice = ""
+    if doubtful:
+        advice = f"; {', '.join(doubtful)} may have learnt from it: remove what you do not trust"
     raise InputError(problems[0] + advice)
 
 

@@ -24,19 +24,20 @@ def latest_checkpoint(directory: Path, say: Callable[[str], None] = print) -> Pa
 
 def why_unusable(path: Path) -> str | None:
     """`damaged: …` if a byte differs, `unsound: …` if it was marked so, None for a usable checkpoint."""
-    if (problem := verify_manifest(path)) is not None:
+    problem = verify_manifest(path)
+    if problem is not None:
         return f"damaged: {problem}"
-    return None if (reason := unsound_reason(path)) is None else f"unsound: {reason}"
+    reason = unsound_reason(path)
+    return None if reason is None else f"unsound: {reason}"
 
 
 def unsound_reason(path: Path) -> str | None:
     """The reason that `mark_unsound` wrote, or None."""
     file = path / MARK
-    return (
-        (file.read_text(errors="replace").strip().splitlines() or ["?"])[0]
-        if file.is_file()
-        else None
-    )
+    if not file.is_file():
+        return None
+    lines = file.read_text(errors="replace").strip().splitlines()
+    return lines[0] if lines else "?"
 
 
 def mark_unsound(path: Path, reason: str) -> None:
@@ -46,14 +47,14 @@ def mark_unsound(path: Path, reason: str) -> None:
 
 def checkpoint_folders(directory: Path) -> list[Path]:
     """Checkpoint folders, oldest first, damaged ones included."""
-    found = [p for p in directory.glob("step-*") if p.name.removeprefix("step-").isdecimal()]
-    return sorted(found, key=step_of)
+    folders = [p for p in directory.glob("step-*") if p.name.removeprefix("step-").isdecimal()]
+    return sorted(folders, key=step_of)
 
 
 def checkpoints_of(run_dir: Path) -> list[Path]:
     """The checkpoint folders of a run, oldest first. Raises `InputError` if it has none."""
-    if found := checkpoint_folders(run_dir / "checkpoints"):
-        return found
+    if folders := checkpoint_folders(run_dir / "checkpoints"):
+        return folders
     raise InputError(f"{run_dir}: no checkpoints here; name the folder of a run")
 
 
@@ -62,17 +63,20 @@ def step_of(path: Path) -> int:
 
 
 def prune(directory: Path, config: CheckpointConfig, step: int) -> None:
-    """Removes checkpoints up to `step`, and the remains of interrupted saves. The last `keep_last` stay, and
-    multiples of `keep_every`, and the one that a rollback would take. Later ones are from before a rollback
-    or damaged, and are not counted."""
-    folders = [p for p in checkpoint_folders(directory) if step_of(p) <= step]
-    good = next((p for p in reversed(folders) if not saved_between_bad_steps(p)), None)
+    """Removes checkpoints up to `step`, and the remains of interrupted saves.
+
+    The last `keep_last` stay, and multiples of `keep_every`, and the one that a rollback would take. Later
+    ones are from before a rollback or damaged, and are not counted.
+    """
+    folders = [path for path in checkpoint_folders(directory) if step_of(path) <= step]
+    last_good = next((p for p in reversed(folders) if not saved_between_bad_steps(p)), None)
     for path in folders[: -config.keep_last]:
-        if path != good and not (config.keep_every and step_of(path) % config.keep_every == 0):
+        for_good = config.keep_every and step_of(path) % config.keep_every == 0
+        if path != last_good and not for_good:
             # Renamed first: if the process is killed, the rest is not taken for a checkpoint.
             path.rename(directory / f".tmp-{path.name}-old")
-    for part in directory.glob(".tmp-step-*"):
-        shutil.rmtree(part, ignore_errors=True)
+    for remains in directory.glob(".tmp-step-*"):
+        shutil.rmtree(remains, ignore_errors=True)
 
 
 def saved_between_bad_steps(path: Path) -> bool:
@@ -86,7 +90,7 @@ def saved_before_sums(path: Path) -> bool:
 
 
 def _trainer_state(path: Path) -> dict:
-    """Of the checkpoint; {} if it is damaged."""
+    """The contents of trainer.json; {} if it is damaged."""
     try:
         return json.loads((path / "trainer.json").read_text())
     except (OSError, ValueError):
@@ -103,24 +107,25 @@ def find_checkpoint(path: str | Path, step: int | None = None, *, check: bool = 
     """
     path = Path(path)
     folder = path / "checkpoints"
-    if not folder.is_dir():
+    if folder.is_dir() and step is None:
+        newest = next(reversed(checkpoint_folders(folder)), None)
+        checkpoint = latest_checkpoint(folder) if check else newest
+        if checkpoint is None:
+            raise InputError(f"{folder}: there is no whole checkpoint")
+        return checkpoint
+
+    if folder.is_dir():
+        checkpoint = folder / f"step-{step}"
+        if not checkpoint.is_dir():
+            steps = ", ".join(str(step_of(p)) for p in checkpoint_folders(folder)) or "none"
+            raise InputError(f"{folder}: no step {step}; there are {steps}")
+    else:
+        checkpoint = path
         if step is not None or not (path / "manifest.json").is_file():
             raise InputError(
                 f"{path}: expected a run's folder, or one of its checkpoints/step-N without --step"
             )
-        found = path
-    elif step is None:
-        found = (
-            latest_checkpoint(folder) if check else next(reversed(checkpoint_folders(folder)), None)
-        )
-        if found is None:
-            raise InputError(f"{folder}: there is no whole checkpoint")
-        return found
-    else:
-        found = folder / f"step-{step}"
-        if not found.is_dir():
-            there = ", ".join(str(step_of(p)) for p in checkpoint_folders(folder)) or "none"
-            raise InputError(f"{folder}: no step {step}; there are {there}")
-    if check and (problem := verify_manifest(found)):
-        raise InputError(f"{found}: damaged: {problem}")
-    return found
+    problem = verify_manifest(checkpoint) if check else None
+    if problem:
+        raise InputError(f"{checkpoint}: damaged: {problem}")
+    return checkpoint

@@ -33,8 +33,8 @@ REPEATED = {getattr(signal, "SIGXCPU", None)}
 class SpikeDetector:
     """Detects bad steps by comparing loss and gradient norm with a window of good steps.
 
-    Uses only all-reduced values, so all ranks agree. Checkpoints save the window: a resumed run judges as an
-    uninterrupted one does.
+    Its values are reduced over all processes, so all ranks agree. Checkpoints save the window: a resumed run
+    judges as an uninterrupted one does.
     """
 
     def __init__(self, config: GuardConfig):
@@ -47,21 +47,26 @@ class SpikeDetector:
         for name, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
                 return f"the {name} is {value:g}"
-        logarithm = math.log(max(norm, 1e-30))
-        for name, shown, value, seen in (
-            ("loss", loss, loss, self.losses),
-            ("gradient norm", norm, logarithm, self.norms),
+        log_norm = math.log(max(norm, 1e-30))
+
+        for name, value, window in (
+            ("loss", loss, self.losses),
+            ("gradient norm", log_norm, self.norms),
         ):
-            if self.sigma and len(seen) >= MIN_GOOD_STEPS:
-                mean = statistics.fmean(seen)
-                # A floor: after steps without noise, a small change is no spike.
-                floor = 0.01 * abs(mean) if seen is self.losses else 0.1
-                far = (value - mean) / max(statistics.pstdev(seen, mean), floor)
-                if far > self.sigma:
-                    usual = mean if seen is self.losses else math.exp(mean)
-                    return f"the {name} {shown:.4g} is {far:.3g} σ above {usual:.4g}, its mean"
+            if not self.sigma or len(window) < MIN_GOOD_STEPS:
+                continue
+            is_loss = window is self.losses
+            mean = statistics.fmean(window)
+            # A floor: after steps without noise, a small change is no spike.
+            floor = 0.01 * abs(mean) if is_loss else 0.1
+            distance = (value - mean) / max(statistics.pstdev(window, mean), floor)
+            if distance > self.sigma:
+                actual = loss if is_loss else norm
+                usual = mean if is_loss else math.exp(mean)
+                return f"the {name} {actual:.4g} is {distance:.3g} σ above {usual:.4g}, its mean"
+
         self.losses.append(loss)
-        self.norms.append(logarithm)
+        self.norms.append(log_norm)
         return None
 
     def state_dict(self) -> dict[str, list[float]]:
@@ -69,9 +74,9 @@ class SpikeDetector:
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
         for name in ("losses", "norms"):
-            own: deque[float] = getattr(self, name)
-            own.clear()
-            own.extend(state.get(name, []))
+            window: deque[float] = getattr(self, name)
+            window.clear()
+            window.extend(state.get(name, []))
 
 
 class Interruptions:
@@ -116,7 +121,7 @@ class Interruptions:
 
 
 def interruptible() -> Interruptions:
-    """A context in which a signal of `SIGNALS` is noted, so that the loop can finish its step and save.
+    """A context that notes the signals of `SIGNALS`, so that the loop can finish its step and save.
 
     A second signal of the same kind ends the process at once. One of another kind does not: systemd sends
     SIGTERM and then SIGHUP. SIGXCPU never does: the system repeats it. SIGHUP stays ignored under nohup.
@@ -128,7 +133,7 @@ class Watchdog:
     """A thread that ends this process after `timeout` seconds without a `beat`.
 
     If one rank hangs, the others wait in a collective that never returns, and the scheduler sees a running
-    job. Every rank has its own watchdog, which prints the last `beat`: that finds the rank that hangs.
+    job. Every rank has its own watchdog, which prints the last `beat`. The rank that hangs is then known.
     """
 
     def __init__(self, timeout: float | None, rank: int = 0):
@@ -139,6 +144,7 @@ class Watchdog:
             threading.Thread(target=self._look, name="nalanda-watch", daemon=True).start()
 
     def beat(self, what: str) -> None:
+        """Notes that the process goes on. what: names its work for the message."""
         self.what, self.since = what, time.monotonic()
 
     def close(self) -> None:

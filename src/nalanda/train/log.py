@@ -22,7 +22,7 @@ from nalanda.config.schema import LogConfig
 
 UTILISATION = (0.1, 0.4)
 """Expected range of a run's share of the peak FLOPs. Public figures for linear attention on one H100 are 20 %
-at 340 M and 40 % at 1.3 B parameters; small models and CPUs reach less, as the first steps then show."""
+at 340 M and 40 % at 1.3 B parameters. Small models and CPUs reach less, as the first steps then show."""
 
 BLOCK = 1 << 16
 """Bytes that `last_metrics` reads at a time."""
@@ -34,7 +34,7 @@ MEASURED = 10
 class RunLog:
     """Writes to metrics.jsonl, TensorBoard, tracker and console.
 
-    Opening at a step removes later lines from metrics.jsonl, so that a resumed run reports no step twice;
+    Opening at a step removes later lines from metrics.jsonl, so that a resumed run reports no step twice.
     `keep_events`, for a rollback, keeps their events. Processes other than the main one pass `quiet=True` and
     write nothing.
     """
@@ -75,10 +75,11 @@ class RunLog:
         and the tracker."""
         if self.quiet:
             return
-        infinite = {
-            k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)
-        }
-        self.stream.write(json.dumps({**values, **infinite}) + "\n")  # JSON has no NaN
+        line = dict(values)
+        for key, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                line[key] = str(value)  # JSON has no NaN
+        self.stream.write(json.dumps(line) + "\n")
         self.stream.flush()
         os.fsync(self.stream.fileno())
         if "event" in values:
@@ -107,8 +108,10 @@ class RunLog:
         tokens_per_second: float,
         mfu: float,
     ) -> None:
-        """Moves the progress bar, and writes a line now and then. seconds: of this step, and `left` of all
-        that are left."""
+        """Moves the progress bar, and writes a line now and then.
+
+        seconds: of this step. left: seconds of all remaining steps.
+        """
         self.doing("step")
         self.progress.to(
             step,
@@ -124,13 +127,15 @@ class RunLog:
                 self.expected = None
 
     def doing(self, what: str) -> None:
-        """Names on the bar what takes its time now."""
+        """Names the current work on the bar."""
         self.progress.call(what)
 
     def event(self, step: int, kind: str, *, reason: str = "", **values: Any) -> None:
         """Records an event at `step` (skipped, rollback, …) in metrics.jsonl and on the console."""
-        self.write(step=step, event=kind, **({"reason": reason} if reason else {}), **values)
-        self.say(": ".join([f"step {step}", kind, *filter(None, [reason])]))
+        if reason:
+            values = {"reason": reason, **values}
+        self.write(step=step, event=kind, **values)
+        self.say(": ".join(filter(None, [f"step {step}", kind, reason])))
 
     def say(self, line: str) -> None:
         """Prints a line, above the progress bar if there is one."""
@@ -148,8 +153,8 @@ class RunLog:
 
 
 class Guarded:
-    """Calls what only shows metrics. After one that fails, on a full disk for example, a line says so, there
-    are no more calls, and training continues."""
+    """Calls functions that only show metrics. After one fails, on a full disk for example, it says so and makes
+    no more calls. Training continues."""
 
     def __init__(self, name: str, say: Callable[[str], None]):
         self.name, self.say, self.failed = name, say, False
@@ -184,31 +189,36 @@ class Tracker:
             raise InputError(
                 f"log.tracker: {self.kind} is not installed: pip install {self.kind}"
             ) from None
-        file, lines = run_dir / "tracker.json", run_dir / "metrics.jsonl"
-        known: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-        if known.get("tracker") == self.kind:
-            # All steps in metrics.jsonl were sent; the resume will cut that file.
-            steps = [
-                line.get("step", 0) for line in (read_metrics(lines) if lines.is_file() else ())
-            ]
-            known["step"] = max([known["step"], *steps])
-        else:
-            known = {"tracker": self.kind, "id": secrets.token_hex(4), "step": 0}
-        write_atomically(file, json.dumps(known) + "\n")
-        self.sent, recipe = known["step"], run_dir / "config.yaml"
-        options = {"id": known["id"], "dir": str(run_dir)} if self.kind == "wandb" else {}
+
+        record = self._read_record(run_dir)
+        write_atomically(run_dir / "tracker.json", json.dumps(record) + "\n")
+        self.sent = record["step"]
+
+        recipe = {}
+        if (run_dir / "config.yaml").is_file():
+            recipe = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        options = {"id": record["id"], "dir": str(run_dir)} if self.kind == "wandb" else {}
         try:
             self.module.init(
                 project=config.project,
-                name=f"{run_dir.resolve().name}-{known['id']}",  # trackio finds a run by its name
-                config=yaml.safe_load(recipe.read_text(encoding="utf-8"))
-                if recipe.is_file()
-                else {},
+                name=f"{run_dir.resolve().name}-{record['id']}",  # trackio finds a run by its name
+                config=recipe,
                 resume="allow",
                 **options,
             )
         except Exception as error:
             raise InputError(f"log.tracker: {self.kind}: {first_line(error)}") from None
+
+    def _read_record(self, run_dir: Path) -> dict[str, Any]:
+        """The contents of tracker.json, with the last step sent; new ones for another tracker."""
+        file, metrics = run_dir / "tracker.json", run_dir / "metrics.jsonl"
+        record: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+        if record.get("tracker") != self.kind:
+            return {"tracker": self.kind, "id": secrets.token_hex(4), "step": 0}
+        # All steps in metrics.jsonl were sent; the resume will cut that file.
+        lines = read_metrics(metrics) if metrics.is_file() else ()
+        record["step"] = max([record["step"], *(line.get("step", 0) for line in lines)])
+        return record
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         if step > self.sent:
@@ -233,6 +243,7 @@ def read_facts(run_dir: Path) -> dict:
 
 
 def write_facts(run_dir: Path, facts: dict) -> None:
+    """Writes run.json."""
     write_atomically(run_dir / "run.json", json.dumps(facts, indent=1) + "\n")
 
 
@@ -244,7 +255,7 @@ def read_metrics(file: Path) -> Iterator[dict]:
 
 
 def last_metrics(file: Path) -> Iterator[dict]:
-    """What `read_metrics` gives, from the end: the newest line first. Reads no more than is asked for."""
+    """The lines of `read_metrics`, the newest first. A caller that stops early reads only the file's end."""
     with file.open("rb") as stream:
         at, rest = stream.seek(0, os.SEEK_END), b""
         while at:
@@ -268,29 +279,33 @@ def with_hours(lines: Iterable[dict]) -> Iterator[tuple[dict, float]]:
 
 def cut_metrics(file: Path, step: int, keep_events: bool = False) -> int:
     """Removes the lines after `step`, and a torn last line, from a metrics.jsonl; `keep_events` keeps events.
+
     Events before a rollback that stays are kept, too: their steps are not made again. Returns the number of
-    other unreadable lines, which stay."""
+    other unreadable lines, which stay.
+    """
     if not file.exists():
         return 0
-    kept, bad, beyond = [], 0, False
-    unmade: list[int] = []  # places in `kept` of events that a rollback may follow
+    lines, unreadable, beyond = [], 0, False
+    removable: list[int] = []  # indices in `lines` of events that a rollback may follow
     for line in io.BytesIO(file.read_bytes()):
-        if (values := _values(line)) is None:
+        values = _values(line)
+        if values is None:
             if line.endswith(b"\n") and not beyond:
-                bad += 1
-                kept.append(line)
+                unreadable += 1
+                lines.append(line)
             continue
+
         beyond = values.get("step", 0) > step
         if values.get("event") == "rollback" and not beyond:
-            unmade.clear()
+            removable.clear()
         if beyond and "event" in values and not keep_events:
-            unmade.append(len(kept))
+            removable.append(len(lines))
         if not beyond or "event" in values:
-            kept.append(line)
-    for place in unmade:
-        kept[place] = b""
-    write_atomically(file, b"".join(kept))
-    return bad
+            lines.append(line)
+    for index in removable:
+        lines[index] = b""
+    write_atomically(file, b"".join(lines))
+    return unreadable
 
 
 def _values(line: bytes) -> dict | None:
@@ -310,9 +325,9 @@ def _values(line: bytes) -> dict | None:
 
 def corrected(steps: int, shortest: float, longest: float, taken: list[float], step: int) -> str:
     """The estimate for `steps` steps, from the seconds `taken` by the last of them, up to `step`."""
-    whole = steps * median(taken)
-    by = f"{duration(whole)} by steps {step - len(taken) + 1} to {step}"
-    if shortest <= whole <= longest:
+    seconds = steps * median(taken)
+    by = f"{duration(seconds)} by steps {step - len(taken) + 1} to {step}"
+    if shortest <= seconds <= longest:
         return by
-    share = UTILISATION[1] * shortest / whole
+    share = UTILISATION[1] * shortest / seconds
     return f"{by}, not {duration(shortest)} to {duration(longest)}: {100 * share:.1f} % of the peak"

@@ -34,8 +34,12 @@ from nalanda.train.log import read_facts, read_metrics, write_facts
 IDENTITY = ("model", "tokenizer", "data", "seed")
 """Sections of the recipe that identify a run: its checkpoints fit no other values."""
 
-MOVABLE = {"data.source", "data.validation_source", "data.workers", "data.retries", "data.verify"}
-MOVABLE |= {
+MOVABLE = {
+    "data.source",
+    "data.validation_source",
+    "data.workers",
+    "data.retries",
+    "data.verify",
     "data.max_document_bytes",
     "data.oversized",
     "data.unusable",
@@ -62,7 +66,10 @@ def last_good(directory: Path, suspect: Path | None = None, reason: str = "") ->
 
 
 def rollback_message(step: int, why: str, back: Path | None, saved: Path | None) -> str:
-    """Why the run stops. saved: the checkpoint that the stop has saved."""
+    """Says why the run stops after bad steps.
+
+    back: the checkpoint that did not help. saved: the one that the stop has saved.
+    """
     last = "there is no checkpoint from before them"
     if back:
         last = f"going back to {back}, whose weights and moments are finite, did not help"
@@ -74,10 +81,11 @@ def rollback_message(step: int, why: str, back: Path | None, saved: Path | None)
 
 
 def no_checkpoint_message(run_dir: Path) -> str:
-    """Why none of a run's checkpoints can be resumed from, and what to do."""
-    found = [f"{p.name} is {why_unusable(p)}" for p in checkpoint_folders(run_dir / "checkpoints")]
+    """Says why none of a run's checkpoints can be resumed from, and what to do."""
+    folders = checkpoint_folders(run_dir / "checkpoints")
+    problems = "; ".join(f"{path.name} is {why_unusable(path)}" for path in folders)
     return (
-        f"{run_dir}: no checkpoint can be resumed from ({'; '.join(found) or 'none is left'}). Put one back "
+        f"{run_dir}: no checkpoint can be resumed from ({problems or 'none is left'}). Put one back "
         f"from a copy, or move {run_dir} away to start over; nothing was changed"
     )
 
@@ -97,11 +105,12 @@ def is_exported(final: Path) -> bool:
 
 @contextlib.contextmanager
 def record_state(run_dir: Path, facts: dict, recipe: RunConfig, model: Any) -> Iterator[None]:
-    """Writes `recipe` to config.yaml and `facts` to run.json, and at the end the state: finished, interrupted
-    or failed.
+    """Writes `recipe` to config.yaml and `facts` to run.json; at the end writes the state there.
 
-    model: the model's config. The defaults of one of Nalanda's are written out, so that config.yaml trains
-        the same model under other defaults.
+    The state is then finished, interrupted or failed.
+
+    model: the model's config. The defaults of one of Nalanda's are written out: config.yaml then trains the
+        same model under other defaults.
     """
     if config_source(recipe.model) is NalandaConfig:
         recipe = dataclasses.replace(recipe, model=recorded_model(recipe.model, model))
@@ -113,9 +122,8 @@ def record_state(run_dir: Path, facts: dict, recipe: RunConfig, model: Any) -> I
         stopped = isinstance(error, SystemExit | KeyboardInterrupt)
         facts |= {"state": "interrupted" if stopped else "failed"}
         if not stopped:
-            facts["reason"] = (
-                str(explained(error) or error).splitlines() or [type(error).__name__]
-            )[0]
+            lines = str(explained(error) or error).splitlines()
+            facts["reason"] = lines[0] if lines else type(error).__name__
         raise
     finally:
         write_facts(run_dir, facts)
@@ -131,66 +139,83 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
         InputError: the folder has another run, or one that cannot be resumed. Nothing in it was changed.
     """
     file, folder = run_dir / "config.yaml", run_dir / "checkpoints"
-    changes: dict[str, tuple] = {}
-    others: list[str] = []
-    saved, begun = (
-        checkpoint_folders(folder),
-        (run_dir / "metrics.jsonl").exists() or folder.exists(),
-    )
-    if file.is_file():
-        recorded = read_recorded_recipe(file)
-        there, here = models_of(recorded, config, saved)
-        changes = differences(
-            recorded.to_dict() | {"model": there}, config.to_dict() | {"model": here}
-        )
-        changes.pop("output_dir", None)  # the folder was moved
-        others = [key for key in changes if key.split(".")[0] in IDENTITY and key not in MOVABLE]
-        if others and begun:
-            key = others[0]
-            old, new = changes[key]
-            setting = f"{key}={old if isinstance(old, str) else json.dumps(old)}"
-            advice = f"leave out {key}" if old is None else f"set {shlex.quote(setting)}"
-            raise InputError(
-                f"{run_dir} holds another run: {key} is {old!r} there and {new!r} here; {advice} to go on "
-                "with it, or choose another output_dir"
-            )
-    elif begun:
+    saved = checkpoint_folders(folder)
+    begun = (run_dir / "metrics.jsonl").exists() or folder.exists()
+    if not file.is_file() and begun:
         raise InputError(
             f"{file} is missing: restore it, or put the recipe there that the run started with"
         )
+
+    changes = changes_since(file, config, saved)
+    if begun:
+        refuse_another_run(run_dir, changes)
     try:
         facts = read_facts(run_dir)
     except InputError as error:
         print(f"{error}; writing a new one", flush=True)
         facts = {}
+
     if config.train.resume is not None and ("train.resume" in changes or not saved):
         resume = choose_checkpoint(folder, config.train.resume)
     else:
         resume = latest_checkpoint(folder)
-    if (
-        resume
-        and step_of(resume) > (steps := config.train.steps)
-        and facts.get("state") != "finished"
-    ):
+    steps = config.train.steps
+    if resume and step_of(resume) > steps and facts.get("state") != "finished":
         raise InputError(
             f"train.steps: {steps}, but {run_dir} goes on from {resume.name}: set {step_of(resume)} or more, "
             "or train.resume to an earlier checkpoint"
         )
     if resume is None and (saved or ever_saved(run_dir, facts)):
         raise InputError(no_checkpoint_message(run_dir))
-    if not saved and changes.keys() & {*others, *MOVABLE}:
+
+    if not saved and any(section_of(key) in IDENTITY for key in changes):
         # Nothing was saved yet, for example because of bad data: the run starts over.
         shutil.rmtree(run_dir / "tokenizer", ignore_errors=True)
         changes = {}
     for name, version in versions().items():  # other code may round otherwise
-        if (before := facts.get("versions", {}).get(name, version)) != version:
+        before = facts.get("versions", {}).get(name, version)
+        if before != version:
             changes[f"version of {name}"] = (before, version)
+
     if not saved:  # else once this start is set up: a refused one leaves no trace
         try:
             write_atomically(file, config.to_yaml())
         except OSError as error:
             raise InputError(f"output_dir: {explained(error) or error}") from None
     return {key: list(values) for key, values in changes.items()}, facts, resume
+
+
+def section_of(key: str) -> str:
+    """The section of a recipe's key."""
+    return key.split(".")[0]
+
+
+def changes_since(file: Path, config: RunConfig, saved: list[Path]) -> dict[str, tuple]:
+    """The settings of `config` that differ from the recipe in `file`, if there is one.
+
+    saved: as for `models_of`.
+    """
+    if not file.is_file():
+        return {}
+    recorded = read_recorded_recipe(file)
+    old_model, new_model = models_of(recorded, config, saved)
+    old = recorded.to_dict() | {"model": old_model}
+    new = config.to_dict() | {"model": new_model}
+    changes = differences(old, new)
+    changes.pop("output_dir", None)  # the folder was moved
+    return changes
+
+
+def refuse_another_run(run_dir: Path, changes: dict[str, tuple]) -> None:
+    """Raises `InputError` if `changes` have a setting that identifies a run."""
+    for key, (old, new) in changes.items():
+        if section_of(key) in IDENTITY and key not in MOVABLE:
+            setting = f"{key}={old if isinstance(old, str) else json.dumps(old)}"
+            advice = f"leave out {key}" if old is None else f"set {shlex.quote(setting)}"
+            raise InputError(
+                f"{run_dir} holds another run: {key} is {old!r} there and {new!r} here; {advice} to go on "
+                "with it, or choose another output_dir"
+            )
 
 
 def models_of(recorded: RunConfig, config: RunConfig, saved: list[Path]) -> tuple[dict, dict]:
@@ -206,27 +231,24 @@ def models_of(recorded: RunConfig, config: RunConfig, saved: list[Path]) -> tupl
         return recorded.model, config.model
 
     before = None
-    for folder in saved[-1:]:
+    if saved:
         with contextlib.suppress(OSError, ValueError):
-            before = NalandaConfig.from_dict(
-                json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            )
+            text = (saved[-1] / "config.json").read_text(encoding="utf-8")
+            before = NalandaConfig.from_dict(json.loads(text))
     if before is None:
         with contextlib.suppress(InputError):
             before = build_model_config(recorded)
 
-    here = written_out(described)
-    there = written_out(before) if isinstance(before, NalandaConfig) else dict(recorded.model)
-    for name in (
-        "vocab_size",
-        "max_position_embeddings",
-    ):  # by default the tokenizer's and data.seq_len
+    new = written_out(described)
+    old = written_out(before) if isinstance(before, NalandaConfig) else dict(recorded.model)
+    # Their defaults are the tokenizer's and data.seq_len.
+    for name in ("vocab_size", "max_position_embeddings"):
         if name not in config.model:
-            here[name] = there.get(name)
-    for model, recipe in ((there, recorded), (here, config)):
+            new[name] = old.get(name)
+    for model, recipe in ((old, recorded), (new, config)):
         if "init_from" in recipe.model:
             model["init_from"] = recipe.model["init_from"]
-    return there, here
+    return old, new
 
 
 def read_recorded_recipe(file: Path) -> RunConfig:
@@ -249,21 +271,24 @@ def ever_saved(run_dir: Path, facts: dict) -> bool:
     if "saved" in facts:
         return facts["saved"] > 0
     file = run_dir / "metrics.jsonl"
-    every = read_recorded_recipe(run_dir / "config.yaml").checkpoint if file.is_file() else None
-    if every is None or not every.every:
+    if not file.is_file():
+        return False
+    config = read_recorded_recipe(run_dir / "config.yaml").checkpoint
+    if not config.every:
         return False
     # A line after step N means that the save of step N has returned. An asynchronous save is on the disk
     # once the next one begins.
-    last = max((line["step"] for line in read_metrics(file)), default=0)
-    return last > every.every * (1 if every.asynchronous is False else 2)
+    last_step = max((line["step"] for line in read_metrics(file)), default=0)
+    return last_step > config.every * (1 if config.asynchronous is False else 2)
 
 
 def choose_checkpoint(directory: Path, name: str | int) -> Path:
     """The checkpoint `name`, `step-N` or N. Raises `InputError` if there is none, or it is damaged."""
-    there = checkpoint_folders(directory)
-    chosen = next((p for p in there if p.name == f"step-{str(name).removeprefix('step-')}"), None)
+    folders = checkpoint_folders(directory)
+    wanted = f"step-{str(name).removeprefix('step-')}"
+    chosen = next((path for path in folders if path.name == wanted), None)
     if chosen is None:
-        names = ", ".join(p.name for p in there) or "none"
+        names = ", ".join(path.name for path in folders) or "none"
         raise InputError(f"train.resume: {directory} has no {name}; there are {names}")
     if (problem := verify_manifest(chosen)) is not None:
         raise InputError(f"train.resume: {chosen} is damaged: {problem}")
@@ -288,11 +313,11 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
     Raises:
         InputError: another process has the lock, the folder cannot be made, or it has other files than a run.
     """
-    names = {path.name for path in run_dir.iterdir()} - {".lock"} if run_dir.is_dir() else set()
-    if run_dir.is_file() or (
-        names
-        and not names & {"config.yaml", "run.json", "metrics.jsonl", "hashes.jsonl", "checkpoints"}
-    ):
+    names = set()
+    if run_dir.is_dir():
+        names = {path.name for path in run_dir.iterdir()} - {".lock"}
+    of_a_run = {"config.yaml", "run.json", "metrics.jsonl", "hashes.jsonl", "checkpoints"}
+    if run_dir.is_file() or (names and not names & of_a_run):
         raise InputError(
             f"{run_dir} has files that are no run of Nalanda's; choose another output_dir"
         )
