@@ -110,6 +110,14 @@ def test_nothing_of_the_product_names_the_lab():
     ]
 
 
+def test_the_page_names_files_that_exist():
+    page = (ROOT / "docs" / "code.md").read_text(encoding="utf-8")
+    files = {file.name for file in ROOT.rglob("*.py") if ".venv" not in file.parts}
+    names = set(re.findall(r"\b\w+\.py\b", page))
+    assert len(names) > 100
+    assert names <= files, f"docs/code.md: no such file: {', '.join(sorted(names - files))}"
+
+
 def test_no_circle():
     left = {name: set(found) for name, found in imports().items()}
     while ready := [name for name, found in left.items() if not found & left.keys()]:
