@@ -17,7 +17,7 @@ SAMPLES = 16
 
 
 class FileHashes:
-    """The hashes of files, computed when they are first asked for.
+    """The hashes of files, computed at the first request.
 
     A hash is `SAMPLE:HEX`. It says how it was made, so a later reader makes it the same way: of the whole
     file (`WHOLE`), or of `SAMPLES` samples of that many bytes.
@@ -30,11 +30,11 @@ class FileHashes:
 
     def __init__(self, record: Path | None = None):
         self.record = record
-        self._known: dict[tuple, str] = {}
+        self._hashes: dict[tuple, str] = {}
         for entry in read_records(record):
             try:
-                path, stamp, found = entry
-                self._known[path, *stamp, sample_of(found)] = found
+                path, stamp, content_hash = entry
+                self._hashes[path, *stamp, sample_of(content_hash)] = content_hash
             except (ValueError, TypeError, AttributeError):
                 continue
 
@@ -49,41 +49,47 @@ class FileHashes:
             InputError: the file cannot be read.
         """
         try:
-            found = path.stat()
+            status = path.stat()
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror}); restore it") from None
-        sample = WHOLE if found.st_size <= SAMPLES * sample else sample
-        stamp = found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+
+        if status.st_size <= SAMPLES * sample:
+            sample = WHOLE
+        stamp = status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
         key = os.path.abspath(path), *stamp, sample
-        if key not in self._known:
-            self._known[key] = f"{sample}:{hash_file(path, found.st_size, sample)}"
-            append_record(self.record, [key[0], stamp, self._known[key]])
-        return self._known[key]
+        if key not in self._hashes:
+            self._hashes[key] = f"{sample}:{hash_file(path, status.st_size, sample)}"
+            append_record(self.record, [key[0], stamp, self._hashes[key]])
+        return self._hashes[key]
 
 
-def sample_of(found: str) -> int:
-    """The bytes of each sample of a hash, or `WHOLE`. Raises ValueError for what is no such hash."""
-    return int(found.partition(":")[0])
+def sample_of(content_hash: str) -> int:
+    """The bytes of each sample of a hash, or `WHOLE`. Raises ValueError for a text of another form."""
+    return int(content_hash.partition(":")[0])
 
 
-def is_stated(found: str) -> bool:
+def is_stated(content_hash: str) -> bool:
     """Whether a hash is the checksum that a store states, `KIND:…`, and so is none of `FileHashes`."""
-    return ":" in found and not found.partition(":")[0].isdigit()
+    kind, colon, _ = content_hash.partition(":")
+    return bool(colon) and not kind.isdigit()
 
 
 def hash_file(path: Path, size: int, sample: int) -> str:
     """64 bits of BLAKE2b, in hexadecimal, over the size and the samples. Raises `InputError`."""
     length = sample or size
-    places = [(size - length) * i // (SAMPLES - 1) for i in range(SAMPLES)] if sample else [0]
-    found = blake2b(str(size).encode(), digest_size=8)
+    offsets = [0]
+    if sample:
+        offsets = [(size - length) * i // (SAMPLES - 1) for i in range(SAMPLES)]
+
+    hasher = blake2b(str(size).encode(), digest_size=8)
     try:
         with path.open("rb", buffering=0) as file:
-            for place in places:
-                file.seek(place)
+            for offset in offsets:
+                file.seek(offset)
                 left = length
                 while left and (piece := file.read(min(left, 1 << 20))):
-                    found.update(piece)
+                    hasher.update(piece)
                     left -= len(piece)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); restore it") from None
-    return found.hexdigest()
+    return hasher.hexdigest()

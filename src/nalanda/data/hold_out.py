@@ -1,4 +1,4 @@
-"""What is held out for validation where a corpus has no part for it, and the cut of a lone text."""
+"""Documents that are held out of a corpus without a validation part, and the cut of a lone text."""
 
 from __future__ import annotations
 
@@ -26,17 +26,20 @@ NONE = 1e-6
 
 
 def cut_place(text: str, start: int, stop: int) -> int:
-    """Where to cut behind `start` and at most at `stop`: behind the last blank line in between, or else the
-    last line end, or else the last space, or else at `stop`."""
-    for space in (r"\n\s*\n", r"\n", r"\s"):
-        if found := [*re.compile(space).finditer(text, start, stop)]:
-            return found[-1].end()
+    """The position of a cut behind `start` and at most at `stop`.
+
+    It lies behind the last blank line in between, or else the last line end, or else the last space, or else
+    at `stop`.
+    """
+    for pattern in (r"\n\s*\n", r"\n", r"\s"):
+        spaces = [*re.compile(pattern).finditer(text, start, stop)]
+        if spaces:
+            return spaces[-1].end()
     return stop
 
 
 def cut_text(text: str) -> Iterator[str]:
-    """The text in pieces of up to `PIECE` characters. Joined they are the text: white space between two
-    pieces ends the first."""
+    """Cuts the text into pieces of up to `PIECE` characters; white space between two pieces ends the first."""
     start = 0
     while len(text) - start > PIECE:
         stop = cut_place(text, start + PIECE // 2, start + PIECE)
@@ -63,8 +66,10 @@ class CutFile(FileShard):
 
 @dataclass(frozen=True)
 class CutShard:
-    """A lone text that is no local file, cut into documents. The cursor is that of `shard` behind its text,
-    and the number of pieces read."""
+    """A lone text that is no local file, cut into documents.
+
+    The cursor is that of `shard` behind its text, and the number of pieces read.
+    """
 
     single = False
     shard: Shard
@@ -102,7 +107,7 @@ def cut_shard(shard: Shard) -> Shard:
 
 
 class HoldOut(NamedTuple):
-    """Which documents, or which part of a single one, are for validation.
+    """The choice of documents, or of a part of a single one, for validation.
 
     The hash of a text decides, so all its copies are in one split, whatever other files there are.
     """
@@ -119,10 +124,14 @@ class HoldOut(NamedTuple):
         """The part of a document that belongs to `split`, or None."""
         if not not_blank(text):
             return None
+
         if self.tail:
-            place = _tail_place(text, self.share)
-            return (text[place:] if split == "validation" else text[:place]) or None
-        return text if self.holds(hash_text(text)) == (split == "validation") else None
+            start = _tail_start(text, self.share)
+            part = text[start:] if split == "validation" else text[:start]
+            return part or None
+
+        in_split = self.holds(hash_text(text)) == (split == "validation")
+        return text if in_split else None
 
     def holds(self, number: int) -> bool:
         """Whether the text of this hash is for validation."""
@@ -130,12 +139,14 @@ class HoldOut(NamedTuple):
             name = _hex(number)
             if name in (self.more, self.less):
                 return name == self.more
-        return number < self.share * 2**64
+        return number < self.share * 2**64  # hashes are 64 bits
 
 
-def _tail_place(text: str, share: float) -> int:
-    """Where the last share of a text begins. Both parts have more than white space, unless the text has a
-    single character."""
+def _tail_start(text: str, share: float) -> int:
+    """The position where the last share of a text begins.
+
+    Both parts have more than white space, unless the text has a single character.
+    """
     left, right = len(text) - len(text.lstrip()), len(text.rstrip())
     size = right - left
     wanted = max(1, round(size * share))
@@ -147,7 +158,9 @@ def _tail_place(text: str, share: float) -> int:
 def choose(
     shards: Sequence[Shard], share: float, *, validation: bool, joined: bool = False
 ) -> tuple[HoldOut, str]:
-    """What to hold out of these shards, and a line about it, "" without validation.
+    """Chooses the documents of these shards to hold out. Returns the choice, and a line about it.
+
+    The line is "" without validation.
 
     Of one text that is read joined, the last share. Of a small corpus at least one document stays for
     training: that of the highest hash, if all fall under the share. With `validation` at least one is held
@@ -157,6 +170,8 @@ def choose(
     if joined:
         line = f"{_name(shards[0])}: one text, {_last(share)}"
         return (HoldOut(share, tail=True), line) if validation else (HoldOut(0.0), "")
+
+    # A large corpus surely has documents on both sides of the share.
     hold_out, how = HoldOut(share), ""
     usual = f"{100 * share:.3g} % of the documents are held out for validation" * validation
     sizes = [shard.size for shard in shards if isinstance(shard, FileShard)]
@@ -167,14 +182,12 @@ def choose(
     held = sum(map(hold_out.holds, hashes))
     single = len(set(hashes)) == 1
     if single and validation:
-        line = (
-            f"{_name(shards[0])}: 1 document, {_last(share)}"
-            if lone
-            else f"1 document, {_last(share)}"
-        )
-        return HoldOut(share, tail=True), line
+        name = f"{_name(shards[0])}: " if lone else ""
+        return HoldOut(share, tail=True), f"{name}1 document, {_last(share)}"
+
+    # One document more or less, so that both splits have one.
     if hashes and held == len(hashes):
-        hold_out = HoldOut(share, less=_hex(max(hashes))) if not single else HoldOut(0.0)
+        hold_out = HoldOut(0.0) if single else HoldOut(share, less=_hex(max(hashes)))
         how = f" (all fell under validation_share {share:g})"
     elif hashes and validation and not held:
         hold_out = HoldOut(share, more=_hex(min(hashes)))
@@ -185,26 +198,29 @@ def choose(
     line = f"{len(hashes):,} documents"
     if lone:
         line = f"{_name(shards[0])}: 1 file cut into {line}"
-    return hold_out, f"{line}, {sum(map(hold_out.holds, hashes)):,} held out for validation{how}"
+    held = sum(map(hold_out.holds, hashes))
+    return hold_out, f"{line}, {held:,} held out for validation{how}"
 
 
 def _hashes(shards: Sequence[Shard], hold_out: HoldOut, validation: bool, lone: bool) -> array:
-    """The hashes of the texts, of a lone text all; of others only up to those that show that the share is
-    enough."""
-    found = array("Q")
+    """The hashes of the texts.
+
+    Of a lone text they are all; of other shards only those that are needed to see that the share is enough.
+    """
+    hashes = array("Q")
     missing = {False, True} if validation else {False}
     for shard in shards:
-        with (
-            contextlib.nullcontext() if lone else contextlib.suppress(InputError)
-        ):  # reading names it later
+        # A damaged file of several is named later, when it is read.
+        damage = contextlib.nullcontext() if lone else contextlib.suppress(InputError)
+        with damage:
             for document, _ in shard.read(None):
                 if isinstance(document, Left) or not not_blank(document.text):
                     continue
-                found.append(hash_text(document.text))
-                missing.discard(hold_out.holds(found[-1]))
+                hashes.append(hash_text(document.text))
+                missing.discard(hold_out.holds(hashes[-1]))
                 if not missing and not lone:
-                    return found
-    return found
+                    return hashes
+    return hashes
 
 
 def _hex(number: int) -> str:

@@ -62,10 +62,13 @@ def open_hub(data: DataConfig, source: str, split: str) -> tuple[list[Shard], bo
         dataset = dataset.to_iterable_dataset(
             num_shards=max(1, min(DOWNLOADED_SHARDS, len(dataset)))
         )
-    name, count = "@".join([f"{source}/{data.name}/{chosen}", *pin.values()]), dataset.num_shards
-    return [
-        HubShard(dataset, name, Fields.of(data), i, count, data.retries) for i in range(count)
-    ], separate
+
+    name = "@".join([f"{source}/{data.name}/{chosen}", *pin.values()])
+    fields, count = Fields.of(data), dataset.num_shards
+    shards: list[Shard] = [
+        HubShard(dataset, name, fields, i, count, data.retries) for i in range(count)
+    ]
+    return shards, separate
 
 
 @dataclass(frozen=True)
@@ -100,9 +103,8 @@ class HubShard:
             dataset.load_state_dict(cursor)
         for record in dataset:
             document = document_of(record, self.fields, self.identity)
-            if (
-                isinstance(document, Document)
-                and (size := len(document.text.encode())) > self.fields.max_bytes
-            ):
-                document = self.fields.oversized(self.identity, size)
+            if isinstance(document, Document):
+                size = len(document.text.encode())
+                if size > self.fields.max_bytes:
+                    document = self.fields.oversized(self.identity, size)
             yield document, dataset.state_dict()

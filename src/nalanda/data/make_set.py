@@ -1,4 +1,4 @@
-"""Makes a token set of whatever is named: texts, a recipe's data, or a Megatron set."""
+"""Makes a token set of texts, of a recipe's data, or of a Megatron set."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def make_token_set(
     """
     check_output(directory, "output")
     directory = local_path(directory)
+
     if is_store(directory):
         return make_in_store(
             directory,
@@ -54,24 +55,26 @@ def make_token_set(
             ),
             say,
         )
-    settings, its_tokenizer = DataConfig(source=source), TokenizerConfig(train="bpe")
+
+    data_config, tokenizer_config = DataConfig(source=source), TokenizerConfig(train="bpe")
     if is_recipe(source):
         recipe = load_config(source)
-        settings, its_tokenizer = recipe.data, recipe.tokenizer
-    asked = _given(tokenizer)
-    another = "path" in asked or asked.get("train", its_tokenizer.train) != its_tokenizer.train
-    its_tokenizer = TokenizerConfig(**asked) if another else replace(its_tokenizer, **asked)
-    chosen = _given(data)
-    settings = replace(settings, **chosen)
-    if megatron_splits(settings.source):
-        if {"bos", "eos"} & chosen.keys():
+        data_config, tokenizer_config = recipe.data, recipe.tokenizer
+
+    changes = _without_none(data)
+    data_config = replace(data_config, **changes)
+    tokenizer_config = _changed_tokenizer(tokenizer_config, _without_none(tokenizer))
+
+    if megatron_splits(data_config.source):
+        if {"bos", "eos"} & changes.keys():
             raise InputError(
                 "--bos, --eos: a Megatron set is taken as it is, in one process; leave it out"
             )
-        return read_megatron(settings, its_tokenizer, directory)
+        return read_megatron(data_config, tokenizer_config, directory)
+
     return prepare(
-        settings,
-        its_tokenizer,
+        data_config,
+        tokenizer_config,
         directory,
         workers=workers or processors(),
         shard_bytes=shard_bytes,
@@ -79,7 +82,14 @@ def make_token_set(
     )
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+def _changed_tokenizer(config: TokenizerConfig, changes: dict[str, Any]) -> TokenizerConfig:
+    """The tokenizer's settings with changes. A path or another kind of training leaves none of the others."""
+    if "path" in changes or changes.get("train", config.train) != config.train:
+        return TokenizerConfig(**changes)
+    return replace(config, **changes)
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 

@@ -13,14 +13,15 @@ every document ends (begins) with the tokenizer's.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from hashlib import blake2b, sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
 
 MAGIC = b"MMIDIDX\x00\x00"
 
+HEAD = struct.Struct("<9sQBQQ")
+"""The head of PREFIX.idx: magic, version, code of the dtype, sequences, bounds."""
+
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Codes of the dtypes of tokens; 6 and 7 are floats."""
 
@@ -73,9 +77,7 @@ class MegatronSet:
     """
 
     def __init__(self, prefix: Path):
-        self.prefix = prefix
         self.idx, self.bin = (prefix.with_name(f"{prefix.name}.{end}") for end in ("idx", "bin"))
-        head = struct.Struct("<9sQBQQ")
         try:
             content = self.idx.read_bytes()
             size = self.bin.stat().st_size
@@ -83,46 +85,57 @@ class MegatronSet:
             raise InputError(
                 f"{error.filename}: {first_line(error)}; a Megatron set is .idx and .bin"
             ) from None
-        if len(content) < head.size or not content.startswith(MAGIC):
-            raise InputError(
-                f"{self.idx}: not the index of a Megatron set, which begins with MMIDIDX"
-            )
-        _, version, code, sequences, bounds = head.unpack_from(content)
-        if version != 1 or code not in DTYPES:
-            raise InputError(
-                f"{self.idx}: version {version}, dtype {code}; version 1 with integers is read"
-            )
-        meant = head.size + 12 * sequences + 8 * bounds
-        if len(content) != meant:
-            raise InputError(
-                f"{self.idx}: {len(content):,} bytes, and its head says {meant:,}; copy it again"
-            )
-        lengths = np.frombuffer(content, "<i4", sequences, head.size)
-        places = np.frombuffer(content, "<i8", sequences, head.size + 4 * sequences)
-        found = np.frombuffer(content, "<i8", bounds, head.size + 12 * sequences)
-        dtype, ends = np.dtype(DTYPES[code]), np.cumsum(lengths, dtype=np.int64)
+
+        dtype, lengths, positions, bounds = self._columns(content)
+        sequences = len(lengths)
+        ends = np.cumsum(lengths, dtype=np.int64)  # [S], in tokens
         if (
             (lengths < 0).any()
-            or (places != (ends - lengths) * dtype.itemsize).any()
-            or not bounds
-            or (found[0], found[-1]) != (0, sequences)
-            or (np.diff(found) < 0).any()
+            or (positions != (ends - lengths) * dtype.itemsize).any()
+            or not len(bounds)
+            or (bounds[0], bounds[-1]) != (0, sequences)
+            or (np.diff(bounds) < 0).any()
         ):
             raise InputError(
                 f"{self.idx}: damaged, its documents do not follow one another; copy it again"
             )
-        self.ends = np.concatenate([[0], ends])[found[1:]]
-        meant = int(ends[-1] if sequences else 0) * dtype.itemsize
-        if size != meant:
+        self.ends = np.concatenate([[0], ends])[bounds[1:]]  # [D]: a document is some sequences
+
+        stated = int(ends[-1] if sequences else 0) * dtype.itemsize
+        if size != stated:
             raise InputError(
-                f"{self.bin}: {size:,} bytes, and its index says {meant:,}; copy it again"
+                f"{self.bin}: {size:,} bytes, and its index says {stated:,}; copy it again"
             )
         self.tokens = np.memmap(self.bin, dtype, mode="r") if size else np.zeros(0, dtype)
+
+    def _columns(self, content: bytes) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+        """The dtype of the tokens, and lengths [S], positions [S] and bounds [D + 1] of the index."""
+        if len(content) < HEAD.size or not content.startswith(MAGIC):
+            raise InputError(
+                f"{self.idx}: not the index of a Megatron set, which begins with MMIDIDX"
+            )
+        _, version, code, sequences, bounds = HEAD.unpack_from(content)
+        if version != 1 or code not in DTYPES:
+            raise InputError(
+                f"{self.idx}: version {version}, dtype {code}; version 1 with integers is read"
+            )
+
+        stated = HEAD.size + 12 * sequences + 8 * bounds
+        if len(content) != stated:
+            raise InputError(
+                f"{self.idx}: {len(content):,} bytes, and its head says {stated:,}; copy it again"
+            )
+        return (
+            np.dtype(DTYPES[code]),
+            np.frombuffer(content, "<i4", sequences, HEAD.size),
+            np.frombuffer(content, "<i8", sequences, HEAD.size + 4 * sequences),
+            np.frombuffer(content, "<i8", bounds, HEAD.size + 12 * sequences),
+        )
 
     def ends_are(self, token: int | None, first: bool = False) -> bool:
         """Whether every document ends, or with `first` begins, with `token`."""
         begins = np.concatenate([[0], self.ends[:-1]])
-        filled = self.ends > begins
+        filled = self.ends > begins  # a document may have no token
         edges = begins[filled] if first else self.ends[filled] - 1
         return token is not None and len(edges) > 0 and bool((self.tokens[edges] == token).all())
 
@@ -133,6 +146,31 @@ class MegatronSet:
             if end > start:
                 yield self.tokens[start:end]
             start = end
+
+
+@contextlib.contextmanager
+def _new_folder(directory: Path) -> Iterator[Path]:
+    """Yields a folder to fill, which becomes `directory` when the block ends, and goes if it fails.
+
+    Raises:
+        InputError: the directory holds something.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InputError(f"{directory}: exists; name another directory, or remove it")
+
+    folder = directory.with_name(f".tmp-{directory.name}")
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+        if directory.exists():
+            directory.rmdir()
+        folder.rename(directory)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# ------------------------------ Megatron's → ours
 
 
 def read_megatron(data: DataConfig, tokenizer: TokenizerConfig, directory: str | Path) -> dict:
@@ -150,79 +188,47 @@ def read_megatron(data: DataConfig, tokenizer: TokenizerConfig, directory: str |
         raise InputError(
             f"{data.source}: holds token ids; name the tokenizer that made them: --tokenizer"
         )
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise InputError(f"{directory}: exists; name another directory, or remove it")
+
     data.check()
-    folder = Path(str(data.source)).expanduser()
-    if (folder / "manifest.json").exists() and (problem := verify_manifest(folder)):
-        raise InputError(f"{folder}: damaged, {problem}; copy it again")
+    source = Path(str(data.source)).expanduser()
+    if (source / "manifest.json").exists() and (problem := verify_manifest(source)):
+        raise InputError(f"{source}: damaged, {problem}; copy it again")
     sets = {split: MegatronSet(prefix) for split, prefix in splits.items()}
-    part = directory.with_name(f".tmp-{directory.name}")
-    shutil.rmtree(part, ignore_errors=True)
-    for split in SPLITS:
-        (part / split).mkdir(parents=True)
-    try:
-        build_tokenizer(tokenizer, data, part / "tokenizer").save_pretrained(part / "tokenizer")
-        index = _write_set(data, tokenizer, sets, part)
-        if directory.exists():
-            directory.rmdir()
-        part.rename(directory)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return index
+
+    with _new_folder(directory) as folder:
+        for split in SPLITS:
+            (folder / split).mkdir()
+        saved = folder / "tokenizer"
+        build_tokenizer(tokenizer, data, saved).save_pretrained(saved)
+        return _write_set(data, tokenizer, sets, folder)
 
 
 def _write_set(
     data: DataConfig, config: TokenizerConfig, sets: dict[str, MegatronSet], directory: Path
 ) -> dict:
     tokenizer = load_tokenizer(directory / "tokenizer")
-    count, bytes_of = vocabulary_of(tokenizer), _bytes_of(tokenizer)
-    dtype = token_dtype(count)
-    shards: dict[str, list[dict]] = {split: [] for split in SPLITS}
-    open_shards: dict[str, ShardWriter] = {}
-
-    def close(split: str) -> None:
-        if entry := open_shards.pop(split).close():
-            shards[split].append(entry)
-
-    for part, found in sets.items():
-        for document in found.documents():
-            low, high = int(document.min()), int(document.max())
-            if low < 0 or high >= count:
-                raise InputError(
-                    f"{found.bin}: holds token {min(low, 0) or high}, and the tokenizer has {count} tokens; "
-                    "name the tokenizer that made the set"
-                )
-            split = part
-            if len(sets) == 1:
-                number = int.from_bytes(
-                    blake2b(document.astype("<u4").tobytes(), digest_size=8).digest()
-                )
-                split = "validation" if number < data.validation_share * 2**64 else "train"
-            if split not in open_shards:
-                open_shards[split] = ShardWriter(
-                    directory / split / f"{len(shards[split]):05d}", dtype
-                )
-            open_shards[split].add(document, "", bytes_of(document))
-            if open_shards[split].tokens >= SHARD:
-                close(split)
-    for split in [*open_shards]:
-        close(split)
+    dtype = token_dtype(vocabulary_of(tokenizer))
+    shards = _write_shards(data, tokenizer, sets, directory, dtype)
     if not shards["train"]:
         raise InputError(f"{data.source}: no document with tokens is left for training")
-    ends = {"bos": (tokenizer.bos_token_id, True), "eos": (tokenizer.eos_token_id, False)}
-    filled = [found for found in sets.values() if len(found.tokens)]
+
+    # Megatron writes eod only if asked, and no bos: the tokens say which of them documents have.
+    filled = [megatron for megatron in sets.values() if len(megatron.tokens)]
+    settings: dict[str, Any] = {
+        "source": data.source,
+        "bos": all(each.ends_are(tokenizer.bos_token_id, first=True) for each in filled),
+        "eos": all(each.ends_are(tokenizer.eos_token_id) for each in filled),
+        "documents": "apart",
+    }
+    if len(sets) == 1:
+        settings["validation_share"] = data.validation_share
+    settings["tokenizer"] = asdict(config)
+
     index = {
         "format": FORMAT,
         "version": VERSION,
         "dtype": dtype.name,
-        "settings": {
-            "source": data.source,
-            **{name: all(found.ends_are(*end) for found in filled) for name, end in ends.items()},
-            "documents": "apart",
-            **({"validation_share": data.validation_share} if len(sets) == 1 else {}),
-            "tokenizer": asdict(config),
-        },
+        "settings": settings,
         "tokenizer": describe_tokenizer(tokenizer),
         "sources": [""],
         **{split: totals(entries) for split, entries in shards.items()},
@@ -231,13 +237,63 @@ def _write_set(
     return index
 
 
-def _bytes_of(tokenizer: PreTrainedTokenizerBase):
-    """The bytes of a document's text: from a table, or by decoding it if the tokenizer loses some."""
+def _write_shards(
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sets: dict[str, MegatronSet],
+    directory: Path,
+    dtype: np.dtype,
+) -> dict[str, list[dict]]:
+    """Writes the documents of all sets. Returns the entries of the shards by split."""
+    vocabulary, bytes_of = vocabulary_of(tokenizer), _byte_counter(tokenizer)
+    shards: dict[str, list[dict]] = {split: [] for split in SPLITS}
+    writers: dict[str, ShardWriter] = {}
+
+    def close(split: str) -> None:
+        if entry := writers.pop(split).close():
+            shards[split].append(entry)
+
+    for split_of_set, megatron in sets.items():
+        for document in megatron.documents():
+            low, high = int(document.min()), int(document.max())
+            if low < 0 or high >= vocabulary:
+                raise InputError(
+                    f"{megatron.bin}: holds token {min(low, 0) or high}, and the tokenizer has {vocabulary} "
+                    "tokens; name the tokenizer that made the set"
+                )
+
+            split = split_of_set
+            if len(sets) == 1:  # no validation part
+                split = _choose_split(document, data.validation_share)
+            if split not in writers:
+                path = directory / split / f"{len(shards[split]):05d}"
+                writers[split] = ShardWriter(path, dtype)
+            writers[split].add(document, "", bytes_of(document))
+            if writers[split].tokens >= SHARD:
+                close(split)
+
+    for split in [*writers]:
+        close(split)
+    return shards
+
+
+def _choose_split(document: np.ndarray, validation_share: float) -> str:
+    """The split of a document, by the hash of its tokens."""
+    content = document.astype("<u4").tobytes()
+    number = int.from_bytes(blake2b(content, digest_size=8).digest())
+    return "validation" if number < validation_share * 2**64 else "train"
+
+
+def _byte_counter(tokenizer: PreTrainedTokenizerBase) -> Callable[[np.ndarray], int]:
+    """Counts the bytes of a document's text: from a table, or by decoding it if the tokenizer loses some."""
     if table := text_bytes(tokenizer):
         return lambda document: int(table(document).sum())
     return lambda document: len(
         str(tokenizer.decode(document.tolist(), skip_special_tokens=True)).encode()
     )
+
+
+# ------------------------------ ours → Megatron's
 
 
 def write_megatron(token_set: str | Path, directory: str | Path) -> dict[str, tuple[int, int]]:
@@ -255,50 +311,44 @@ def write_megatron(token_set: str | Path, directory: str | Path) -> dict[str, tu
         raise InputError(
             f"{token_set}: not a token set; prepare one first, then write it as --format megatron"
         )
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise InputError(f"{directory}: exists; name another directory, or remove it")
+
     index = read_index(token_set)
     code = 8 if index["tokenizer"]["vocab_size"] < SMALL else 4
-    part = directory.with_name(f".tmp-{directory.name}")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
-        shutil.copytree(Path(token_set) / "tokenizer", part / "tokenizer")
+    with _new_folder(directory) as folder:
+        shutil.copytree(token_set / "tokenizer", folder / "tokenizer")
         for split in SPLITS:
             if index[split]["documents"]:
-                _write_split(token_set, index, split, part / split, code)
-        write_manifest(part)
-        if directory.exists():
-            directory.rmdir()
-        part.rename(directory)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+                _write_split(token_set, index, split, folder / split, code)
+        write_manifest(folder)
     return {split: (index[split]["documents"], index[split]["tokens"]) for split in SPLITS}
 
 
-def _write_split(token_set: str | Path, index: dict, split: str, prefix: Path, code: int) -> None:
+def _write_split(token_set: Path, index: dict, split: str, prefix: Path, code: int) -> None:
+    """Writes the documents of a split to PREFIX.bin, then PREFIX.idx."""
     dtype, lengths = np.dtype(DTYPES[code]), []
     with prefix.with_suffix(".bin").open("wb") as file:
         for entry in shard_entries(token_set, index, split):
-            found = sha256()
+            digest = sha256()
             for low in range(0, entry.tokens, SHARD):
                 tokens = entry.tokens_between(low, min(low + SHARD, entry.tokens))
-                found.update(tokens.tobytes())
+                digest.update(tokens.tobytes())
                 file.write(tokens.astype(dtype).tobytes())
+
+            # Sizes, order and sums are checked here, so a damaged set is not passed on.
             ends = entry.ends(0, entry.documents)
             entry.check_ends(np.concatenate([[0], ends]))
             tokens_file, docs_file = entry.files()
-            if found.hexdigest() != tokens_file.sha256:
+            if digest.hexdigest() != tokens_file.sha256:
                 raise entry.damaged("tokens", "its SHA-256 is not that of the index")
             if problem := docs_file.damage(sums=True):
                 raise InputError(problem)
             lengths.append(np.diff(ends, prepend=0))
+
+    # A document is one sequence here, so the bounds count up.
     sizes = np.concatenate(lengths)
-    places = (np.cumsum(sizes) - sizes) * dtype.itemsize
-    head = struct.pack("<9sQBQQ", MAGIC, 1, code, len(sizes), len(sizes) + 1)
+    positions = (np.cumsum(sizes) - sizes) * dtype.itemsize
     bounds = np.arange(len(sizes) + 1)
-    body = b"".join(
-        values.astype(kind).tobytes()
-        for values, kind in ((sizes, "<i4"), (places, "<i8"), (bounds, "<i8"))
-    )
-    prefix.with_suffix(".idx").write_bytes(head + body)
+    content = HEAD.pack(MAGIC, 1, code, len(sizes), len(bounds))
+    for values, kind in ((sizes, "<i4"), (positions, "<i8"), (bounds, "<i8")):
+        content += values.astype(kind).tobytes()
+    prefix.with_suffix(".idx").write_bytes(content)

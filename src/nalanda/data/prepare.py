@@ -104,7 +104,7 @@ def alone_in(directory: Path) -> Iterator[None]:
         if lock.is_locked:
             (work / ".lock").unlink(missing_ok=True)
             lock.release()
-        for empty in (work, directory):
+        for empty in (work, directory):  # a refused first try leaves nothing
             with contextlib.suppress(OSError):
                 empty.rmdir()
 
@@ -200,6 +200,7 @@ def begin(
     shard_bytes = shard_bytes or earlier.shard_bytes or usual_shard_bytes(sources.values())
     settings = token_settings(data, tokenizer, prints, shard_bytes)
     _refuse_other_settings(directory, earlier.settings, settings)
+    # A set of an earlier version has no units to compare, only the fingerprints of all files.
     if earlier.is_older and earlier.index["settings"]["corpus"] == prints:
         tidy(directory, earlier.index)
         return None
@@ -231,6 +232,7 @@ def begin(
             f"{directory / 'tokenizer'}: not the tokenizer that the index names; copy it again"
         )
 
+    # New shards get numbers that the finished set does not use: it stays whole until the index is replaced.
     finished = earlier.names()
     plan = {
         "settings": settings,
@@ -457,11 +459,13 @@ def _save_tokenizer(
     if new and not folder.exists():
         built.save_pretrained(folder)
 
+    # The saved one must give the tokens of the one that was built.
     described = describe_tokenizer(load_tokenizer(folder))
     if described != describe_tokenizer(built):
         raise InputError(
             f"tokenizer: not the one in {saved}; restore it, or name another directory"
         )
+    # Settings first: a directory with a tokenizer alone would be refused as not empty.
     write_whole(work / "settings.json", json.dumps(settings).encode())
     if new:
         folder.replace(saved)

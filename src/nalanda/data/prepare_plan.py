@@ -141,7 +141,7 @@ def _row_groups(path: Path) -> list[tuple[int, int, int]]:
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         size = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
-        if group.num_rows:
+        if group.num_rows:  # an empty one would be a part without a row to stop at
             groups.append((row, row + group.num_rows, size))
         row += group.num_rows
     return groups
@@ -188,6 +188,7 @@ def plan_jobs(
 
     made: the keys of the units of each shard, by its name.
     """
+    # Made shards by the unit that they begin with, and positions behind the units that they may end with.
     names_by_first: dict[tuple, list[str]] = {}
     for name, keys in made.items():
         first = Unit.of(keys[0])
@@ -199,6 +200,7 @@ def plan_jobs(
         """The made shard of the units from `start` on, and the position after it."""
         first = units[start]
         for name in names_by_first.get((first.corpus, first.identity, first.start), ()):
+            # Jobs may have been grouped otherwise then: the parts are joined before their keys are compared.
             last = Unit.of(made[name][-1])
             stop = ends.get((last.corpus, last.identity, last.stop), 0)
             if [unit.key for unit in join_parts(units[start:stop])] == made[name]:
@@ -279,7 +281,7 @@ def token_settings(
     settings = {key: change_urls(identity_of, source) for key, source in sources_of(data).items()}
 
     keys = ["text_field", "source_field", "bos", "eos", "documents"]
-    if prints["train"] == prints["validation"]:
+    if prints["train"] == prints["validation"]:  # documents are held out
         keys.append("validation_share")
     settings |= {key: getattr(data, key) for key in keys}
     if data.oversized == "skip":

@@ -83,7 +83,7 @@ def _read_unit(shard: Shard, unit: Unit) -> Iterator[Document | Left]:
 def _read_lines(shard: FileShard, start: int, stop: int) -> Iterator[Document | Left]:
     """The documents of lines that begin in bytes [start, stop)."""
     with shard.path.open("rb") as file:
-        position = max(0, start - 1)
+        position = max(0, start - 1)  # one byte before: a line may begin at `start` itself
         file.seek(position)
         blocks = iter(partial(file.read, BLOCK), b"")
         lines = split_lines(blocks, shard.fields._replace(skip=True))
@@ -93,7 +93,7 @@ def _read_lines(shard: FileShard, start: int, stop: int) -> Iterator[Document | 
         for line, size in lines:
             if position >= stop:
                 return
-            if line is None and shard.fields.skip:
+            if line is None and shard.fields.skip:  # None: longer than a document may be
                 yield Left.OVERSIZED
             elif line is None or line.strip():
                 try:
@@ -149,6 +149,7 @@ class ShardWriter:
         self.tokens += len(tokens)
         self.text_bytes += text_bytes
 
+        # An int64 and a uint16 a document, written when the shard is closed.
         self.ends.append(self.tokens)
         self.sources.append(self.numbers.setdefault(source, len(self.numbers)))
         counts = self.counts.setdefault(source, [0, 0])
@@ -167,6 +168,7 @@ class ShardWriter:
 
         self.file.close()
         docs = np.array(self.ends, "<i8").tobytes() + np.array(self.sources, "<u2").tobytes()
+        # The tokens get their name last: a shard with tokens is whole.
         write_whole(self.path.with_suffix(".docs"), docs)
         rename_synced(self.partial, self.path.with_suffix(".tokens"))
 
@@ -237,13 +239,15 @@ class Preparation:
 
     def _open_shard(self, unit: Unit) -> Shard:
         """The shard of a unit. Raises `InputError` if it is another than when the work was planned."""
-        if unit.path:
+        if unit.path:  # a local file, which is opened without walking the source
             kind = CutFile if self.cut else FileShard
             shard: Shard = kind(Path(unit.path), file_of(unit), Fields.of(self.data))
         else:
             shard = self.corpora[unit.corpus].shards[unit.shard]
+
         if shard.identity != unit.identity:
             raise InputError(f"{unit.identity}: now {shard.identity}; run the same command again")
+
         if isinstance(shard, FileShard):
             content = self.hashes.of(shard.path, sample_of(unit.content))
         else:
@@ -315,6 +319,7 @@ class Preparation:
         record = {split: entry for split, entry in entries.items() if entry}
         record |= {"made": self.made, "units": [unit.key for unit in units]}
         record |= documents_left_out
+        # Written last: a shard with a record is finished.
         write_whole(self._record_path(number), json.dumps(record).encode())
         return record
 

@@ -1,8 +1,10 @@
 """A SentencePiece .model as a fast tokenizer, checked against SentencePiece itself.
 
 transformers' converters ignore `add_dummy_prefix` and `remove_extra_whitespaces`, and give a special token's
-id to a text that spells it. So the parts are put together here. Where two cuts of a text are equally likely
-to 7 digits, a unigram model of tokenizers, which adds in float64, may take the other one.
+id to a text that spells it. So the parts are put together here.
+
+Two cuts of a text may be equally likely to 7 digits. A unigram model of tokenizers adds in float64 and may
+then take the other one.
 """
 
 from __future__ import annotations
@@ -47,16 +49,17 @@ def convert_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     model = SentencePieceProcessor(model_file=str(path))
     proto = ModelProto.FromString(path.read_bytes())
     if proto.trainer_spec.model_type not in (UNIGRAM, BPE):
-        raise _unlike(proto)
+        raise _not_converted(proto)
 
     special = [i for i in range(len(model)) if model.is_control(i) or model.is_unknown(i)]
     names = [proto.pieces[i].piece for i in special]
     symbols = [piece.piece for piece in proto.pieces if piece.type == SYMBOL]
 
+    # Algorithm, normaliser, cuts and decoder, as the model's own settings say.
     backend = Tokenizer(_algorithm(proto, special))
     backend.normalizer = _normalizer(proto.normalizer_spec, symbols)
     if proto.trainer_spec.model_type == UNIGRAM:
-        backend.pre_tokenizer = _apart(names)
+        backend.pre_tokenizer = _cut_spelt_tokens(names)
 
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if proto.normalizer_spec.add_dummy_prefix:
@@ -69,9 +72,10 @@ def convert_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     backend.encode_special_tokens = True  # as documents are: a special token's name is text there
     for probe in _probes(proto, names, symbols):
         if backend.encode(probe, add_special_tokens=False).ids != model.encode(probe):
-            raise _unlike(proto)
+            raise _not_converted(proto)
     backend.encode_special_tokens = False
 
+    # An id of -1: the model has no such token.
     roles = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
     return backend, {role: model.id_to_piece(i) for role, i in roles.items() if i >= 0}
 
@@ -85,6 +89,7 @@ def _algorithm(proto: Any, special: list[int]) -> Any:
         return models.Unigram(pieces, trainer.unk_id, trainer.byte_fallback)
 
     vocabulary = {piece: i for i, (piece, _) in enumerate(pieces)}
+    # A piece is the merge of every pair of pieces that it can be cut into; the best score comes first.
     merges = []
     for i, (piece, score) in enumerate(pieces):
         if i in special or proto.pieces[i].type in (SYMBOL, BYTE):
@@ -102,8 +107,11 @@ def _algorithm(proto: Any, special: list[int]) -> Any:
 
 
 def _normalizer(spec: Any, symbols: list[str]) -> Any:
-    """The model's character map and spaces. A text gets one ▁ in front, also before a user-defined symbol,
-    though not the symbol itself, which tokenizers normalises to look for it."""
+    """The model's character map and spaces.
+
+    A text gets one ▁ in front, also before a user-defined symbol. The symbol alone gets none: tokenizers
+    normalises it to look for it.
+    """
     from tokenizers import Regex, normalizers
 
     steps: list[Any] = []
@@ -132,9 +140,11 @@ def _normalizer(spec: Any, symbols: list[str]) -> Any:
     return normalizers.Sequence(steps)
 
 
-def _apart(names: list[str]) -> Any:
-    """Cuts behind the first character where a text spells a special token or a byte's piece. tokenizers'
-    Unigram would take the token, SentencePiece never does."""
+def _cut_spelt_tokens(names: list[str]) -> Any:
+    """Cuts behind the first character where a text spells a special token or a byte's piece.
+
+    The Unigram model of tokenizers would take the token; SentencePiece never does.
+    """
     from tokenizers import Regex, pre_tokenizers
 
     spelt = [f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in names if name[1:]]
@@ -147,13 +157,13 @@ def _probes(proto: Any, names: list[str], symbols: list[str]) -> list[str]:
     words = [
         piece.piece.replace("▁", " ") for piece in proto.pieces if piece.type in (NORMAL, SYMBOL)
     ]
-    own = "".join(words[:: len(words) // 1000 + 1])
+    text_of_pieces = "".join(words[:: len(words) // 1000 + 1])
     spelt = [f"a {name} b{name}" for name in [*names[:100], *symbols[:100], "<0x41>"]]
-    return [*PROBES, PROBES[0] + own, *spelt]
+    return [*PROBES, PROBES[0] + text_of_pieces, *spelt]
 
 
-def _unlike(proto: Any) -> InputError:
-    """The first property of the model that is not converted, or may be the reason for other tokens."""
+def _not_converted(proto: Any) -> InputError:
+    """The error that names the first property of the model that may be the reason for other tokens."""
     trainer, spec = proto.trainer_spec, proto.normalizer_spec
     kind = type(trainer).ModelType.Name(trainer.model_type).lower()
     causes = {
@@ -165,7 +175,8 @@ def _unlike(proto: Any) -> InputError:
         "remove_extra_whitespaces=true": spec.remove_extra_whitespaces,
         "add_dummy_prefix=false": not spec.add_dummy_prefix,
     }
-    cause = next((name for name, found in causes.items() if found), f"model_type={kind}")
+    present = [name for name, is_set in causes.items() if is_set]
+    cause = present[0] if present else f"model_type={kind}"
     return InputError(
         f"trained with {cause}, which is not converted; train it without, or give its tokenizer.json"
     )

@@ -68,8 +68,8 @@ def megatron_splits(source: str | list[str]) -> dict[str, Path]:
         return {}
     path = Path(source).expanduser()
     if path.is_dir():
-        found = {split: path / split for split in SPLITS if (path / f"{split}.idx").is_file()}
-        return found if "train" in found else {}
+        prefixes = {split: path / split for split in SPLITS if (path / f"{split}.idx").is_file()}
+        return prefixes if "train" in prefixes else {}
     if path.suffix in (".idx", ".bin"):
         return {"train": path.with_suffix("")}
     return {"train": path} if path.with_name(f"{path.name}.idx").is_file() else {}
@@ -97,6 +97,7 @@ class TokenSet:
         path = Path(path).expanduser()
         index = read_index(path)
         self.directory = path / split
+
         self._shards = shard_entries(path, index, split)
         if not self._shards:
             raise InputError(
@@ -105,51 +106,58 @@ class TokenSet:
         self.files = [file for shard in self._shards for file in shard.files()]
         for file in self.files:
             file.check_size()
+
+        tokenizer = index["tokenizer"]
         self.settings: dict[str, Any] = {
             **index["settings"],
-            "tokenizer": index["tokenizer"]["fingerprint"],
-            "vocab_size": index["tokenizer"]["vocab_size"],
+            "tokenizer": tokenizer["fingerprint"],
+            "vocab_size": tokenizer["vocab_size"],
             "dtype": index["dtype"],
         }
-        self.ends = {
-            name: index["tokenizer"][name] for name in ("bos", "eos") if name in index["tokenizer"]
-        }
+        self.ends = {name: tokenizer[name] for name in ("bos", "eos") if name in tokenizer}
         self.by_source = {name: tuple(counts) for name, counts in index[split]["sources"].items()}
         self.sources = list(self.by_source)
+
+        # The first token and document of each shard, and the totals: [shards + 1].
         self._tokens = np.cumsum([0, *(shard.tokens for shard in self._shards)])
         self._documents = np.cumsum([0, *(shard.documents for shard in self._shards)])
         self.tokens, self.documents = int(self._tokens[-1]), int(self._documents[-1])
-        known = [
-            index["dtype"],
-            *([s["tokens"], s["sources"], s["files"]] for s in index[split]["shards"]),
-        ]
-        self.identity = blake2b(json.dumps(known).encode(), digest_size=16).hexdigest()
+
+        content = [index["dtype"]]
+        for shard in index[split]["shards"]:
+            content.append([shard["tokens"], shard["sources"], shard["files"]])
+        self.identity = blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop), int32 [stop - start]."""
-        _within(start, stop, self.tokens, "tokens")
+        _check_range(start, stop, self.tokens, "tokens")
         out = np.empty(stop - start, np.int32)
-        for shard, base, low, high in self._parts(start, stop):
+        for shard, base, low, high in self._shards_between(start, stop):
             out[base + low - start : base + high - start] = shard.tokens_between(low, high)
         return out
 
     def starts(self, start: int, stop: int) -> np.ndarray:
         """Positions in [start, stop) where documents begin, int64, counted from the split's first token."""
-        _within(start, stop, self.tokens, "tokens")
-        found = [np.zeros(0, np.int64)]
-        for shard, base, low, high in self._parts(start, stop):
-            found.append(base + np.zeros(int(low == 0), np.int64))
-            found.append(base + shard.ends_between(low, high))
-        return np.concatenate(found)
+        _check_range(start, stop, self.tokens, "tokens")
+        # A document begins where the one before it ends; the first of a shard begins at 0.
+        starts = [np.zeros(0, np.int64)]
+        for shard, base, low, high in self._shards_between(start, stop):
+            if low == 0:
+                starts.append(np.array([base], np.int64))
+            starts.append(base + shard.ends_between(low, high))
+        return np.concatenate(starts)
 
     def document(self, number: int) -> tuple[np.ndarray, str]:
         """Tokens, int32, and source of document `number`."""
-        _within(number, number + 1, self.documents, "documents")
-        place = int(np.searchsorted(self._documents, number, "right")) - 1
-        shard, number = self._shards[place], number - int(self._documents[place])
+        _check_range(number, number + 1, self.documents, "documents")
+        position = int(np.searchsorted(self._documents, number, "right")) - 1
+        shard, number = self._shards[position], number - int(self._documents[position])
+
+        # It begins where the document before it ends.
         low = int(shard.ends(number - 1, number)[0]) if number else 0
         high = int(shard.ends(number, number + 1)[0])
         shard.check_ends(np.array([-1, low, high, shard.tokens + 1]))
+
         source = int(shard.source_numbers(number, number + 1)[0])
         if source >= len(shard.sources):
             raise shard.damaged(
@@ -157,13 +165,13 @@ class TokenSet:
             )
         return np.array(shard.tokens_between(low, high), np.int32), shard.sources[source]
 
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[Entry, int, int, int]]:
+    def _shards_between(self, start: int, stop: int) -> Iterator[tuple[Entry, int, int, int]]:
         """The shards that [start, stop) touches, each with its first token and its own range of tokens."""
-        place = int(np.searchsorted(self._tokens, start, "right")) - 1
-        while start < stop:
-            base, end = int(self._tokens[place]), min(stop, int(self._tokens[place + 1]))
-            yield self._shards[place], base, start - base, end - base
-            start, place = end, place + 1
+        position = int(np.searchsorted(self._tokens, start, "right")) - 1
+        while start < stop:  # a shard a turn
+            base, end = int(self._tokens[position]), min(stop, int(self._tokens[position + 1]))
+            yield self._shards[position], base, start - base, end - base
+            start, position = end, position + 1
 
 
 class SumCheck:
@@ -191,17 +199,19 @@ class SumCheck:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        whole = {tuple(stamp) for stamp in read_records(self._record) if isinstance(stamp, list)}
+        records = read_records(self._record)
+        compared = {tuple(stamp) for stamp in records if isinstance(stamp, list)}
         for file in self._files:
             if self._closed.is_set() or self.problem:
                 return
-            stamp = (
-                file.stamp()
-            )  # before the file is read: one that changes meanwhile is read again
-            if stamp is None or stamp not in whole:
-                self.problem = file.damage(sums=True)
-                if self.problem is None and stamp is not None:
-                    append_record(self._record, stamp)
+
+            # Taken before the file is read: one that changes meanwhile is read again.
+            stamp = file.stamp()
+            if stamp is not None and stamp in compared:
+                continue
+            self.problem = file.damage(sums=True)
+            if self.problem is None and stamp is not None:
+                append_record(self._record, stamp)
 
     def wait(self, beat: Callable[[], None] = lambda: None) -> str | None:
         """`problem`, after all files were read. `beat` is called every second."""
@@ -232,16 +242,16 @@ class StatedFile(NamedTuple):
             )
 
     def stamp(self) -> tuple | None:
-        """What changes with the file or with its sum in the index; None if the file cannot be found."""
+        """Facts that change with the file or with its sum in the index; None if it cannot be found."""
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except OSError:
             return None
-        times = found.st_mtime_ns, found.st_ctime_ns
-        return os.path.abspath(self.path), found.st_size, *times, found.st_ino, self.sha256
+        times = status.st_mtime_ns, status.st_ctime_ns
+        return os.path.abspath(self.path), status.st_size, *times, status.st_ino, self.sha256
 
     def damage(self, *, sums: bool) -> str | None:
-        """How the size or, with `sums`, the content differs from the index, in one line, or None."""
+        """A line about the damage: another size or, with `sums`, another content. None: it is whole."""
         try:
             self.check_size()
             if sums and sha256_of(self.path) != self.sha256:
@@ -263,13 +273,15 @@ class Entry:
         self.stated, self.tokens, self.documents = entry, entry["tokens"], entry["documents"]
         self.counts, self.sizes = entry["sources"], entry["files"]
         self.sources = list(self.counts)
+
+        # Columns of equal length: a document has an end and a source, a token an id.
+        stated = [self.sizes["tokens"][0], self.sizes["docs"][0]]
         sizes = [self.tokens * self.dtype.itemsize, self.documents * DOCS.itemsize]
-        if [
-            self.sizes["tokens"][0],
-            self.sizes["docs"][0],
-        ] != sizes or not self.tokens >= self.documents > 0:
+        if stated != sizes or not self.tokens >= self.documents > 0:
             raise ValueError(f"{entry['name']}: {self.tokens} tokens, {self.documents} documents")
-        totals = [sum(column) for column in zip(*self.counts.values(), strict=True)]
+        totals = [
+            sum(column) for column in zip(*self.counts.values(), strict=True)
+        ]  # documents, tokens
         if totals != [self.documents, self.tokens]:
             raise ValueError(f"{entry['name']}: its sources are not the sum of its documents")
 
@@ -283,40 +295,39 @@ class Entry:
 
     def tokens_between(self, low: int, high: int) -> np.ndarray:
         """The shard's tokens [low, high). Raises `InputError` for an id outside of the vocabulary."""
-        tokens = self._column("tokens", self.dtype, low, high)
+        tokens = self._read_column("tokens", self.dtype, low, high)
         self._check_ids(tokens, low)
         return tokens
 
     def ends(self, low: int, high: int) -> np.ndarray:
         """The ends of documents [low, high), int64; only the last document's is checked."""
-        ends = self._column("docs", DOCS["end"], low, high)
+        ends = self._read_column("docs", DOCS["end"], low, high)
         if high == self.documents and ends[-1] != self.tokens:
             raise self._disordered()
         return ends
 
     def source_numbers(self, low: int, high: int) -> np.ndarray:
         """The positions of the sources of documents [low, high), uint16, unchecked."""
-        return self._column(
-            "docs", DOCS["source"], low, high, self.documents * DOCS["end"].itemsize
-        )
+        offset = self.documents * DOCS["end"].itemsize
+        return self._read_column("docs", DOCS["source"], low, high, offset)
 
-    def _column(
+    def _read_column(
         self, kind: str, dtype: np.dtype, low: int, high: int, offset: int = 0
     ) -> np.ndarray:
         """Items [low, high) of the column of a file that begins at `offset`."""
         size = dtype.itemsize
-        return np.frombuffer(
-            _read(self._files[kind], offset + low * size, offset + high * size), dtype
-        )
+        content = _read_bytes(self._files[kind], offset + low * size, offset + high * size)
+        return np.frombuffer(content, dtype)
 
     def ends_between(self, low: int, high: int) -> np.ndarray:
         """The ends in [low, high), int64, where low < high."""
-        place, ends = self._find_end(low)
-        while ends[-1] < high and place < self.documents:
-            ends = np.concatenate(
-                [ends, self.ends(place, place := min(place + PAGE, self.documents))]
-            )
-        count = int(ends.searchsorted(high))
+        first, ends = self._find_end(low)  # first: the document behind these ends
+        while ends[-1] < high and first < self.documents:
+            stop = min(first + PAGE, self.documents)
+            ends = np.concatenate([ends, self.ends(first, stop)])
+            first = stop
+
+        count = int(ends.searchsorted(high))  # those below `high`; the next one shows their order
         self.check_ends(ends[: count + 1])
         if count == len(ends):
             raise self._disordered()
@@ -326,36 +337,40 @@ class Entry:
         """The first end >= `low` with the ends behind it on its page, and the number of the document after
         those.
 
-        Documents are about equally long, so the place is guessed from `low`: that reads one page or two, and
+        Documents are about equally long, so the page is guessed from `low`: that reads one page or two, and
         halving eight. Every third guess halves, so the search is short in any file.
         """
         first, last = 0, self.documents - 1  # the document is one of these, or the one after them
         before, after = 0, self.tokens  # the ends in front of and behind these documents
-        found = None
+        result = None
         for turn in itertools.count(1):
             if first > last:
                 break
+
+            # Interpolation, and every third time bisection; then the page that holds the guess.
             share = (low - before) / max(1, after - before) if turn % 3 else 0.5
             guess = first + int(min(max(share, 0.0), 1.0) * (last - first))
             start = guess // PAGE * PAGE
             stop = min(start + PAGE, self.documents)
             ends = self.ends(start, stop)
-            if ends[-1] < low:
+
+            if ends[-1] < low:  # the page lies in front
                 first, before = stop, int(ends[-1])
                 continue
-            found = stop, ends[ends.searchsorted(low) :]
-            if ends[0] < low:
+            result = stop, ends[ends.searchsorted(low) :]
+            if ends[0] < low:  # the first end >= low is on this page
                 break
-            last, after = start - 1, int(ends[0])
-        if found is None or not len(found[1]):
+            last, after = start - 1, int(ends[0])  # or on one before it
+
+        if result is None or not len(result[1]):
             raise self._disordered()
-        return found
+        return result
 
     def _check_ids(self, tokens: np.ndarray, first: int) -> None:
         if len(tokens) and (largest := int(tokens.max())) >= self.vocabulary:
-            place = first + int(tokens.argmax())
+            position = first + int(tokens.argmax())
             raise self.damaged(
-                "tokens", f"token {place} is {largest}, in a vocabulary of {self.vocabulary}"
+                "tokens", f"token {position} is {largest}, in a vocabulary of {self.vocabulary}"
             )
 
     def check_ends(self, ends: np.ndarray) -> None:
@@ -370,8 +385,10 @@ class Entry:
             for low in range(0, self.tokens, 1 << 22):
                 self.tokens_between(low, min(low + (1 << 22), self.tokens))
             return
+
         ends, sources = self.ends(0, self.documents), self.source_numbers(0, self.documents)
         self.check_ends(np.concatenate([[0], ends]))
+        # Counted by source, as the index has them.
         documents = np.bincount(sources, minlength=len(self.sources))
         tokens = np.bincount(sources, np.diff(ends, prepend=0), len(self.sources))
         if np.stack([documents, tokens], 1).tolist() != [*self.counts.values()]:
@@ -404,9 +421,9 @@ class _OpenFile:
 def _most_open() -> int:
     """`OPEN_FILES`, or a quarter of what the process may open."""
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return (
-        OPEN_FILES if allowed == resource.RLIM_INFINITY else min(OPEN_FILES, max(2, allowed // 4))
-    )
+    if allowed == resource.RLIM_INFINITY:
+        return OPEN_FILES
+    return min(OPEN_FILES, max(2, allowed // 4))
 
 
 @functools.lru_cache(maxsize=_most_open())
@@ -415,7 +432,7 @@ def _open(file: StatedFile) -> _OpenFile:
     return _OpenFile(file.path)
 
 
-def _read(file: StatedFile, start: int, stop: int) -> bytes:
+def _read_bytes(file: StatedFile, start: int, stop: int) -> bytes:
     """Bytes [start, stop) of a file. Raises `InputError` if it is shorter, or cannot be read.
 
     A thread that reads holds its file, so another that opens the next one does not close it.
@@ -439,7 +456,7 @@ def _read(file: StatedFile, start: int, stop: int) -> bytes:
     return content
 
 
-def _within(start: int, stop: int, count: int, what: str) -> None:
+def _check_range(start: int, stop: int, count: int, what: str) -> None:
     if not 0 <= start <= stop <= count:
         raise IndexError(f"{what} {start} to {stop} of {count}")
 
@@ -461,16 +478,9 @@ def read_index(path: str | os.PathLike) -> dict:
         raise InputError(
             f"{path}: version {index.get('version')}, and this Nalanda reads {VERSION}; prepare the set again"
         )
+
     try:
-        for split in SPLITS:
-            if index[split] != totals(
-                [entry.stated for entry in shard_entries(path.parent, index, split)]
-            ):
-                raise ValueError(f"{split} is not the sum of its shards")
-        if index["sources"] != sorted(
-            {name for split in SPLITS for name in index[split]["sources"]}
-        ):
-            raise ValueError("its sources are not those of its shards")
+        _check_totals(path.parent, index)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"{path}: damaged, it contradicts itself ({first_line(error)}); copy or prepare it again"
@@ -478,11 +488,23 @@ def read_index(path: str | os.PathLike) -> dict:
     return index
 
 
+def _check_totals(path: Path, index: dict) -> None:
+    """Raises `ValueError`, or another error, if the index is not the sum of its shards."""
+    for split in SPLITS:
+        entries = [entry.stated for entry in shard_entries(path, index, split)]
+        if index[split] != totals(entries):
+            raise ValueError(f"{split} is not the sum of its shards")
+
+    if index["sources"] != sorted({name for split in SPLITS for name in index[split]["sources"]}):
+        raise ValueError("its sources are not those of its shards")
+
+
 def shard_entries(path: str | os.PathLike, index: dict, split: str) -> list[Entry]:
     """The shards of a split."""
-    known = index["dtype"], index["tokenizer"]["vocab_size"]
+    dtype, vocabulary = index["dtype"], index["tokenizer"]["vocab_size"]
     return [
-        Entry(Path(path) / split / shard["name"], shard, *known) for shard in index[split]["shards"]
+        Entry(Path(path) / split / shard["name"], shard, dtype, vocabulary)
+        for shard in index[split]["shards"]
     ]
 
 

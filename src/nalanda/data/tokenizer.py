@@ -91,10 +91,12 @@ def build_tokenizer(
             raise InputError(
                 f"{directory}: damaged ({first_line(error)}); delete it to train again"
             ) from None
+
     name = config.path or ""
     path = Path(name).expanduser()
     if name in MISTRAL and not path.exists():
         path = mistral_model()
+
     try:
         return as_saved(_load_named(name, path, data))
     except ModuleNotFoundError as error:
@@ -117,20 +119,21 @@ def _load_named(name: str, path: Path, data: DataConfig) -> PreTrainedTokenizerB
     if path.is_file() and not (path.parent / "tokenizer_config.json").exists():
         return _load_tokenizer_json(path)
 
-    if path.is_file():
+    if path.is_file():  # a tokenizer.json with its settings beside it
         path = path.parent
     tokenizer = load_tokenizer(path if path.is_dir() else name)
+    # Some tokenizers name no bos or eos though their vocabulary has them.
     for role, wanted in (("bos_token", data.bos), ("eos_token", data.eos)):
         if wanted and getattr(tokenizer, role) is None:
-            setattr(tokenizer, role, _usual(role, tokenizer.get_vocab()))
+            setattr(tokenizer, role, _find_usual(role, tokenizer.get_vocab()))
     return tokenizer
 
 
 def as_saved(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """What `save_pretrained` and loading make of a tokenizer.
+    """The tokenizer that `save_pretrained` and loading give back.
 
     Llama's older form, `"legacy": true`, is one that changes: transformers does not save that setting, and
-    then no longer puts ▁ behind a special token. Saved again, a tokenizer stays what it is.
+    then no longer puts ▁ behind a special token. Saved again, a tokenizer stays the same.
     """
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
@@ -148,14 +151,17 @@ def load_tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase:
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Writes the tokenizer to `directory` with its sums, synced, or leaves `directory` unchanged."""
-    part, old = (directory.with_name(f".tmp-{directory.name}{end}") for end in ("", "-old"))
-    for left in (part, old):
-        shutil.rmtree(left, ignore_errors=True)
-    tokenizer.save_pretrained(part)
-    write_manifest(part)
+    new = directory.with_name(f".tmp-{directory.name}")
+    old = directory.with_name(f".tmp-{directory.name}-old")
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+    tokenizer.save_pretrained(new)
+    write_manifest(new)
+    # A folder cannot be replaced in one step: the old one is moved aside, then removed.
     if directory.exists():
         directory.rename(old)
-    part.rename(directory)
+    new.rename(directory)
     sync(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -176,9 +182,11 @@ def mistral_model() -> Path:
     Raises:
         InputError: it is not installed.
     """
-    found = importlib.util.find_spec("mistral_common")
-    for folder in (found.submodule_search_locations if found else None) or []:
-        if (path := Path(folder) / "data" / "tokenizer.model.v1").is_file():
+    package = importlib.util.find_spec("mistral_common")
+    folders = (package.submodule_search_locations if package else None) or []
+    for folder in folders:
+        path = Path(folder) / "data" / "tokenizer.model.v1"
+        if path.is_file():
             return path
     raise InputError(
         "tokenizer: mistral needs the package mistral-common; pip install mistral-common, "
@@ -192,22 +200,25 @@ def _train_bpe(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     masks = {"mask_token": MASK} if config.mask else {}
+
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size or 0,
         special_tokens=[END_OF_TEXT, *masks.values()],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(_sample(corpus), trainer)
+    backend.train_from_iterator(_sample_texts(corpus), trainer)
+
     if data.bos:
         _put_in_front(backend, END_OF_TEXT, END_OF_TEXT if masks else "")
     return _wrap(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, **masks)
 
 
-def _sample(corpus: Corpus) -> Iterator[str]:
+def _sample_texts(corpus: Corpus) -> Iterator[str]:
     characters = 0
     for text in _training_texts(corpus):
         yield text
@@ -228,6 +239,7 @@ def _train_words(
     roles = {"bos_token": BEGINNING} if data.bos else {}
     roles |= {"mask_token": MASK} if config.mask else {}
     special = [UNKNOWN, END_OF_LINE, *roles.values()]
+
     backend = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
     backend.normalizer = normalizers.Sequence(
         [normalizers.Replace(Regex(r"\n\z"), ""), normalizers.Replace("\n", f" {END_OF_LINE} ")]
@@ -237,6 +249,7 @@ def _train_words(
         vocab_size=1 << 40, min_frequency=config.min_count, show_progress=False
     )
     backend.train_from_iterator(_training_texts(corpus), trainer)
+
     # The trainer gives a special token that the text also spells two ids, one of them unused.
     ranks = backend.get_vocab(with_added_tokens=False)
     words = special + sorted(ranks.keys() - set(special), key=ranks.__getitem__)
@@ -263,11 +276,12 @@ def _load_tokenizer_json(path: Path) -> PreTrainedTokenizerBase:
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_file(str(path))
-    known = backend.get_vocab()
-    return _wrap(backend, **{role: token for role in USUAL if (token := _usual(role, known))})
+    vocabulary = backend.get_vocab()
+    roles = {role: _find_usual(role, vocabulary) for role in USUAL}
+    return _wrap(backend, **{role: token for role, token in roles.items() if token})
 
 
-def _usual(role: str, vocabulary: dict[str, int]) -> str | None:
+def _find_usual(role: str, vocabulary: dict[str, int]) -> str | None:
     """The token that has one of the usual names of this role, or None."""
     return next((name for name in USUAL[role] if name in vocabulary), None)
 
@@ -280,7 +294,7 @@ def _load_sentencepiece(path: Path, bos: bool) -> PreTrainedTokenizerBase:
 
 
 def _put_in_front(backend: Tokenizer, bos: str, between: str = "") -> None:
-    """Puts bos in front of a text, and `between` between the two of a pair, such as encoders classify."""
+    """Puts bos in front of a text, and `between` between the two texts of a pair."""
     from tokenizers import processors
 
     special = {name: backend.token_to_id(name) for name in (bos, between) if name}
@@ -326,8 +340,10 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What decides the tokens of documents: the fingerprint, which does not say which token is bos or eos,
-    the size of the vocabulary, and the ids of bos and eos. Raises `InputError` as `tokenizer_fingerprint`."""
+    """The facts that decide the tokens of documents. Raises `InputError` as `tokenizer_fingerprint`.
+
+    The fingerprint does not say which token is bos or eos, so their ids are added, and the vocabulary's size.
+    """
     return {
         "fingerprint": tokenizer_fingerprint(tokenizer),
         "vocab_size": vocabulary_of(tokenizer),
