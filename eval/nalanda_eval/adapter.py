@@ -34,17 +34,19 @@ from nalanda_eval.python_tasks import python_tasks
 from nalanda_eval.scoring import Answer, Request
 from nalanda_eval.task_data import PACKAGED, TaskSource, read_rows
 
-__all__ = ["HarnessModel", "characters", "harness", "load_tasks"]
+__all__ = ["ENDLESS", "HarnessModel", "characters", "harness", "load_tasks"]
 
 OFFICIAL = Path(lm_eval.tasks.__file__).parent
+ENDLESS = sys.maxsize
+"""Length of texts that a recurrent model reads at once."""
 
 
 class HarnessModel(HFLM):
     """HFLM in which every text begins as in training: with exactly one bos token, or with none.
 
-    (The harness leaves bos to the tokenizer: rolling perplexities then have two, or none if the tokenizer
-    adds none.) Log-likelihoods come from the answer cache, otherwise from `scoring`. With several processes,
-    each answers its part of the requests, and all get every answer.
+    The harness leaves bos to the tokenizer: rolling perplexities then have two, or none. Log-likelihoods come
+    from the answer cache, otherwise from `scoring`. With several processes, each answers its share of the
+    requests, and all get every answer.
     """
 
     def __init__(
@@ -54,7 +56,6 @@ class HarnessModel(HFLM):
         *,
         batch_size: int,
         max_length: int | None = None,
-        whole: bool = False,
         share: bool = True,
         cache: Path | None = None,
         processes: PartialState | None = None,
@@ -62,8 +63,7 @@ class HarnessModel(HFLM):
     ) -> None:
         """
         Args:
-            max_length: tokens that the model sees at once; by default its config's.
-            whole: read texts of any length at once instead.
+            max_length: tokens that the model sees at once, or `ENDLESS`; by default its config's.
             share: read shared contexts once, see `scoring.answers`.
             cache: the file of the answer cache, see `cache.AnswerCache`.
             processes: accelerate's state, if there are several processes.
@@ -74,13 +74,12 @@ class HarnessModel(HFLM):
             tokenizer=tokenizer,  # type: ignore[arg-type]
             backend="causal",
             batch_size=batch_size,
-            max_length=sys.maxsize if whole else max_length,
+            max_length=max_length,
             add_bos_token=False,
         )
         self.bos = bos_token(model, tokenizer)
-        if (
-            is_ours(model) and not self.bos
-        ):  # in training the end of another text came before the first token
+        if is_ours(model) and not self.bos:
+            # In training the end of another text came before the first token.
             self.custom_prefix_token_id = tokenizer.eos_token_id
         if self.prefix_token_id is None:
             raise InputError(
@@ -89,11 +88,13 @@ class HarnessModel(HFLM):
         self.score = functools.partial(scoring.answers, model, batch_size=batch_size, share=share)
         self.identity = model_identity(model)
         self.cache = AnswerCache(cache, self.identity)
-        self.processes, self.advance = processes, advance
-        self.answered = self.found = 0  # log-likelihoods, and how many of them were cached
-        self.prompts = self.cut = (
-            0  # contexts to go on from, and how many of them were cut on the left
-        )
+        self.processes = processes
+        self.advance = advance
+
+        self.answered = 0  # log-likelihoods
+        self.found = 0  # those of them that were cached
+        self.prompts = 0  # contexts to go on from
+        self.cut = 0  # those of them that were cut on the left
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         context_ids, continuation_ids = super()._encode_pair(context, continuation)
@@ -105,12 +106,12 @@ class HarnessModel(HFLM):
     ) -> Any:
         if self.bos:  # as an id: as text it would change how some tokenizers begin the first word
             rows = self.tokenizer(strings, add_special_tokens=False).input_ids  # type: ignore[not-callable]
-            found = self.tokenizer.pad(  # type: ignore[missing-attribute]
+            padded = self.tokenizer.pad(  # type: ignore[missing-attribute]
                 {"input_ids": [self.bos + row for row in rows]},
                 return_tensors="pt",
                 padding_side="left",
             )
-            ids, mask = found["input_ids"], found["attention_mask"]
+            ids, mask = padded["input_ids"], padded["attention_mask"]  # [B, T]
         else:
             ids, mask = super().tok_batch_encode(strings, *args, **kwargs)
         check_tokens([int(ids.max())], self.model, self.tokenizer)  # type: ignore[bad-argument-type]
@@ -129,7 +130,8 @@ class HarnessModel(HFLM):
     ) -> list[float]:
         """Log-likelihoods of whole texts, in disjoint windows that are sorted and batched together."""
         self._characters = characters(requests)
-        windows, owners = [], []
+        windows = []
+        owners = []  # the request of each window
         for owner, request in enumerate(requests):
             rolling = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
@@ -140,6 +142,7 @@ class HarnessModel(HFLM):
             for context_ids, continuation_ids in map(make_disjoint_window, rolling):
                 windows.append((None, context_ids, continuation_ids))
                 owners.append(owner)
+
         totals = [0.0] * len(requests)
         for owner, (value, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
             totals[owner] += value
@@ -154,16 +157,18 @@ class HarnessModel(HFLM):
                 f"answers have up to {longest} tokens, the model sees {self.max_length} at once: "
                 "raise --max-length, or read texts whole (--long whole)"
             )
-        state = self.processes
-        rank, count = (state.process_index, state.num_processes) if state else (0, 1)
-        own, cut = requests[rank::count], self.cut
+        processes = self.processes
+        rank, count = (processes.process_index, processes.num_processes) if processes else (0, 1)
+        share = requests[rank::count]
         self.prompts += len(requests)
-        self._characters = characters(requests) / max(len(own), 1)
-        parts = [super().generate_until(own, disable_tqdm=True) if own else []]
-        if state:
-            parts = gather_object(parts)
-            self.cut = cut + sum(gather_object([self.cut - cut]))
-        return [parts[i % count][i // count] for i in range(len(requests))]
+        self._characters = characters(requests) / max(len(share), 1)
+
+        cut_before = self.cut
+        answers = [super().generate_until(share, disable_tqdm=True) if share else []]
+        if processes:
+            answers = gather_object(answers)
+            self.cut = cut_before + sum(gather_object([self.cut - cut_before]))
+        return [answers[i % count][i // count] for i in range(len(requests))]
 
     def _model_generate(
         self, context: Tensor, max_length: int, stop: list[str], **options: Any
@@ -176,16 +181,15 @@ class HarnessModel(HFLM):
         model: Any = self.model
         tokenizer: Any = self.tokenizer
         options["logits_processor"] = LogitsProcessorList(
-            [lambda ids, scores: self._numbers(scores)]
+            [lambda ids, scores: self._check_numbers(scores)]
         )
         if not is_ours(model):
             out = super()._model_generate(context, max_length, stop, **options)
         else:
             state = model.read(context, attention_mask=options.pop("attention_mask"))
             if not options.get("temperature"):  # 0 is the harness's word for greedy
-                options = {k: v for k, v in options.items() if k != "temperature"} | {
-                    "do_sample": False
-                }
+                options.pop("temperature", None)
+                options["do_sample"] = False
             new = model.generate(
                 state=state,
                 max_new_tokens=max_length - context.shape[1],
@@ -200,36 +204,45 @@ class HarnessModel(HFLM):
     def _loglikelihood_tokens(
         self, requests: list, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Answer]:
-        asked = [
-            self._cut(tuple(context), tuple(continuation)) for _, context, continuation in requests
+        cut_requests = [
+            self._cut_context(tuple(context), tuple(continuation))
+            for _, context, continuation in requests
         ]
-        used = (token for request in asked for tokens in request for token in tokens)
+        used = (token for request in cut_requests for tokens in request for token in tokens)
         check_tokens(used, self.model, self.tokenizer)  # type: ignore[bad-argument-type]
-        state = self.processes
-        own = scoring.part(asked, state.process_index, state.num_processes) if state else asked
-        answers = self.cache.find(own)
-        found = len(answers)
-        # Each process reports its progress as that of all: the parts are similar.
-        unit = self._characters / max(sum(map(_length, dict.fromkeys(own))), 1)
+
+        processes = self.processes
+        share = cut_requests
+        if processes:
+            share = scoring.process_share(
+                cut_requests, processes.process_index, processes.num_processes
+            )
+        answers = self.cache.find(share)
+        cached = len(answers)
+
+        # Each process reports its progress as that of all: the shares are similar.
+        unit = self._characters / max(sum(map(_length, dict.fromkeys(share))), 1)
         self.advance(unit * sum(map(_length, answers)))
-        missing = [request for request in own if request not in answers]
+        missing = [request for request in share if request not in answers]
         for batch in self.score(missing):
-            self._numbers(torch.tensor([value for value, _ in batch.values()]))
+            self._check_numbers(torch.tensor([value for value, _ in batch.values()]))
             self.cache.keep(batch)
             self.advance(unit * sum(map(_length, batch)))
             answers |= batch
-        if state:
-            everyones = gather_object([(answers, found)])
-            answers = {
-                request: answer for theirs, _ in everyones for request, answer in theirs.items()
-            }
-            found = sum(count for _, count in everyones)
-        self.answered += len(answers)
-        self.found += found
-        return [answers[request] for request in asked]
 
-    def _numbers(self, values: Tensor) -> Tensor:
-        """The values. Raises `InputError` for NaN, which a comparison of choices would take for an answer."""
+        if processes:
+            gathered = gather_object([(answers, cached)])
+            answers = {}
+            cached = 0
+            for process_answers, process_cached in gathered:
+                answers |= process_answers
+                cached += process_cached
+        self.answered += len(answers)
+        self.found += cached
+        return [answers[request] for request in cut_requests]
+
+    def _check_numbers(self, values: Tensor) -> Tensor:
+        """Returns the values. Raises `InputError` for NaN: a comparison of choices would take it for an answer."""
         if bool(values.isnan().any()):
             name = self.model.name_or_path or "the model"  # type: ignore[missing-attribute]
             raise InputError(
@@ -238,7 +251,7 @@ class HarnessModel(HFLM):
             )
         return values
 
-    def _cut(self, context: tuple[int, ...], continuation: tuple[int, ...]) -> Request:
+    def _cut_context(self, context: tuple[int, ...], continuation: tuple[int, ...]) -> Request:
         """The request with the left of its context cut so that at most `max_length` inputs remain."""
         if not continuation:
             raise InputError(
@@ -265,12 +278,12 @@ def _length(request: Request) -> int:
 
 
 def load_tasks(
-    sources: list[TaskSource], tokens: Callable[[str], int] = len, samples: int = SAMPLES
+    sources: list[TaskSource], count_tokens: Callable[[str], int] = len, samples: int = SAMPLES
 ) -> dict[str, dict]:
     """The harness's task objects, zero-shot unless their file says otherwise.
 
     Args:
-        tokens: gives the number of tokens of a text, by which needles' prompts are sized.
+        count_tokens: gives the number of tokens of a text, by which needles' prompts are sized.
         samples: prompts of each kind and length of needle.
 
     Raises:
@@ -281,31 +294,32 @@ def load_tasks(
     manager = TaskManager(include_defaults=named)
     tasks: dict[str, dict] = {"tasks": {}, "groups": {}, "group_map": {}}
     for source in sources:
-        for kind, entries in _load(manager, source, tokens, samples).items():
+        for kind, entries in _load_source(manager, source, count_tokens, samples).items():
             tasks[kind].update(entries)
+
     for task in tasks["tasks"].values():
         if task.get_config("num_fewshot") is None:
             task.set_config("num_fewshot", 0)
         aggregations = task.aggregation()
         for metric, aggregate in aggregations.items():
             if aggregate in (perplexity, weighted_perplexity):
-                aggregations[metric] = _or_infinity(aggregate)
+                aggregations[metric] = _allow_infinity(aggregate)
     return tasks
 
 
-def _load(
-    manager: TaskManager, source: TaskSource, tokens: Callable[[str], int], samples: int
+def _load_source(
+    manager: TaskManager, source: TaskSource, count_tokens: Callable[[str], int], samples: int
 ) -> Any:
-    known = source.task_file or source.documents or source.needle
-    hint = "" if known else " (without the hub: --data DIR)"
+    is_local = source.task_file or source.documents or source.needle
+    hint = "" if is_local else " (without the hub: --data DIR)"
     try:
         if source.needle:
-            rows = needle_rows(source.needle, samples, tokens, haystack(source.data))
+            rows = needle_rows(source.needle, samples, count_tokens, haystack(source.data))
             config: Any = _needle_config(source.name, rows)
         else:
-            config = _config(source)
+            config = _task_config(source)
         if isinstance(config, str) and config not in manager.all_tasks:
-            raise InputError(f"{config}: unknown task{_nearest(config, manager.all_tasks)}")
+            raise InputError(f"{config}: unknown task{_suggest_task(config, manager.all_tasks)}")
         return manager.load([config])
     except InputError:
         raise
@@ -316,32 +330,40 @@ def _load(
         raise InputError(f"{source.name}: the task cannot be loaded{hint}: {reason}") from error
 
 
-def _config(source: TaskSource) -> str | dict[str, Any]:
+def _task_config(source: TaskSource) -> str | dict[str, Any]:
     """The argument of the harness's loader: a name, or a task's configuration with paths to its data."""
     if source.task_file:
-        config = load_yaml(source.task_file)
-        files = (config.get("dataset_kwargs") or {}).get("data_files")
-        if files and not source.data and source.task_file.parent == PACKAGED / "python_docs":
-            rows = python_tasks()[files["test"]]
-            config["custom_dataset"] = lambda **_: {"test": datasets.Dataset.from_list(rows)}
-        elif files:
-            folders = [f for f in (source.data, source.task_file.parent) if f is not None]
-            config["dataset_kwargs"]["data_files"] = _resolve(files, folders)
-        return config
+        return _file_config(source, source.task_file)
     if not source.local:
         return source.name
+
     config = load_yaml(OFFICIAL / source.local.official)
-    if source.documents and "class" in config:
-        config["class"] = _on_rows(config["class"], source.local.split, read_rows(source))
-    elif source.documents:
-        split = source.local.split
-        rows = read_rows(source)
-        config |= {
-            "custom_dataset": lambda **_: {split: datasets.Dataset.from_list(rows)},
-            "training_split": None,
-            "validation_split": "validation" if split == "validation" else None,
-            "test_split": "test" if split == "test" else None,
-        }
+    if not source.documents:
+        return config
+    rows, split = read_rows(source), source.local.split
+    if "class" in config:
+        config["class"] = _on_rows(config["class"], split, rows)
+        return config
+    return config | {
+        "custom_dataset": lambda **_: {split: datasets.Dataset.from_list(rows)},
+        "training_split": None,
+        "validation_split": "validation" if split == "validation" else None,
+        "test_split": "test" if split == "test" else None,
+    }
+
+
+def _file_config(source: TaskSource, file: Path) -> dict[str, Any]:
+    """A task file's configuration; `data_files` are looked for in `source.data` and beside the file."""
+    config = load_yaml(file)
+    data_files = (config.get("dataset_kwargs") or {}).get("data_files")
+    if not data_files:
+        return config
+    if not source.data and file.parent == PACKAGED / "python_docs":
+        rows = python_tasks()[data_files["test"]]
+        config["custom_dataset"] = lambda **_: {"test": datasets.Dataset.from_list(rows)}
+        return config
+    folders = [file.parent] if source.data is None else [source.data, file.parent]
+    config["dataset_kwargs"]["data_files"] = _find_files(data_files, folders)
     return config
 
 
@@ -369,21 +391,21 @@ def _needle_config(name: str, rows: list[dict]) -> dict[str, Any]:
     }
 
 
-def _resolve(files: Any, folders: list[Path]) -> Any:
+def _find_files(files: Any, folders: list[Path]) -> Any:
     """The files of a task, each from the first folder that has it."""
     if isinstance(files, dict):
-        return {split: _resolve(entry, folders) for split, entry in files.items()}
+        return {split: _find_files(entry, folders) for split, entry in files.items()}
     if isinstance(files, list):
-        return [_resolve(entry, folders) for entry in files]
+        return [_find_files(entry, folders) for entry in files]
     if "://" in files or "*" in files:
         return files
-    found = next((folder / files for folder in folders if (folder / files).is_file()), None)
-    if found is None:
-        raise InputError(f"{folders[0] / files}: no such data file; --data names its folder")
-    return str(found)
+    for folder in folders:
+        if (folder / files).is_file():
+            return str(folder / files)
+    raise InputError(f"{folders[0] / files}: no such data file; --data names its folder")
 
 
-def _or_infinity(aggregate: Callable[[list], float]) -> Callable[[list], float]:
+def _allow_infinity(aggregate: Callable[[list], float]) -> Callable[[list], float]:
     """Gives infinity where the perplexity of an untrained model overflows, so that other results survive."""
 
     @functools.wraps(aggregate)
@@ -396,10 +418,8 @@ def _or_infinity(aggregate: Callable[[list], float]) -> Callable[[list], float]:
     return aggregate_or_infinity
 
 
-def _nearest(name: str, names: list[str]) -> str:
+def _suggest_task(name: str, names: list[str]) -> str:
     near = difflib.get_close_matches(name, names, n=3)
-    return (
-        f", did you mean {', '.join(near)}?"
-        if near
-        else "; give table4, a task file or one of the harness's"
-    )
+    if near:
+        return f", did you mean {', '.join(near)}?"
+    return "; give table4, a task file or one of the harness's"

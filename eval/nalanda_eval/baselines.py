@@ -37,11 +37,14 @@ class Bigram:
         first, second = (np.concatenate(ids) for ids in zip(*pairs, strict=True))
         self.bigrams, self.counts = np.unique(first * vocab_size + second, return_counts=True)
         a, b = self.bigrams // vocab_size, self.bigrams % vocab_size
+
+        # By token, [V]: c(a), n(a·) and n(·b).
         total = np.bincount(first, minlength=vocab_size)
         followers = np.bincount(a, minlength=vocab_size)
         predecessors = np.bincount(b, minlength=vocab_size)
 
-        self.discount, e = _discount(self.counts), _discount(predecessors)
+        self.discount = _discount(self.counts)  # d
+        e = _discount(predecessors)
         spread = e * (predecessors > 0).sum() / len(self.bigrams)
         self.lower = np.maximum(predecessors - e, 0) / len(self.bigrams) + spread / vocab_size
         self.total = np.maximum(total, 1)
@@ -50,8 +53,8 @@ class Bigram:
     def probabilities(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
         """P(second|first), elementwise."""
         keys = first * self.vocab_size + second
-        place = np.minimum(np.searchsorted(self.bigrams, keys), len(self.bigrams) - 1)
-        count = np.where(self.bigrams[place] == keys, self.counts[place], 0)
+        nearest = np.minimum(np.searchsorted(self.bigrams, keys), len(self.bigrams) - 1)
+        count = np.where(self.bigrams[nearest] == keys, self.counts[nearest], 0)
         seen = np.maximum(count - self.discount, 0) / self.total[first]
         return seen + self.backoff[first] * self.lower[second]
 
@@ -84,7 +87,7 @@ TOKEN_MIXERS = ("mixer", "self_attn", "attn", "attention", "self_attention", "li
 
 @contextlib.contextmanager
 def zeroed_mixers(model: PreTrainedModel) -> Iterator[None]:
-    """In this context token mixers output zeros, so each token sees only itself.
+    """Makes token mixers output zeros in this context, so that each token sees only itself.
 
     Raises ValueError if the token mixer of a layer is not found.
     """
@@ -100,14 +103,12 @@ def token_mixers(model: PreTrainedModel) -> list[nn.Module]:
     """The token mixer of each layer of a decoder; see `TOKEN_MIXERS`."""
     depth = model.config.num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    mixers = [
-        next((getattr(layer, name) for name in TOKEN_MIXERS if hasattr(layer, name)), None)
-        for layer in (lists[0] if lists else [])
-    ]
-    found = [mixer for mixer in mixers if mixer is not None]
-    if not found or len(found) < len(mixers):
+    mixers = []
+    for layer in lists[0] if lists else []:
+        mixers += [getattr(layer, name) for name in TOKEN_MIXERS if hasattr(layer, name)][:1]
+    if not mixers or len(mixers) < len(lists[0]):
         raise ValueError(f"a {model.config.model_type} layer has none of {', '.join(TOKEN_MIXERS)}")
-    return found
+    return mixers
 
 
 def _zero_output(mixer: nn.Module, inputs: tuple, output: Any) -> Any:

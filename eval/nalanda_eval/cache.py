@@ -36,7 +36,7 @@ class AnswerCache:
         """path: an SQLite file, or None to keep answers in memory only. identity: see `model_identity`."""
         self.path = path
         self.identity = json.dumps(identity, sort_keys=True, default=str).encode()
-        with _one_line(path):
+        with _explain_errors(path):
             self.file = sqlite3.connect(":memory:" if path is None else path, timeout=60)
             self.file.execute(
                 "CREATE TABLE IF NOT EXISTS kept (request BLOB PRIMARY KEY, answer BLOB)"
@@ -44,26 +44,25 @@ class AnswerCache:
 
     def find(self, requests: Iterable[Request]) -> dict[Request, Answer]:
         """The cached answers among those to `requests`."""
-        found = {}
-        with _one_line(self.path):
+        answers = {}
+        with _explain_errors(self.path):
             for request in requests:
                 key = self._key(request)
-                for (kept,) in self.file.execute(
-                    "SELECT answer FROM kept WHERE request = ?", [key]
-                ):
-                    answer = kept[: ANSWER.size] if isinstance(kept, bytes) else b""
-                    if len(answer) < ANSWER.size or kept != _sealed(key, answer):
+                row = self.file.execute("SELECT answer FROM kept WHERE request = ?", [key])
+                for (sealed,) in row:
+                    answer = sealed[: ANSWER.size] if isinstance(sealed, bytes) else b""
+                    if len(answer) < ANSWER.size or sealed != _seal(key, answer):
                         raise sqlite3.DatabaseError("an answer in it is damaged")
-                    found[request] = ANSWER.unpack(answer)
-        return found
+                    answers[request] = ANSWER.unpack(answer)
+        return answers
 
     def keep(self, answers: dict[Request, Answer]) -> None:
-        rows = [  # NaN, from a broken model, is not cached
-            (key := self._key(request), _sealed(key, ANSWER.pack(logp, greedy)))
-            for request, (logp, greedy) in answers.items()
-            if not math.isnan(logp)
-        ]
-        with _one_line(self.path), self.file:
+        rows = []
+        for request, (logp, greedy) in answers.items():
+            if not math.isnan(logp):  # of a broken model
+                key = self._key(request)
+                rows.append((key, _seal(key, ANSWER.pack(logp, greedy))))
+        with _explain_errors(self.path), self.file:
             self.file.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?)", rows)
 
     def close(self) -> None:
@@ -79,14 +78,13 @@ def model_identity(model: PreTrainedModel) -> dict[str, Any]:
     """Everything besides the request that an answer depends on."""
     config = model.config.to_dict()
     config.pop("_name_or_path", None)
-    modeling = sorted(Path(inspect.getfile(type(model))).parent.glob("*.py"))
-    kernels = sorted(Path(nalanda_kernels.__file__).parent.rglob("*.py"))
+
+    files = [Path(scoring.__file__)]
+    files += sorted(Path(inspect.getfile(type(model))).parent.glob("*.py"))
+    if config["model_type"] == "nalanda":
+        files += sorted(Path(nalanda_kernels.__file__).parent.rglob("*.py"))
     code = hashlib.sha256()
-    for file in (
-        Path(scoring.__file__),
-        *modeling,
-        *(kernels if config["model_type"] == "nalanda" else ()),
-    ):
+    for file in files:
         code.update(file.read_bytes())
     return {
         "weights": fingerprint(model),
@@ -98,7 +96,7 @@ def model_identity(model: PreTrainedModel) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _one_line(path: Path | None) -> Iterator[None]:
+def _explain_errors(path: Path | None) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
@@ -107,11 +105,12 @@ def _one_line(path: Path | None) -> Iterator[None]:
             raise DiskFull(
                 f"{path}: the disk is full; the answers before are kept: make room, and start again"
             ) from error
-        place = code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR)
-        advice = "use another directory" if place else "remove it, or use another directory"
+        advice = "remove it, or use another directory"
+        if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR):
+            advice = "use another directory"
         raise InputError(f"{path}: cannot keep answers ({error}); {advice}") from error
 
 
-def _sealed(key: bytes, answer: bytes) -> bytes:
+def _seal(key: bytes, answer: bytes) -> bytes:
     """An answer followed by its hash."""
     return answer + hashlib.sha256(key + answer).digest()[:8]

@@ -1,8 +1,8 @@
 """lm-evaluation-harness in process, on our checkpoints and on any causal language model of the hub.
 
 The tasks are the harness's own files with their prompts and metrics; local data replaces only the documents.
-A data directory holds any of these files, as `.jsonl` or `.jsonl.gz`, with the fields of the hub's datasets
-or, where two forms are listed, the compact form of published evaluation bundles:
+A data directory holds any of these files, as `.jsonl` or `.jsonl.gz`, with the fields of the hub's datasets.
+Where two forms are listed, the second is the compact form of published evaluation bundles:
 
     wikitext_test         page (a whole article)
     lambada_test          text, or context and continuation
@@ -122,17 +122,7 @@ def evaluate(
     if processes is not None and loading.device is None:
         loading = replace(loading, device=str(processes.device))
     loaded = _load_tasks(sources, models, options, loading)
-    results = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": versions("lm_eval", "datasets"),
-        "data": None if options.data is None else _full_path(options.data),
-        "limit": options.limit,
-        "batch_size": options.batch_size,
-        "long": options.long,
-        "processes": 1 if processes is None else processes.num_processes,
-        "left_out": left_out,
-        "models": [],
-    }
+    results = _begin_results(options, processes) | {"left_out": left_out, "models": []}
     task_names = {*loaded["tasks"], *loaded["groups"]}
     earlier = _read_earlier(directory, results, models, task_names)
     earlier_models = {_path_of(model): model for model in earlier["models"]}
@@ -168,6 +158,18 @@ def _check_options(options: EvalOptions) -> None:
         raise InputError(f"--long {options.long}: use window or whole")
     if options.long == "whole" and options.max_length is not None:
         raise InputError("--max-length: is the length of windows; leave it out with --long whole")
+
+
+def _begin_results(options: EvalOptions, processes: Any) -> dict[str, Any]:
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions("lm_eval", "datasets"),
+        "data": None if options.data is None else _full_path(options.data),
+        "limit": options.limit,
+        "batch_size": options.batch_size,
+        "long": options.long,
+        "processes": 1 if processes is None else processes.num_processes,
+    }
 
 
 def _load_tasks(
@@ -211,7 +213,7 @@ def _score_model(
     before: its entry of an earlier command, whose other tasks stay. Raises `InputError` if it is of other
         weights or settings.
     """
-    from nalanda_eval.adapter import HarnessModel, harness
+    from nalanda_eval.adapter import ENDLESS, HarnessModel, harness
 
     options, directory = session.options, session.directory
     whole = options.long == "whole"
@@ -223,8 +225,7 @@ def _score_model(
             model,
             tokenizer,
             batch_size=options.batch_size,
-            max_length=options.max_length,
-            whole=whole,
+            max_length=ENDLESS if whole else options.max_length,
             share=not options.no_share,
             cache=None if directory is None else directory / "answers.sqlite",
             processes=session.processes,

@@ -2,9 +2,9 @@
 
 A needle gives a key its value. The haystack around it is a repeated remark (`single_1`), a text (`single_2`,
 `single_3`, `multikey_1`), or other needles (`multikey_2`, `multikey_3`). The model then continues a sentence
-that names a key. Prompts, and the types and numbers of keys and values, are RULER's. The text is any file,
-and a prompt fills its length up to the last sentence that fits. All depends only on the kind, the length, the
-text and the tokenizer.
+that names a key. Prompts, and the types and numbers of keys and values, are RULER's. The text is any file. A
+prompt fills its length up to the last sentence that fits. It depends only on the kind, the length, the text
+and the tokenizer.
 """
 
 import functools
@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from nalanda.common.errors import InputError
 from nalanda.data.python_docs import python_documents
@@ -49,7 +50,7 @@ class NeedleTask:
     value: str
     """number or uuid"""
     keys: int
-    """Needles, of which one is asked for; of hay that is needles, beside the hay."""
+    """Number of needles; the prompt asks for one. Hay of needles does not count."""
 
 
 KINDS: dict[str, tuple[str, str, str, int]] = {
@@ -80,7 +81,7 @@ NEEDLE_GROUPS = {
 
 @functools.cache
 def haystack(directory: Path | None) -> tuple[str, ...]:
-    """The sentences of the text, long ones in parts. Raises `InputError` for an empty or unreadable file."""
+    """The sentences of the text, long ones cut at 40 words. Raises `InputError` for an empty or unreadable file."""
     file = None if directory is None else directory / HAYSTACK
     if file is None or not file.is_file():
         text = " ".join(python_documents(only={"reference"}).values())
@@ -89,12 +90,14 @@ def haystack(directory: Path | None) -> tuple[str, ...]:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{file}: {error}") from error
-    sentences = re.split(r"(?<=[.!?])\s+", text)
-    words = (sentence.split() for sentence in sentences)
-    found = tuple(" ".join(part[i : i + 40]) for part in words for i in range(0, len(part), 40))
-    if not found:
+    sentences = []
+    for sentence in re.split(r"(?<=[.!?])\s+", text):
+        words = sentence.split()
+        for start in range(0, len(words), 40):
+            sentences.append(" ".join(words[start : start + 40]))
+    if not sentences:
         raise InputError(f"{file}: is empty")
-    return found
+    return tuple(sentences)
 
 
 @functools.cache
@@ -109,76 +112,104 @@ def needle_words() -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(adjectives), tuple(nouns)
 
 
+class Needle(NamedTuple):
+    key: str
+    value: str
+    sentence: str
+
+
 def needle_rows(
-    task: NeedleTask, count: int, tokens: Callable[[str], int], sentences: Sequence[str]
+    task: NeedleTask, count: int, count_tokens: Callable[[str], int], sentences: Sequence[str]
 ) -> list[dict]:
     """`count` prompts as the harness's rows: `input`, `gen_prefix`, and the answers `outputs`.
 
-    tokens: gives the number of tokens of a text.
+    count_tokens: gives the number of tokens of a text.
     Raises `InputError` if not even the needles fit into the length.
     """
     draw = random.Random(f"{task.kind} {task.length}")
-    size = tokens if task.hay == "needles" else functools.cache(tokens)
+    # Sentences of a text return, needles do not.
+    sentence_size = count_tokens if task.hay == "needles" else functools.cache(count_tokens)
     room = task.length - ANSWER - 1  # a bos token
-
-    def made(kind: str) -> str:
-        if kind == "words":
-            return "-".join(map(draw.choice, needle_words()))
-        return str(draw.randrange(10**6, 10**7)) if kind == "number" else _uuid(draw)
-
-    def needles() -> Iterator[tuple[str, str, str]]:
-        known = set()
-        while True:
-            key, value = made(task.key), made(task.value)
-            if key not in known:
-                known.add(key)
-                yield key, value, NEEDLE.format(what=task.value, key=key, value=value)
-
-    def hay() -> Iterator[str]:
-        if task.hay == "remark":
-            return itertools.repeat(REMARK)
-        if task.hay == "needles":
-            return (sentence for _, _, sentence in told)
-        start = draw.randrange(len(sentences))
-        return itertools.cycle((*sentences[start:], *sentences[:start]))
+    joint = " " if task.hay == "text" else "\n"
 
     rows = []
     for _ in range(count):
-        told = needles()
-        asked = list(itertools.islice(told, task.keys))
-        key, value, _ = draw.choice(asked)
-        depths = [draw.random() for _ in asked]
-        prefix = PREFIX.format(what=task.value, key=key)
-        frame = PROMPT.format(
-            what=task.value, key=key, hay=" ".join(sentence for *_, sentence in asked)
-        )
-        left, body = room - tokens(f"{frame} {prefix}"), []
-        for sentence in hay():
-            # Sentences joined have about as many tokens as alone; a blank each makes them rather too many.
-            left -= size(sentence)
-            body.append(sentence)
+        more_needles = _draw_needles(task, draw)
+        needles = list(itertools.islice(more_needles, task.keys))
+        wanted = draw.choice(needles)
+        depths = [draw.random() for _ in needles]
+        prefix = PREFIX.format(what=task.value, key=wanted.key)
+
+        # Hay, rather too much: sentences alone have about as many tokens as joined, a blank each aside.
+        hay: list[str] = []
+        frame = _prompt(task, wanted, " ".join(needle.sentence for needle in needles))
+        left = room - count_tokens(f"{frame} {prefix}")
+        for sentence in _hay(task, draw, sentences, more_needles):
+            left -= sentence_size(sentence)
+            hay.append(sentence)
             if left < 0:
                 break
+
         while True:
-            text = list(body)
-            for depth, (*_, sentence) in sorted(zip(depths, asked, strict=True), reverse=True):
-                text.insert(round(depth * len(body)), sentence)
-            prompt = PROMPT.format(
-                what=task.value, key=key, hay=(" " if task.hay == "text" else "\n").join(text)
-            )
-            excess = tokens(f"{prompt} {prefix}") - room
+            prompt = _prompt(task, wanted, joint.join(_insert(needles, depths, hay)))
+            excess = count_tokens(f"{prompt} {prefix}") - room
             if excess <= 0:
                 break
-            if not body:
+            if not hay:
                 raise InputError(
                     f"{task.kind}: its needles alone need more than {task.length} tokens"
                 )
-            del body[-max(1, excess // max(map(size, body))) :]
+            longest = max(map(sentence_size, hay))
+            del hay[-max(1, excess // longest) :]
         rows.append(
-            {"input": prompt, "gen_prefix": prefix, "outputs": [value], "max_length": task.length}
+            {
+                "input": prompt,
+                "gen_prefix": prefix,
+                "outputs": [wanted.value],
+                "max_length": task.length,
+            }
         )
     return rows
 
 
-def _uuid(draw: random.Random) -> str:
+def _draw_needles(task: NeedleTask, draw: random.Random) -> Iterator[Needle]:
+    """Needles without end, no key twice."""
+    keys = set()
+    while True:
+        key = _draw_word(task.key, draw)
+        value = _draw_word(task.value, draw)
+        if key not in keys:
+            keys.add(key)
+            yield Needle(key, value, NEEDLE.format(what=task.value, key=key, value=value))
+
+
+def _draw_word(kind: str, draw: random.Random) -> str:
+    if kind == "words":
+        return "-".join(map(draw.choice, needle_words()))
+    if kind == "number":
+        return str(draw.randrange(10**6, 10**7))
     return str(uuid.UUID(int=draw.getrandbits(128), version=4))
+
+
+def _hay(
+    task: NeedleTask, draw: random.Random, sentences: Sequence[str], needles: Iterator[Needle]
+) -> Iterator[str]:
+    """The sentences around the needles, without end."""
+    if task.hay == "remark":
+        return itertools.repeat(REMARK)
+    if task.hay == "needles":
+        return (needle.sentence for needle in needles)
+    start = draw.randrange(len(sentences))
+    return itertools.cycle((*sentences[start:], *sentences[:start]))
+
+
+def _insert(needles: list[Needle], depths: list[float], hay: list[str]) -> list[str]:
+    """The hay with each needle at its depth, a share of the hay."""
+    text = list(hay)
+    for depth, needle in sorted(zip(depths, needles, strict=True), reverse=True):
+        text.insert(round(depth * len(hay)), needle.sentence)
+    return text
+
+
+def _prompt(task: NeedleTask, wanted: Needle, hay: str) -> str:
+    return PROMPT.format(what=task.value, key=wanted.key, hay=hay)

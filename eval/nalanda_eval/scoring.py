@@ -1,8 +1,8 @@
 """Log-likelihoods of continuations, on token ids.
 
-A context that several continuations share is read once, and each continuation starts from a copy of the state
-(of the keys and values, in a transformer of another library). Answers do not depend on the batch or on the
-order of the requests, up to rounding.
+A context that several continuations share is read once. Each continuation starts from a copy of its state, or
+of its keys and values in a transformer of another library. Answers do not depend on the batch or on the order
+of the requests, up to rounding.
 """
 
 import copy
@@ -44,10 +44,10 @@ def score(
     model: PreTrainedModel, requests: Sequence[Request], *, batch_size: int = 8, share: bool = True
 ) -> list[Answer]:
     """The answers to `requests`, in their order; see `answers`."""
-    found: dict[Request, Answer] = {}
+    by_request: dict[Request, Answer] = {}
     for batch in answers(model, requests, batch_size=batch_size, share=share):
-        found.update(batch)
-    return [found[request] for request in requests]
+        by_request.update(batch)
+    return [by_request[request] for request in requests]
 
 
 @torch.no_grad()
@@ -61,51 +61,58 @@ def answers(
     Args:
         model: in eval mode; our own, or any causal language model of transformers.
         batch_size: rows read together; up to four times as many for short continuations of states.
-        share: read a context once for all its continuations. Models whose cache does not surely resume
-            exactly read it for each.
+        share: read a context once for all its continuations. Models whose cache may not resume exactly read
+            it for each.
     """
-    asked = list(dict.fromkeys(requests))
-    tally: Tally = [(0.0, True)] * len(asked)
-    groups = defaultdict(list)
-    for i, (context, _) in enumerate(asked):
-        groups[context].append(i)
+    distinct = list(dict.fromkeys(requests))
+    tally: Tally = [(0.0, True)] * len(distinct)
     share = share and _resumes_exactly(model)
     limited = not _ours(model) and _keeps_positions(model)
 
-    alone, shared = [], []
-    for context, members in groups.items():
-        if share and len(members) > 1:
-            shared.append(
-                Reading(context, [(len(context) - 1, asked[i][1][0], i) for i in members])
-            )
-        else:
-            alone += [_row(context + asked[i][1], len(context), i) for i in members]
+    alone, shared = _readings(distinct, share)
     for rows in _batches(alone, batch_size):
         _read(model, rows, tally, limited=limited)
-        yield _settled(rows, asked, tally)
+        yield _finished(rows, distinct, tally)
+
     # Batches of equal length: padding between context and continuation would shift positions and caches.
     for rows in _batches(shared, batch_size, even=not _ours(model)):
         cache = _read(model, rows, tally, keep=True, limited=limited)
-        endings = [
-            (_row(asked[i][1], 1, i), origin)
-            for origin, row in enumerate(rows)
-            for _, _, i in row.wanted
-            if len(asked[i][1]) > 1
-        ]
+        endings = []  # continuations without their first token, which the context predicts
+        for origin, row in enumerate(rows):
+            for _, _, i in row.wanted:
+                continuation = distinct[i][1]
+                if len(continuation) > 1:
+                    endings.append((_row(continuation, 1, i), origin))
         endings.sort(key=lambda ending: _longest_first(ending[0]))
         while endings:
             size = batch_size * min(4, 1 + 128 // len(endings[0][0].tokens))
             batch, origins = zip(*endings[:size], strict=True)
             _read(model, batch, tally, _fork(cache, torch.tensor(origins)), limited=limited)
             del endings[:size]
-        yield _settled(rows, asked, tally)
+        yield _finished(rows, distinct, tally)
 
 
-def part(requests: Sequence[Request], rank: int, processes: int) -> list[Request]:
+def _readings(requests: list[Request], share: bool) -> tuple[list[Reading], list[Reading]]:
+    """Rows of a context with one continuation, and rows of a context that continuations share."""
+    groups = defaultdict(list)
+    for i, (context, _) in enumerate(requests):
+        groups[context].append(i)
+
+    alone, shared = [], []
+    for context, members in groups.items():
+        if share and len(members) > 1:
+            last = len(context) - 1  # predicts the first token of each continuation
+            shared.append(Reading(context, [(last, requests[i][1][0], i) for i in members]))
+        else:
+            alone += [_row(context + requests[i][1], len(context), i) for i in members]
+    return alone, shared
+
+
+def process_share(requests: Sequence[Request], rank: int, processes: int) -> list[Request]:
     """The requests of process `rank`: those of every `processes`-th context, sorted by length."""
     contexts = sorted({context for context, _ in requests}, key=lambda ids: (-len(ids), ids))
-    own = set(contexts[rank::processes])
-    return [request for request in requests if request[0] in own]
+    share = set(contexts[rank::processes])
+    return [request for request in requests if request[0] in share]
 
 
 def _row(tokens: Sequence[int], first: int, request: int) -> Reading:
@@ -121,14 +128,17 @@ def _longest_first(row: Reading) -> tuple[int, Sequence[int]]:
 def _batches(rows: list[Reading], size: int, even: bool = False) -> Iterator[list[Reading]]:
     """Batches of up to `size` rows, longest first; if `even`, all of a batch have one length."""
     rows = sorted(rows, key=_longest_first)
-    for _, equal in itertools.groupby(rows, lambda row: len(row.tokens) if even else 0):
-        same = list(equal)
-        for start in range(0, len(same), size):
-            yield same[start : start + size]
+    for _, group in itertools.groupby(rows, lambda row: len(row.tokens) if even else 0):
+        equal = list(group)
+        for start in range(0, len(equal), size):
+            yield equal[start : start + size]
 
 
-def _settled(rows: Sequence[Reading], asked: list[Request], tally: Tally) -> dict[Request, Answer]:
-    return {asked[i]: tally[i] for row in rows for _, _, i in row.wanted}
+def _finished(
+    rows: Sequence[Reading], requests: list[Request], tally: Tally
+) -> dict[Request, Answer]:
+    """The answers to all requests of `rows`."""
+    return {requests[i]: tally[i] for row in rows for _, _, i in row.wanted}
 
 
 def _ours(model: PreTrainedModel) -> bool:
@@ -141,28 +151,25 @@ def _resumes_exactly(model: PreTrainedModel) -> bool:
         return True
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         return False
-    cache = model(
-        torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True
-    ).past_key_values
-    return type(cache) is DynamicCache and all(
-        type(layer) is DynamicLayer for layer in cache.layers
-    )
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    cache = model(token, use_cache=True).past_key_values
+    if type(cache) is not DynamicCache:
+        return False
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 def _keeps_positions(model: PreTrainedModel) -> bool:
     """Whether `logits_to_keep` may be the wanted positions: older code takes only a number, of the last."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         return False
-    ids, places = (
-        torch.arange(3, device=model.device)[None],
-        torch.tensor([0, 2], device=model.device),
-    )
-    whole = model(ids, use_cache=False).logits[:, places]
+    ids = torch.arange(3, device=model.device)[None]
+    positions = torch.tensor([0, 2], device=model.device)
+    expected = model(ids, use_cache=False).logits[:, positions]
     try:
-        some = model(ids, use_cache=False, logits_to_keep=places).logits
+        logits = model(ids, use_cache=False, logits_to_keep=positions).logits
     except (TypeError, ValueError, IndexError, RuntimeError):
         return False
-    return some.shape == whole.shape and torch.allclose(some, whole, rtol=1e-2, atol=1e-2)
+    return logits.shape == expected.shape and torch.allclose(logits, expected, rtol=1e-2, atol=1e-2)
 
 
 def _fork(cache: Any, rows: Tensor) -> Any:
@@ -192,16 +199,19 @@ def _read(
     for i, row in enumerate(rows):
         ids[i, : len(row.tokens)] = torch.tensor(row.tokens)
         mask[i, : len(row.tokens)] = 1
+
+    # The predictions of all rows: four vectors [N].
     wanted = torch.tensor([(i, *want) for i, row in enumerate(rows) for want in row.wanted])
     row, position, token, request = wanted.unbind(1)
     if not _ours(model):
-        kept, column = position.unique(return_inverse=True)
-        some = {"logits_to_keep": kept.to(model.device)} if limited else {}
+        kept_positions, column = position.unique(return_inverse=True)
+        some = {"logits_to_keep": kept_positions.to(model.device)} if limited else {}
         # No mask: padding on the right reaches no token.
         out = model(ids.to(model.device), past_key_values=cache, use_cache=keep, **some)
-        hidden, head = out.logits[row, column if limited else position], lambda logits: logits
-        _add(hidden, head, token, request, tally)
+        logits = out.logits[row, column if limited else position]  # [N, vocabulary]
+        _add(logits, lambda logits: logits, token, request, tally)
         return out.past_key_values if keep else None
+
     for start in range(0, width, COLUMNS):
         end = min(start + COLUMNS, width)
         out = model.model(
@@ -211,20 +221,23 @@ def _read(
             use_cache=keep or width > COLUMNS,
         )
         cache = out.past_key_values
-        here = (position >= start) & (position < end)
-        hidden = out.last_hidden_state[row[here], position[here] - start]
-        _add(hidden, model.lm_head, token[here], request[here], tally)
+        inside = (position >= start) & (position < end)
+        hidden = out.last_hidden_state[row[inside], position[inside] - start]  # [N, D]
+        _add(hidden, model.lm_head, token[inside], request[inside], tally)
     return cache
 
 
 def _add(x: Tensor, head: Any, token: Tensor, request: Tensor, tally: Tally) -> None:
     """Adds log P(token) under `head(x)` to each request; x `[N, …]`, token and request `[N]`."""
-    for part in torch.arange(len(x)).split(POSITIONS):
-        logits = head(x[part])
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        target = token[part].to(logits.device)[:, None]
+    for chunk in torch.arange(len(x)).split(POSITIONS):
+        logits = head(x[chunk])
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        target = token[chunk].to(logits.device)[:, None]
         logp = logits.log_softmax(-1).gather(1, target)[:, 0]
         hit = logits.argmax(-1) == target[:, 0]
-        for i, value, same in zip(request[part].tolist(), logp.tolist(), hit.tolist(), strict=True):
+
+        triples = zip(request[chunk].tolist(), logp.tolist(), hit.tolist(), strict=True)
+        for i, value, is_greedy in triples:
             total, greedy = tally[i]
-            tally[i] = total + value, greedy and same
+            tally[i] = total + value, greedy and is_greedy

@@ -272,7 +272,7 @@ def _expand(task: str, data: Path | None) -> list[TaskSource]:
         names = NEEDLE_GROUPS.get(task, [task])
         return [TaskSource(name, data=data, needle=NEEDLES[name]) for name in names]
     if task in GROUPS or task in LOCAL:
-        return [_official(name, data) for name in GROUPS.get(task, [task])]
+        return [find_official(name, data) for name in GROUPS.get(task, [task])]
     path = (
         PACKAGED / task
         if (PACKAGED / task).is_dir() and task.isidentifier()
@@ -299,7 +299,7 @@ def _expand(task: str, data: Path | None) -> list[TaskSource]:
     return [TaskSource(str(file), task_file=file, data=data) for file in files]
 
 
-def _official(name: str, data: Path | None) -> TaskSource:
+def find_official(name: str, data: Path | None) -> TaskSource:
     local = LOCAL[name]
     candidates = (
         [data / (local.file + suffix) for suffix in (".jsonl", ".jsonl.gz")] if data else []

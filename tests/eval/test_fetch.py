@@ -9,7 +9,7 @@ from nalanda.common.errors import InputError
 
 def test_tasks_are_fetched_in_the_form_that_eval_reads(tmp_path, monkeypatch):
     import datasets
-    from nalanda_eval.task_data import _official, read_rows
+    from nalanda_eval.task_data import find_official, read_rows
 
     arc = {
         "question": "?",
@@ -45,12 +45,12 @@ def test_tasks_are_fetched_in_the_form_that_eval_reads(tmp_path, monkeypatch):
     for name, expected in zip(
         ("arc_challenge", "lambada_openai", "piqa"), (arc, {}, {}), strict=True
     ):
-        found = read_rows(_official(name, tmp_path / "tasks"))
+        found = read_rows(find_official(name, tmp_path / "tasks"))
         assert (
             found[0] == {key: expected[key] for key in expected if key != "id"}
             or name != "arc_challenge"
         )
-    assert read_rows(_official("lambada_openai", tmp_path / "tasks")) == [{"text": "a b c é"}] * 2
+    assert read_rows(find_official("lambada_openai", tmp_path / "tasks")) == [{"text": "a b c é"}] * 2
     monkeypatch.setattr(datasets, "load_dataset", None)
     assert "exists already" in CliRunner().invoke(nalanda_cli.app, arguments).output
     with pytest.raises(

@@ -91,7 +91,7 @@ def test_recall_tasks_ask_and_score_as_the_harness_does(data):
 
 def test_answers_are_generated_from_the_state_whatever_the_batch(checkpoint, monkeypatch):
     from lm_eval.api.instance import Instance
-    from nalanda_eval.adapter import HarnessModel
+    from nalanda_eval.adapter import ENDLESS, HarnessModel
 
     model, tokenizer = load_model(checkpoint)
     monkeypatch.setattr(model, "read", functools.partial(model.read, chunk_size=16))
@@ -107,7 +107,9 @@ def test_answers_are_generated_from_the_state_whatever_the_batch(checkpoint, mon
     assert len(set(expected)) > 1
     for size in (1, 3):
         done = []
-        scorer = HarnessModel(model, tokenizer, batch_size=size, whole=True, advance=done.append)
+        scorer = HarnessModel(
+            model, tokenizer, batch_size=size, max_length=ENDLESS, advance=done.append
+        )
         options = {"until": [], "max_gen_toks": 12}
         asked = [Instance("generate_until", {}, (context, options), 0) for context in contexts]
         assert scorer.generate_until(asked) == expected

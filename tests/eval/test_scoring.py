@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from nalanda_eval import scoring
-from nalanda_eval.scoring import part, score
+from nalanda_eval.scoring import process_share, score
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 
@@ -214,8 +214,8 @@ def test_long_rows_are_read_in_pieces(name, monkeypatch):
 
 def test_processes_share_whole_contexts():
     requests = draw()
-    parts = [part(requests, rank, 3) for rank in range(3)]
+    parts = [process_share(requests, rank, 3) for rank in range(3)]
     assert sorted(request for own in parts for request in own) == sorted(requests)
     contexts = [{context for context, _ in own} for own in parts]
     assert sum(map(len, contexts)) == len(set.union(*contexts))
-    assert part(requests[::-1], 1, 3) == parts[1][::-1]
+    assert process_share(requests[::-1], 1, 3) == parts[1][::-1]
