@@ -1,8 +1,8 @@
 """Perplexity by position, of texts of any length: in one pass through the state, and in windows.
 
-Every token is scored twice: after everything before it in its row, and in disjoint windows as long as the
-rows of training, each after one token of context. Both curves are over the same tokens: they differ only in
-the context.
+Every token is scored twice: after all before it in its row, and in disjoint windows. Windows are as long as
+the rows of training, and each begins after one token of context. Both curves are over the same tokens: they
+differ only in the context.
 """
 
 import csv
@@ -158,8 +158,9 @@ def text_data(text: str, overrides: list[str], joined: bool) -> DataConfig:
         return replace(data, documents="joined", bos=False) if joined else data
     if overrides:
         raise InputError(f"{overrides[0]}: settings change a recipe; {text} is not one")
-    how: Any = {"documents": "joined", "bos": False} if joined else {"eos": False}
-    return DataConfig(source=text, validation_source=None if text == "python" else text, **how)
+    marks: Any = {"documents": "joined", "bos": False} if joined else {"eos": False}
+    validation_source = None if text == "python" else text
+    return DataConfig(source=text, validation_source=validation_source, **marks)
 
 
 def documents(data: DataConfig, seed: int | None = None) -> Iterator[str]:
@@ -192,42 +193,52 @@ def tokenise_documents(
         raise InputError(
             "--joined: the tokenizer has no eos token to put between documents; read them apart"
         )
-    ids: list[int] = list(eos) if joined else []  # as in training: the first text follows an eos
     sizes = text_bytes(tokenizer)
-    words, size, left, empty = 0, 0, limit, True
+    first_is_predicted = joined or bool(bos)
+    left = limit  # predictions
 
+    joined_ids: list[int] = list(eos)  # as in training: the first text follows an eos
+    joined_words = joined_size = 0
+    empty = True
     for text in documents(data):
-        found = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        check_tokens(found, model, tokenizer)
-        room = left if joined or bos else left + 1
-        if len(found) > room:
-            found, text = found[:room], _beginning(text, room, tokenizer, found)
-        empty &= not found
-        text_words, text_size = len(re.split(r"\s+", text)), len(text.encode())
+        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        check_tokens(ids, model, tokenizer)
+        room = left if first_is_predicted else left + 1
+        if len(ids) > room:
+            ids = ids[:room]
+            text = _beginning(text, room, tokenizer, ids)
+        empty &= not ids
+
+        words = len(re.split(r"\s+", text))
+        size = len(text.encode())
         if sizes:
-            predicted = slice(0 if joined or bos else 1, None)
-            text_size = int(sizes.of_text(np.array(found, int))[predicted].sum())
+            predicted = slice(0 if first_is_predicted else 1, None)
+            size = int(sizes.of_text(np.array(ids, int))[predicted].sum())
+
         if joined:
-            added = (found + eos)[:left]
-            ids, left = ids + added, left - len(added)
-            words, size = words + text_words, size + text_size
-        elif len(bos + found) > 1:
-            left -= len(bos + found) - 1
-            yield np.array(bos + found), text_words, text_size
+            added = (ids + eos)[:left]
+            joined_ids += added
+            left -= len(added)
+            joined_words += words
+            joined_size += size
+        elif len(bos + ids) > 1:
+            left -= len(bos + ids) - 1
+            yield np.array(bos + ids), words, size
         if left == 0:
             break
-    if joined and len(ids) > 1:
-        yield np.array(ids), words, size
+
+    if joined and len(joined_ids) > 1:
+        yield np.array(joined_ids), joined_words, joined_size
     if empty:
         raise InputError(f"{data.source}: holds no text")
 
 
 def _beginning(text: str, count: int, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    """The part of a text that its first `count` tokens encode."""
+    """The text that the first `count` tokens encode."""
     if not tokenizer.is_fast:
         return str(tokenizer.decode(tokens[:count]))
-    places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return text[: places.offset_mapping[count - 1][1]]
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return text[: encoding.offset_mapping[count - 1][1]]
 
 
 def spans(tokens: int, length: int) -> list[Span]:
@@ -248,22 +259,25 @@ def surprisal(
     that have been read. The processes of a context read each part together.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    step, cache, found = max(1, AT_ONCE // len(tokens)), None, []
+    step = max(1, AT_ONCE // len(tokens))
     if context is not None:
         return _surprisal_together(model, inputs, targets, step * context.size, advance, context)
+
+    cache, losses = None, []
     for start in range(0, inputs.shape[1], step):
-        part, last = slice(start, start + step), start + step >= inputs.shape[1]
+        columns = slice(start, start + step)
+        last = start + step >= inputs.shape[1]
         out = model(
-            input_ids=inputs[:, part], past_key_values=cache, use_cache=not (last and start == 0)
+            input_ids=inputs[:, columns], past_key_values=cache, use_cache=not (last and start == 0)
         )
         cache = out.get("past_key_values")
         if cache is None and not last:
             raise InputError(
                 f"--length: {model.config.model_type} returns no state; take at most {step}"
             )
-        found.append(_losses(out.logits, targets[:, part]))
-        advance(start, start + inputs[:, part].shape[1])
-    return torch.cat(found, 1)
+        losses.append(_losses(out.logits, targets[:, columns]))
+        advance(start, start + inputs[:, columns].shape[1])
+    return torch.cat(losses, 1)
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -282,17 +296,19 @@ def _surprisal_together(
     context: Context,
 ) -> Tensor:
     """`surprisal`, with `step` columns at once cut over the processes. The last are padded on the right."""
-    columns, states, found = inputs.shape[1], None, []
+    columns = inputs.shape[1]
+    states, losses = None, []
     inputs, targets = (F.pad(x, (0, -columns % context.size)) for x in (inputs, targets))
     for start in range(0, columns, step):
         piece = inputs[:, start : start + step]
         rows: Any = {"row_states": states, "carried": torch.full((len(piece),), start > 0)}
         out = model(input_ids=piece, context=context, return_row_states=True, **rows)
         states = out.row_states
-        own = _losses(out.logits, context.part(targets[:, start : start + step]))
-        found.append(context.gather(own).movedim(0, 1).flatten(1))  # [N, B, step/N] to [B, step]
+        local = _losses(out.logits, context.part(targets[:, start : start + step]))
+        gathered = context.gather(local)  # [processes, B, step / processes]
+        losses.append(gathered.movedim(0, 1).flatten(1))  # [B, step]
         advance(start, min(start + step, columns))
-    return torch.cat(found, 1)[:, :columns]
+    return torch.cat(losses, 1)[:, :columns]
 
 
 def score_spans(
@@ -303,13 +319,14 @@ def score_spans(
     context: Context | None = None,
 ) -> list[np.ndarray]:
     """−log p of each text's tokens but the first, in rows of at most `length` predictions; float64."""
-    found = [np.zeros(len(text) - 1) for text in texts]
+    losses = [np.zeros(len(text) - 1) for text in texts]
     rows = [(i, *span) for i, text in enumerate(texts) for span in spans(len(text), length)]
     rows.sort(key=lambda row: row[1] - row[2])
     while rows:
         width = rows[0][2] - rows[0][1]
-        many = max(1, AT_ONCE // width)
-        batch, rows = rows[:many], rows[many:]
+        size = max(1, AT_ONCE // width)
+        batch, rows = rows[:size], rows[size:]
+
         # Shorter rows are padded on the right, which a causal model does not see.
         tokens = torch.zeros(len(batch), width + 1, dtype=torch.int64)
         for row, (i, first, last) in zip(tokens, batch, strict=True):
@@ -319,10 +336,10 @@ def score_spans(
         def read(first: int, last: int, lengths: np.ndarray = lengths) -> None:
             advance(int((lengths.clip(max=last) - lengths.clip(max=first)).sum()))
 
-        losses = surprisal(model, tokens.to(model.device), read, context).cpu().numpy()
-        for loss, (i, first, last) in zip(losses, batch, strict=True):
-            found[i][first:last] = loss[: last - first]
-    return found
+        batch_losses = surprisal(model, tokens.to(model.device), read, context).cpu().numpy()
+        for loss, (i, first, last) in zip(batch_losses, batch, strict=True):
+            losses[i][first:last] = loss[: last - first]
+    return losses
 
 
 def perplexity_by_position(
@@ -338,46 +355,36 @@ def perplexity_by_position(
     Standard errors are over texts for the totals and over rows for the curve; None for a single one.
     """
     ids = [text[0] for text in texts]
-    number, done = sum(len(text) - 1 for text in ids), 0
+    number = sum(len(text) - 1 for text in ids)
+    read = 0
 
     def progress(tokens: int) -> None:
-        nonlocal done
-        done += tokens
-        advance(done, total=number * (1 + (window < length)))
+        nonlocal read
+        read += tokens
+        advance(read, total=number * (2 if window < length else 1))
 
     progress(0)
     try:
-        whole = score_spans(model, ids, length, progress, context)
-        parts = score_spans(model, ids, window, progress, context) if window < length else whole
+        one_pass = windows = score_spans(model, ids, length, progress, context)
+        if window < length:
+            windows = score_spans(model, ids, window, progress, context)
     except IndexError as error:  # learnt positions are limited
         raise InputError(
             f"--length {length}: the model cannot read rows of {length} tokens; take fewer"
         ) from error
-    counts = np.array([len(loss) for loss in whole], float)
-    words, size = (sum(text[i] for text in texts) for i in (1, 2))
 
-    def totals(losses: list[np.ndarray]) -> dict[str, float | None]:
-        sums = np.array([loss.sum() for loss in losses])
-        mean, error = ratio(sums, counts)
-        value = _exp(mean)
-        return {
-            "perplexity": value,
-            "stderr": None if error is None or value is None else value * error,
-            "word_perplexity": _exp(sums.sum() / words),
-            "bits_per_byte": sums.sum() / size / math.log(2),
-        }
-
-    rows = [
-        (whole[i][first:last], parts[i][first:last])
-        for i, text in enumerate(ids)
-        for first, last in spans(len(text), length)
-    ]
+    words = sum(text_words for _, text_words, _ in texts)
+    size = sum(text_size for _, _, text_size in texts)
+    rows = []
+    for i, text in enumerate(ids):
+        for first, last in spans(len(text), length):
+            rows.append((one_pass[i][first:last], windows[i][first:last]))
     longest = max(len(row[0]) for row in rows)
+
+    # Positions of the curve double up to the longest row, those of the ranges from the window on.
     borders = [0, *(1 << k for k in range(64) if 1 << k < 0.8 * longest), longest]
-    doubled = [
-        (0, window),
-        *((window << k, window << k + 1) for k in range(64) if window << k < longest),
-    ]
+    doubled = [(0, window)]
+    doubled += [(window << k, window << k + 1) for k in range(64) if window << k < longest]
     return {
         "window": window,
         "length": length,
@@ -385,10 +392,24 @@ def perplexity_by_position(
         "tokens": number,
         "words": words,
         "bytes": size,
-        "one_pass": totals(whole),
-        "windows": totals(parts),
+        "one_pass": _totals(one_pass, words, size),
+        "windows": _totals(windows, words, size),
         "ranges": [_between(rows, start, min(stop, longest)) for start, stop in doubled],
         "curve": [_between(rows, start, stop) for start, stop in pairwise(borders)],
+    }
+
+
+def _totals(losses: list[np.ndarray], words: int, size: int) -> dict[str, float | None]:
+    """Figures over all texts, whose tokens' losses are in nats; size: of the texts in bytes."""
+    sums = np.array([loss.sum() for loss in losses])
+    counts = np.array([len(loss) for loss in losses], float)
+    mean, error = ratio(sums, counts)
+    value = _exp(mean)
+    return {
+        "perplexity": value,
+        "stderr": None if error is None or value is None else value * error,
+        "word_perplexity": _exp(sums.sum() / words),
+        "bits_per_byte": sums.sum() / size / math.log(2),
     }
 
 
@@ -406,23 +427,21 @@ def ratio(values: np.ndarray, weights: np.ndarray) -> tuple[float, float | None]
 
 def _between(rows: list[tuple[np.ndarray, np.ndarray]], start: int, stop: int) -> dict[str, Any]:
     """Nats a token at the positions after `start` up to `stop`, over the rows that reach them."""
-    reached = [
-        (whole[start:stop], parts[start:stop]) for whole, parts in rows if len(whole) > start
-    ]
-    counts = np.array([len(whole) for whole, _ in reached], float)
-    sums = np.array([(whole.sum(), parts.sum()) for whole, parts in reached]).T
+    reached = []
+    for one_pass, windows in rows:
+        if len(one_pass) > start:
+            reached.append((one_pass[start:stop], windows[start:stop]))
+    counts = np.array([len(one_pass) for one_pass, _ in reached], float)
+    sums = np.array([(one_pass.sum(), windows.sum()) for one_pass, windows in reached]).T
     point: dict[str, Any] = {
         "after": start,
         "up_to": stop,
         "rows": len(reached),
         "tokens": int(counts.sum()),
     }
-    for name, values in (
-        ("one_pass", sums[0]),
-        ("windows", sums[1]),
-        ("difference", sums[0] - sums[1]),
-    ):
-        point[name], point[f"{name}_stderr"] = ratio(values, counts)
+    values = {"one_pass": sums[0], "windows": sums[1], "difference": sums[0] - sums[1]}
+    for name, nats in values.items():
+        point[name], point[f"{name}_stderr"] = ratio(nats, counts)
     return point
 
 
@@ -441,14 +460,16 @@ def _exp(nats: float) -> float | None:
 
 def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
     """Draws perplexity by position, and the gain of one pass over windows."""
-    models, names = result["models"], _short([model["name"] for model in result["models"]])
+    models = result["models"]
+    names = _shorten_paths([model["name"] for model in models])
     groups, looks = in_panels(range(len(models)))
     windows = sorted({model["window"] for model in models})
-    best = min(range(len(models)), key=lambda i: models[i]["one_pass"]["bits_per_byte"])
-    lowest = _cell(models[best]["one_pass"]["perplexity"])
+
     title = f"Perplexity on {result['text']}"
     if not incomparable(models):
-        title += f": {'lowest for ' * (len(models) > 1)}{names[best]}, {lowest}"
+        best = min(range(len(models)), key=lambda i: models[i]["one_pass"]["bits_per_byte"])
+        of_best = f"lowest for {names[best]}" if len(models) > 1 else names[best]
+        title += f": {of_best}, {_cell(models[best]['one_pass']['perplexity'])}"
     rows = sorted({point["rows"] for model in models for point in model["curve"]})
     caption = (
         "Left: one pass (lines; bands: ± 1 standard error over rows) and windows of "
@@ -456,29 +477,13 @@ def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
         "below 0 one pass is better; bars: ± 1 standard error. Dashed: the window. "
         f"n = {' to '.join(map(str, sorted({rows[0], rows[-1]})))} rows; one training seed a model."
     )
+
     file = directory / "perplexity"
     with drawing(file, title, caption, 2 * len(groups), height=2.5) as panels:
-        for (left, right), (_, mine) in zip(
-            zip(panels[::2], panels[1::2], strict=True), groups, strict=True
-        ):
-            for i in mine:
-                model, style = models[i], looks[i]
-                points = [p for p in model["curve"] if p["rows"] > 1] or model["curve"]
-                x = np.array([math.sqrt((p["after"] + 1) * p["up_to"]) for p in points])
-
-                def values(name: str, points: list = points) -> np.ndarray:
-                    return np.array([p[name] or 0.0 for p in points])
-
-                error = values("one_pass_stderr")
-                left.plot(x, np.exp(values("one_pass")), **style, label=names[i])
-                band = [np.exp(values("one_pass") + side * error) for side in (-1, 1)]
-                left.fill_between(x, *band, color=style["color"], alpha=0.15, linewidth=0)
-                left.plot(x, np.exp(values("windows")), color=style["color"], linestyle=":")
-                gain, error = (
-                    100 * np.expm1(values("difference")),
-                    100 * values("difference_stderr"),
-                )
-                right.errorbar(x, gain, error, **style, label=names[i])
+        pairs = zip(panels[::2], panels[1::2], strict=True)
+        for (left, right), (_, members) in zip(pairs, groups, strict=True):
+            for i in members:
+                _draw_model(models[i], names[i], looks[i], left, right)
             right.axhline(0, color=GREY, linestyle=":", label="windows")
             for axes in (left, right):
                 for window in windows:
@@ -491,13 +496,35 @@ def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
     return files(file)
 
 
+def _draw_model(
+    model: dict[str, Any], name: str, style: dict[str, Any], left: Any, right: Any
+) -> None:
+    """Draws a model's two curves into the left panel, and their difference into the right one."""
+    points = [point for point in model["curve"] if point["rows"] > 1] or model["curve"]
+    x = np.array([math.sqrt((point["after"] + 1) * point["up_to"]) for point in points])
+
+    def values(key: str) -> np.ndarray:
+        return np.array([point[key] or 0.0 for point in points])
+
+    one_pass, error = values("one_pass"), values("one_pass_stderr")
+    low, high = np.exp(one_pass - error), np.exp(one_pass + error)
+    left.plot(x, np.exp(one_pass), **style, label=name)
+    left.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    left.plot(x, np.exp(values("windows")), color=style["color"], linestyle=":")
+
+    gain = 100 * np.expm1(values("difference"))
+    right.errorbar(x, gain, 100 * values("difference_stderr"), **style, label=name)
+
+
 def incomparable(models: list[dict[str, Any]]) -> list[str]:
     """Why the models' figures may not be compared; [] if they may."""
 
-    def differ(key: str, what: str, advice: str) -> list[str]:
+    def differ(key: str, quantity: str, advice: str) -> list[str]:
         values = list(dict.fromkeys(model[key] for model in models))
-        said = " and ".join(f"{value:,}" for value in values)
-        return [f"the models read {what.format(said)}; {advice}"] if len(values) > 1 else []
+        if len(values) == 1:
+            return []
+        listed = " and ".join(f"{value:,}" for value in values)
+        return [f"the models read {quantity.format(listed)}; {advice}"]
 
     return [
         *differ("window", "windows of {} tokens", "--window sets one for all"),
@@ -510,62 +537,77 @@ def incomparable(models: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _short(names: list[str]) -> list[str]:
+def _shorten_paths(names: list[str]) -> list[str]:
     """Paths without the parts that all of them begin or end with."""
-    parts = [Path(name).parts for name in names]
-    while len(names) > 1 and all(len(p) > 1 for p in parts) and len({p[0] for p in parts}) == 1:
-        parts = [p[1:] for p in parts]
-    while len(names) > 1 and all(len(p) > 1 for p in parts) and len({p[-1] for p in parts}) == 1:
-        parts = [p[:-1] for p in parts]
-    return [str(Path(*p)) for p in parts]
+    paths = [Path(name).parts for name in names]
+
+    def share(end: int) -> bool:
+        several = len(names) > 1 and all(len(path) > 1 for path in paths)
+        return several and len({path[end] for path in paths}) == 1
+
+    while share(0):
+        paths = [path[1:] for path in paths]
+    while share(-1):
+        paths = [path[:-1] for path in paths]
+    return [str(Path(*path)) for path in paths]
 
 
 def print_perplexity(result: dict[str, Any], console: Console | None = None) -> None:
     """Prints the totals, and perplexity by distance from the beginning."""
     console = console or Console(highlight=False, emoji=False)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("model", overflow="fold")
-    for head in ("tokens", "one pass", "windows", "a word", "bits/byte"):
-        table.add_column(head, justify="right")
-    for model in result["models"]:
-        one, parts = model["one_pass"], model["windows"]
-        table.add_row(
-            model["name"],
-            f"{model['tokens']:,}".replace(",", " "),
-            _cell(one["perplexity"], one["stderr"]),
-            _cell(parts["perplexity"], parts["stderr"]),
-            _cell(one["word_perplexity"]),
-            f"{one['bits_per_byte']:.3f}",
-        )
     console.print(f"perplexity of {result['text']}", style="bold", markup=False, soft_wrap=True)
-    console.print(table, markup=False)
+    console.print(_totals_table(result["models"]), markup=False)
     for reason in incomparable(result["models"]):
         console.print(f"not comparable: {reason}", style="yellow", markup=False, soft_wrap=True)
+
     for model in result["models"]:
-        table = Table("tokens before", box=None, pad_edge=False)
-        for head in ("rows", "one pass", f"windows of {model['window']}", "one pass / windows"):
-            table.add_column(head, justify="right")
-        for point in model["ranges"]:
-            apart, error = math.exp(point["difference"]), point["difference_stderr"]
-            table.add_row(
-                f"{point['after']} – {point['up_to']}",
-                str(point["rows"]),
-                _cell(_exp(point["one_pass"])),
-                _cell(_exp(point["windows"])),
-                f"{apart:.4f}" + ("" if error is None else f" ± {apart * error:.4f}"),
-            )
         console.print()
         console.print(model["name"], style="bold", markup=False, soft_wrap=True)
-        console.print(table, markup=False)
+        console.print(_ranges_table(model), markup=False)
     names = ", ".join(["perplexity.json", "perplexity.csv", *result["figures"]])
     console.print(f"\n{names} in {result['directory']}", style="dim", markup=False, soft_wrap=True)
 
 
+def _totals_table(models: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("model", overflow="fold")
+    for head in ("tokens", "one pass", "windows", "a word", "bits/byte"):
+        table.add_column(head, justify="right")
+    for model in models:
+        one_pass, windows = model["one_pass"], model["windows"]
+        table.add_row(
+            model["name"],
+            f"{model['tokens']:,}".replace(",", " "),
+            _cell(one_pass["perplexity"], one_pass["stderr"]),
+            _cell(windows["perplexity"], windows["stderr"]),
+            _cell(one_pass["word_perplexity"]),
+            f"{one_pass['bits_per_byte']:.3f}",
+        )
+    return table
+
+
+def _ranges_table(model: dict[str, Any]) -> Table:
+    table = Table("tokens before", box=None, pad_edge=False)
+    for head in ("rows", "one pass", f"windows of {model['window']}", "one pass / windows"):
+        table.add_column(head, justify="right")
+    for point in model["ranges"]:
+        quotient, error = math.exp(point["difference"]), point["difference_stderr"]
+        band = "" if error is None else f" ± {quotient * error:.4f}"
+        table.add_row(
+            f"{point['after']} – {point['up_to']}",
+            str(point["rows"]),
+            _cell(_exp(point["one_pass"])),
+            _cell(_exp(point["windows"])),
+            f"{quotient:.4f}{band}",
+        )
+    return table
+
+
 def _cell(value: float | None, error: float | None = None) -> str:
-    if value is None or value >= 1e6:
-        return "> 1e6" if value is None else f"{value:.3g}"
-    return (
-        f"{value:.0f}"
-        if value >= 1e4
-        else f"{value:.2f}" + ("" if error is None else f" ± {error:.2f}")
-    )
+    if value is None:
+        return "> 1e6"
+    if value >= 1e6:
+        return f"{value:.3g}"
+    if value >= 1e4:
+        return f"{value:.0f}"
+    return f"{value:.2f}" if error is None else f"{value:.2f} ± {error:.2f}"

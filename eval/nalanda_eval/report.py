@@ -107,10 +107,10 @@ def suite(
     `avg` is the mean of the shares but those apart, a dash if one is missing.
     """
     table = SUITES[name]
-    if not _named(table) & set(results["left_out"]).union(
-        *(model["tasks"] for model in results["models"])
-    ):
+    asked_for = set(results["left_out"]).union(*(model["tasks"] for model in results["models"]))
+    if not _task_names(table) & asked_for:
         return None
+
     header = ["model", *(title for _, _, title in table.tasks), "avg"]
     published = [
         _suite_row(table, name, list(figures)) for name, figures in table.published.items()
@@ -137,27 +137,29 @@ def needle_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] |
 
 
 def others(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] | None:
-    """All other tasks: header, and one row a metric with its standard error; None without such tasks."""
-    names = set(NEEDLES).union(*map(_named, SUITES.values()))
-    asked = {  # a dict keeps the order of tasks and metrics
-        (task, metric): [task, metric.replace("_", " ")]
-        for model in results["models"]
-        for task, scores in model["tasks"].items()
-        for metric in scores["metrics"]
-        if task not in names
-    }
-    for (task, metric), row in asked.items():
+    """All other tasks: header, and one row a metric with its standard error; None if there are none."""
+    in_tables = set(NEEDLES).union(*map(_task_names, SUITES.values()))
+    metrics: dict[tuple[str, str], None] = {}  # a dict keeps the order of tasks and metrics
+    for model in results["models"]:
+        for task, scores in model["tasks"].items():
+            if task not in in_tables:
+                metrics |= dict.fromkeys((task, metric) for metric in scores["metrics"])
+    if not metrics:
+        return None
+
+    rows = []
+    for task, metric in metrics:
+        row = [task, metric.replace("_", " ")]
         for model in results["models"]:
-            value, error = (_figure(model, task, metric, kind) for kind in ("metrics", "stderr"))
-            row.append(
-                _cell(metric, value) + (f" ± {_cell(metric, error)}" if error is not None else "")
-            )
-    header = ["task", "metric", *_titles(results)]
-    return (header, list(asked.values())) if asked else None
+            cell = _cell(metric, _figure(model, task, metric))
+            error = _figure(model, task, metric, "stderr")
+            row.append(cell if error is None else f"{cell} ± {_cell(metric, error)}")
+        rows.append(row)
+    return ["task", "metric", *_titles(results)], rows
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """Notes on the tables: sources of the rows, what is left out, a limit, each model's cost."""
+    """Notes on the tables: sources of the rows, tasks left out, a limit, each model's cost."""
     lines = [
         table.note.format(len(table.published))
         for name, table in SUITES.items()
@@ -170,28 +172,33 @@ def notes(results: dict[str, Any]) -> list[str]:
             f"Only {results['limit']:g} of each task's documents: not comparable with other tables."
         )
     for name, model in zip(_titles(results), results["models"], strict=True):
-        bits = {
-            text: _figure(model, task, "bits_per_byte")
-            for task, text in (("wikitext", "wikitext"), ("lambada_openai", "LAMBADA's last words"))
-        }
-        if told := [f"{value:.3f} of {text}" for text, value in bits.items() if value is not None]:
-            lines.append(f"{name}: bits per byte {', '.join(told)}.")
+        bits = []
+        for task, text in (("wikitext", "wikitext"), ("lambada_openai", "LAMBADA's last words")):
+            value = _figure(model, task, "bits_per_byte")
+            if value is not None:
+                bits.append(f"{value:.3f} of {text}")
+        if bits:
+            lines.append(f"{name}: bits per byte {', '.join(bits)}.")
     for model in results["models"]:
-        if cut := model.get("prompts_cut"):
-            lines.append(
-                f"{model['name']}: {cut} of {model['prompts']} prompts were cut on the left, to fit "
-                f"{model['max_length']} tokens with their answers."
-            )
-        long = (
-            f"windows of {model['max_length']} tokens"
-            if model["max_length"]
-            else "texts read whole"
-        )
-        found = f" ({model['found']} of them kept from before)" if model["found"] else ""
+        lines += _cost_notes(model)
+    return lines
+
+
+def _cost_notes(model: dict[str, Any]) -> list[str]:
+    """Notes on a model: prompts that were cut, its size, precision, windows and time."""
+    lines = []
+    name, length = model["name"], model["max_length"]
+    if cut := model.get("prompts_cut"):
         lines.append(
-            f"{model['name']}: {model['parameters'] / 1e6:.1f} M parameters, {model['dtype']}, {long}, "
-            f"{model['log_likelihoods']} log-likelihoods{found} in {model['seconds']:.0f} s."
+            f"{name}: {cut} of {model['prompts']} prompts were cut on the left, to fit "
+            f"{length} tokens with their answers."
         )
+    reading = f"windows of {length} tokens" if length else "texts read whole"
+    cached = f" ({model['found']} of them kept from before)" if model["found"] else ""
+    lines.append(
+        f"{name}: {model['parameters'] / 1e6:.1f} M parameters, {model['dtype']}, {reading}, "
+        f"{model['log_likelihoods']} log-likelihoods{cached} in {model['seconds']:.0f} s."
+    )
     return lines
 
 
@@ -202,14 +209,16 @@ def result_rows(results: dict[str, Any]) -> list[list[Any]]:
     header = ["model", "task", "metric", "value", "stderr"]
     header += [f"model_{key}" if key == "fingerprint" else key for key in of_model]
     header += [f"task_{key}" if key != "documents" else key for key in of_task]
-    return [header] + [
-        [model["name"], task, metric, value, scores["stderr"].get(metric)]
-        + [model[key] for key in of_model]
-        + [scores[key] for key in of_task]
-        for model in results["models"]
-        for task, scores in model["tasks"].items()
-        for metric, value in scores["metrics"].items()
-    ]
+
+    rows = [header]
+    for model in results["models"]:
+        for task, scores in model["tasks"].items():
+            for metric, value in scores["metrics"].items():
+                row = [model["name"], task, metric, value, scores["stderr"].get(metric)]
+                row += [model[key] for key in of_model]
+                row += [scores[key] for key in of_task]
+                rows.append(row)
+    return rows
 
 
 def results_markdown(results: dict[str, Any]) -> str:
@@ -254,10 +263,10 @@ def print_results(results: dict[str, Any], console: Console | None = None) -> No
 
 def _titles(results: dict[str, Any]) -> list[str]:
     """The models' names; of long paths only as many last parts as distinguish them, at least two."""
-    parts = [Path(model["name"]).parts for model in results["models"]]
-    for count in range(2, max(map(len, parts))):
-        if len({part[-count:] for part in parts}) == len(set(parts)):
-            return [str(Path(*part[-count:])) for part in parts]
+    paths = [Path(model["name"]).parts for model in results["models"]]
+    for count in range(2, max(map(len, paths))):
+        if len({path[-count:] for path in paths}) == len(set(paths)):
+            return [str(Path(*path[-count:])) for path in paths]
     return [model["name"] for model in results["models"]]
 
 
@@ -269,7 +278,7 @@ def _table(header: list[str], left: int) -> Table:
     return table
 
 
-def _named(table: Suite) -> set[str]:
+def _task_names(table: Suite) -> set[str]:
     return {task for task, _, _ in table.tasks}
 
 
@@ -281,12 +290,11 @@ def _suite_row(table: Suite, name: str, figures: list[float | None]) -> list[str
         for (_, metric, title), value in zip(table.tasks, figures, strict=True)
         if metric.startswith(SHARES) and title not in table.apart
     ]
-    known = [value for value in shares if value is not None]
-    average = (
-        (sum(known) if name else math.hypot(*known)) / len(shares)
-        if len(known) == len(shares)
-        else None
-    )
+    measured = [value for value in shares if value is not None]
+    average = None
+    if len(measured) == len(shares):
+        total = sum(measured) if name else math.hypot(*measured)
+        average = total / len(shares)
     cells = zip([*metrics, "acc"], [*figures, average], strict=True)
     if name:
         return [name, *(_cell(metric, value) for metric, value in cells)]
@@ -294,14 +302,16 @@ def _suite_row(table: Suite, name: str, figures: list[float | None]) -> list[str
 
 
 def _figure(model: dict[str, Any], task: str, metric: str, kind: str = "metrics") -> float | None:
-    found = model["tasks"].get(task, {"metrics": {}, kind: {}})
-    value, whole = found[kind].get(metric), found["metrics"].get(metric)
-    if value is None or whole is None or not metric.startswith(SHARES):
-        return value
-    percent = any(
-        task.startswith(name) and metric.startswith(IN_PERCENT[name]) for name in IN_PERCENT
-    )
-    return value if percent or whole > 1 else 100 * value  # no share is above 1
+    """A metric of a task, or its standard error (kind `stderr`); shares in percent."""
+    scores = model["tasks"].get(task, {"metrics": {}, kind: {}})
+    figure = scores[kind].get(metric)
+    score = scores["metrics"].get(metric)
+    if figure is None or score is None or not metric.startswith(SHARES):
+        return figure
+    in_percent = score > 1  # no share is above 1
+    for name, metrics in IN_PERCENT.items():
+        in_percent |= task.startswith(name) and metric.startswith(metrics)
+    return figure if in_percent else 100 * figure
 
 
 def _cell(metric: str, value: float | None) -> str:

@@ -32,11 +32,9 @@ class LocalData:
 
 
 def _lambada(row: dict) -> dict:
-    return (
-        row
-        if "text" in row
-        else {"text": f"{row['context'].rstrip()} {row['continuation'].strip()}"}
-    )
+    if "text" in row:
+        return row
+    return {"text": f"{row['context'].rstrip()} {row['continuation'].strip()}"}
 
 
 def _arc(row: dict, question: str = "question") -> dict:
@@ -110,14 +108,17 @@ _QA = {
     ),
     "drop": LocalData("drop/default.yaml", "drop_val", "validation", _DROP),
 }
-_IN_CONTEXT = {
-    name: LocalData(
-        str(PACKAGED / "recall" / f"{name}.yaml"), f"{name}_val", "validation", _PASSAGE
-    )
-    if name.startswith("based_")
-    else LocalData(f"{name}/{name}.yaml", f"{name}_val", "validation", _COMPLETION)
-    for name, _, _ in RECALL
-}
+
+
+def _recall_data(name: str) -> LocalData:
+    """The documents of a task of `RECALL`, whose file is ours or the harness's."""
+    if name.startswith("based_"):
+        file = str(PACKAGED / "recall" / f"{name}.yaml")
+        return LocalData(file, f"{name}_val", "validation", _PASSAGE)
+    return LocalData(f"{name}/{name}.yaml", f"{name}_val", "validation", _COMPLETION)
+
+
+_IN_CONTEXT = {name: _recall_data(name) for name, _, _ in RECALL}
 
 
 GROUPS = {
@@ -132,18 +133,19 @@ Rule = Callable[[dict, Any], Any]
 """Function from a row and one of its values to the hub's value. Raises ValueError for a wrong value."""
 
 
-def _one_of(known: Iterable | Callable[[dict], Iterable]) -> Rule:
-    """The rule that a value is one of `known`, which may depend on the row, or is written like one."""
+def _one_of(choices: Iterable | Callable[[dict], Iterable]) -> Rule:
+    """The rule that a value is one of `choices`, which may depend on the row, or is written like one."""
 
     def rule(row: dict, value: Any) -> Any:
-        values = {str(each): each for each in (known(row) if callable(known) else known)}
+        allowed = choices(row) if callable(choices) else choices
+        by_name = {str(choice): choice for choice in allowed}
         name = str(int(value) if isinstance(value, bool) else value).strip()
-        if name not in values:
-            unlabelled = "; a test split without answers cannot be scored" * (
-                name in ("-1", "", "None")
-            )
-            raise ValueError(f"{value!r} is not one of {', '.join(values)}{unlabelled}")
-        return values[name]
+        if name in by_name:
+            return by_name[name]
+        hint = ""
+        if name in ("-1", "", "None"):
+            hint = "; a test split without answers cannot be scored"
+        raise ValueError(f"{value!r} is not one of {', '.join(by_name)}{hint}")
 
     return rule
 
@@ -175,10 +177,10 @@ def _drop_answered(row: dict, answer: Any) -> Any:
     validated = row["validated_answers"]
     if not answer:
         raise ValueError(UNANSWERED)
-    days = [part for date in (answer["date"], *validated["date"]) for part in date.values()]
-    if not any(
-        [answer["number"], *answer["spans"], *validated["number"], *validated["spans"], *days]
-    ):
+    values = [answer["number"], *answer["spans"], *validated["number"], *validated["spans"]]
+    for date in (answer["date"], *validated["date"]):
+        values += date.values()
+    if not any(values):
         raise ValueError(UNANSWERED)
     return answer
 
@@ -249,35 +251,35 @@ def find_tasks(tasks: list[str], data: str | None) -> tuple[list[TaskSource], di
     directory = None if data is None else Path(data).expanduser()
     if directory is not None and not directory.is_dir():
         raise InputError(f"--data {data}: no such directory")
-    found: dict[str, TaskSource] = {}
+    sources: dict[str, TaskSource] = {}
     left_out: dict[str, str] = {}
     for task in tasks:
-        for source in _expand(task, directory):
+        for source in _expand_task(task, directory):
             if source.local and directory and not source.documents:
                 reason = f"{data} has no {source.local.file}.jsonl or .jsonl.gz"
                 if task not in GROUPS:
                     raise InputError(f"{task}: no data: {reason}")
                 left_out[source.name] = reason
             else:
-                found[source.name] = source
-    if not found:
+                sources[source.name] = source
+    if not sources and left_out:
         names = ", ".join(f"{LOCAL[name].file}.jsonl.gz" for name in left_out)
-        lacking = f"--data {data}: has data for none of the tasks, expected {names}"
-        raise InputError(lacking if left_out else "no task; give a name, a task file or table4")
-    return list(found.values()), left_out
+        raise InputError(f"--data {data}: has data for none of the tasks, expected {names}")
+    if not sources:
+        raise InputError("no task; give a name, a task file or table4")
+    return list(sources.values()), left_out
 
 
-def _expand(task: str, data: Path | None) -> list[TaskSource]:
+def _expand_task(task: str, data: Path | None) -> list[TaskSource]:
     if task in NEEDLE_GROUPS or task in NEEDLES:
         names = NEEDLE_GROUPS.get(task, [task])
         return [TaskSource(name, data=data, needle=NEEDLES[name]) for name in names]
     if task in GROUPS or task in LOCAL:
         return [find_official(name, data) for name in GROUPS.get(task, [task])]
-    path = (
-        PACKAGED / task
-        if (PACKAGED / task).is_dir() and task.isidentifier()
-        else Path(task).expanduser()
-    )
+    path = PACKAGED / task
+    if not (path.is_dir() and task.isidentifier()):
+        path = Path(task).expanduser()
+
     if path.is_dir():
         files = sorted(path.glob("*.yaml"))
         if not files:
@@ -288,11 +290,9 @@ def _expand(task: str, data: Path | None) -> list[TaskSource]:
         files = [path]
     elif data is not None:
         near = closest(task, (*GROUPS, *NEEDLE_GROUPS, *LOCAL))
-        advice = (
-            f"did you mean {near}?"
-            if near
-            else f"local data is for task files and for {', '.join(LOCAL)}"
-        )
+        advice = f"local data is for task files and for {', '.join(LOCAL)}"
+        if near:
+            advice = f"did you mean {near}?"
         raise InputError(f"--data {data}: cannot serve {task}; {advice}")
     else:
         return [TaskSource(task)]
@@ -300,13 +300,13 @@ def _expand(task: str, data: Path | None) -> list[TaskSource]:
 
 
 def find_official(name: str, data: Path | None) -> TaskSource:
+    """A task of `LOCAL`, with its documents in the folder `data` if they are there."""
     local = LOCAL[name]
-    candidates = (
-        [data / (local.file + suffix) for suffix in (".jsonl", ".jsonl.gz")] if data else []
-    )
-    return TaskSource(
-        name, local=local, documents=next((file for file in candidates if file.is_file()), None)
-    )
+    documents = None
+    if data is not None:
+        files = [data / f"{local.file}{suffix}" for suffix in (".jsonl", ".jsonl.gz")]
+        documents = next((file for file in files if file.is_file()), None)
+    return TaskSource(name, local=local, documents=documents)
 
 
 def read_rows(source: TaskSource) -> list[dict]:
@@ -321,7 +321,7 @@ def read_rows(source: TaskSource) -> list[dict]:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if text := line.strip("\ufeff \t\r\n"):  # some editors write a byte order mark
-                    rows.append(_row(source, text, f"{file}, line {number}"))
+                    rows.append(_read_row(source, text, f"{file}, line {number}"))
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise InputError(f"{file} is damaged: {error}") from error
     if not rows:
@@ -329,30 +329,32 @@ def read_rows(source: TaskSource) -> list[dict]:
     return rows
 
 
-def _row(source: TaskSource, line: str, place: str) -> dict:
-    """The document in a line, with the hub's fields. place: the file and line, for messages."""
+def _read_row(source: TaskSource, line: str, location: str) -> dict:
+    """The document in a line, with the hub's fields. location: the file and line, for messages."""
     local: Any = source.local
     try:
         row = local.convert(json.loads(line))
         document = {name: row[name] for name in local.fields}
     except KeyError as error:
-        raise InputError(f"{place}: the field {error} is missing") from error
+        raise InputError(f"{location}: the field {error} is missing") from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"{place} is broken: {error}") from error
+        raise InputError(f"{location} is broken: {error}") from error
+
     rules = RULES.get(source.name, {})
     for name, rule in rules.items():
         try:
             document[name] = rule(row, row[name])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InputError(f"{place}: {name} {error}") from None
+            raise InputError(f"{location}: {name} {error}") from None
+
     for name, value in document.items():
         if value is None:
-            raise InputError(f"{place}: {name} is null")
+            raise InputError(f"{location}: {name} is null")
         if name in rules or name in ("query_id", "validated_answers"):
             continue
         for text in _texts(name, value):
             if not isinstance(text, str):
-                raise InputError(f"{place}: {name} {text!r} is not text")
+                raise InputError(f"{location}: {name} {text!r} is not text")
     return document
 
 

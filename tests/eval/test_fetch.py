@@ -50,7 +50,9 @@ def test_tasks_are_fetched_in_the_form_that_eval_reads(tmp_path, monkeypatch):
             found[0] == {key: expected[key] for key in expected if key != "id"}
             or name != "arc_challenge"
         )
-    assert read_rows(find_official("lambada_openai", tmp_path / "tasks")) == [{"text": "a b c é"}] * 2
+    assert (
+        read_rows(find_official("lambada_openai", tmp_path / "tasks")) == [{"text": "a b c é"}] * 2
+    )
     monkeypatch.setattr(datasets, "load_dataset", None)
     assert "exists already" in CliRunner().invoke(nalanda_cli.app, arguments).output
     with pytest.raises(
