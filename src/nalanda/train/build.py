@@ -319,6 +319,7 @@ def build_model(
             model = language_model(model_config).from_config(model_config, dtype=torch.float32)
         take_torch_path(sys.modules[type(model).__module__])
         return model
+
     with in_one_line(f"model.init_from: {path}"):
         if Path(path).is_dir():
             weight_files(Path(path))

@@ -55,8 +55,10 @@ def time_left(config: Any, facts: dict) -> tuple[float, float]:
 
 
 def shards(config: RunConfig, processes: int, kind: str | None = None) -> int:
-    """Processes that share one copy of the weights. kind: of `choose_parallel`; without it as far as the
-    recipe says. Without a launcher, a node is taken to have 8 processes."""
+    """Counts the processes that share one copy of the weights.
+
+    Without a launcher, a node is taken to have 8 processes. kind: of `choose_parallel`; default: the recipe's.
+    """
     node = min(processes, int(os.environ.get("LOCAL_WORLD_SIZE", "8")))
     shared = {"fsdp": processes, "hybrid": config.train.shard_size or node}
     return shared.get(kind or config.train.parallel, 1)
@@ -69,9 +71,13 @@ def held_bytes(
     shards: int,
     accumulates: bool | None = None,
 ) -> int:
-    """Bytes of fp32 weights, gradients and moments on one device. DDP adds its gradient buckets; FSDP2 adds
-    what is gathered at a time: the root, two blocks, and a block's gradient; and whole gradients where it
-    accumulates, as the recipe does unless `accumulates` says otherwise."""
+    """Bytes of fp32 weights, gradients and moments on one device.
+
+    DDP adds its gradient buckets. FSDP2 adds the tensors gathered at a time: the root, two blocks, and a
+    block's gradient. Where it accumulates, it also adds whole gradients.
+
+    accumulates: default: as the recipe does.
+    """
     groups = parameter_groups(model, config.optim)
     total = sum(
         p.numel() * (12 if g["kind"] == "muon" else 16) for g in groups for p in g["params"]
@@ -80,25 +86,26 @@ def held_bytes(
     if shards == 1:
         return total + (4 * parameters if processes > 1 else 0)
     blocks = [sum(p.numel() for p in block.parameters()) for block in parallel.units(model)]
-    if config.accumulation(processes) > 1 if accumulates is None else accumulates:
-        total += (
-            shards * 4 * parameters
-        )  # until the last micro-batch they are summed on each device
+    if accumulates is None:
+        accumulates = config.accumulation(processes) > 1
+    if accumulates:
+        # Until the last micro-batch they are summed on each device.
+        total += shards * 4 * parameters
     return total // shards + 4 * (parameters - sum(blocks)) + 3 * 4 * max(blocks, default=0)
 
 
 def estimate(config: RunConfig, facts: dict, model: nn.Module) -> str:
     """Time and memory of a run, in a line. facts: the contents of run.json."""
-    split = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
+    sharded = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
     count = 1
-    if split is not None:
-        sizes = zip(split.placements, split.device_mesh.shape, strict=True)
+    if sharded is not None:
+        sizes = zip(sharded.placements, sharded.device_mesh.shape, strict=True)
         count = math.prod(n for placement, n in sizes if placement.is_shard())
     held = held_bytes(model, config, facts["processes"], count)
     memory = f"{size(held)} a device for weights, gradients and moments"
     if isinstance(model.config, NalandaConfig):
         train = config.train
-        kept = activation_bytes(
+        activations = activation_bytes(
             model.config,
             train.micro_batch_size,
             config.data.seq_len,
@@ -107,7 +114,7 @@ def estimate(config: RunConfig, facts: dict, model: nn.Module) -> str:
             train.context_parallel,
             facts.get("device", "cpu"),
         )
-        memory += f", at most {size(kept)} for activations"
+        memory += f", at most {size(activations)} for activations"
     return f"{time_range(time_left(config, facts))}; {memory}"
 
 
@@ -121,7 +128,8 @@ def time_range(seconds: Sequence[float]) -> str:
 def meta_model(config: RunConfig) -> PreTrainedModel:
     """The recipe's model in fp32 on the meta device, with the vocabulary that training gives it.
 
-    Raises `InputError` for sizes that no tensor can have."""
+    Raises `InputError` for sizes that no tensor can have.
+    """
     keys = config.model
     if "vocab_size" not in keys and isinstance(config_source(keys), type):
         keys = {**keys, "vocab_size": padded_vocabulary(vocabulary(config))}
@@ -132,8 +140,11 @@ def meta_model(config: RunConfig) -> PreTrainedModel:
 
 
 def vocabulary(config: RunConfig) -> int:
-    """Size of the recipe's tokenizer. If it is not trained yet: `tokenizer.vocab_size`, or without one the
-    number of words in the training documents."""
+    """Size of the recipe's tokenizer.
+
+    If it is not trained yet: `tokenizer.vocab_size`, or without one the number of words in the training
+    documents.
+    """
     trained = Path(config.output_dir) / "tokenizer"
     if config.tokenizer.train and config.tokenizer.vocab_size:
         return config.tokenizer.vocab_size
@@ -166,13 +177,15 @@ class _Counted(Context):
 def _sequences(
     config: NalandaConfig, rows: int, length: int, context: Context | None, device: str
 ) -> Sequences:
-    """A batch of `rows` documents, packed as in training. In a context, it is the part of `length` tokens
-    that a process has of each."""
-    here = torch.device(device)
+    """A batch of `rows` documents, packed as in training.
+
+    In a context, it is the part of `length` tokens that a process has of each.
+    """
+    target = torch.device(device)
     if context is None:
-        return Sequences(torch.arange(rows + 1) * length, device=here, both=not config.is_decoder)
+        return Sequences(torch.arange(rows + 1) * length, device=target, both=not config.is_decoder)
     parts = Parts(context, rows, context.size * length, None, None, None)
-    return Sequences(parts.cu_seqlens, parts.past, parts.rows, here, False, parts)
+    return Sequences(parts.cu_seqlens, parts.past, parts.rows, target, False, parts)
 
 
 def exchanged_bytes(
@@ -183,8 +196,10 @@ def exchanged_bytes(
     checkpointing: bool,
     parts: int,
 ) -> int:
-    """Bytes that one process sends to the others of its context for a micro-batch, forward and backward,
-    where every row is one document. Runs a block of each kind on the meta device."""
+    """Bytes that one process sends to the others of its context for a micro-batch, forward and backward.
+
+    Every row is one document. It runs a block of each kind on the meta device.
+    """
     if parts == 1:
         return 0
     context, sent = _Counted(parts), 0
@@ -229,11 +244,12 @@ def activation_bytes(
     ends = _extrapolated(config, None, length, tokens, dtype, 1, device)
     if checkpointing:
         stream = 4 * tokens * config.hidden_size  # the residual stream is fp32
-        kept = stream * (len(names) - 1) + max(blocks.values())  # which has its own input
+        # The block that is computed again has its own input.
+        in_blocks = stream * (len(names) - 1) + max(blocks.values())
     else:
-        kept = sum(blocks[name] for name in names)
+        in_blocks = sum(blocks[name] for name in names)
     head = 4 * (config.vocab_size - 64) * config.hidden_size  # the loss keeps its gradient in fp32
-    return kept + ends + head + logits_bytes(config, tokens, device)
+    return in_blocks + ends + head + logits_bytes(config, tokens, device)
 
 
 _measured: dict[tuple, tuple[float, float]] = {}
@@ -249,8 +265,11 @@ def _extrapolated(
     parts: int,
     device: str,
 ) -> int:
-    """The bytes that a block with the mixer `name` keeps of `tokens` in documents of `length`; None: what is
-    kept behind the blocks. They are affine in the tokens: two short batches on the CPU tell them."""
+    """The bytes that a block with the mixer `name` keeps of `tokens` in documents of `length`.
+
+    They are affine in the tokens, so two short batches on the CPU tell them. Name None: the bytes of the last
+    norm and the loss, behind the blocks.
+    """
     block = _End(config) if name is None else _block(config, config.layer_mixers.index(name))
     mixer: Any = getattr(block, "mixer", None)
     # A window's blocks are whole, and there is more than one, in both batches as in the real one.
@@ -302,7 +321,7 @@ def _block(config: NalandaConfig, layer: int) -> Block:
 
 
 class _End(nn.Module):
-    """What follows the blocks: the last norm and the loss, with a vocabulary of 64."""
+    """The last norm and the loss, behind the blocks, with a vocabulary of 64."""
 
     def __init__(self, config: NalandaConfig):
         super().__init__()
@@ -342,8 +361,10 @@ def logits_bytes(config: NalandaConfig, tokens: int, device: str = "cuda") -> in
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Saves what fused attention does: its inputs, its output and a log-sum-exp per row. On the meta device,
-    torch's own attention would save T × T probabilities."""
+    """Saves the tensors that fused attention saves: its inputs, its output and a log-sum-exp per row.
+
+    On the meta device, torch's own attention would save T × T probabilities.
+    """
 
     @staticmethod
     def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -354,7 +375,7 @@ class _FusedAttention(torch.autograd.Function):
 
 def saved_bytes(block: nn.Module, x: torch.Tensor, seq: Sequences) -> int:
     """Bytes of the distinct storages that `block(x)` keeps for its backward pass, without parameters."""
-    own = {p.untyped_storage()._cdata for p in block.parameters()}
+    weights = {p.untyped_storage()._cdata for p in block.parameters()}
     held: list[torch.Tensor] = []  # kept alive, so that storage addresses stay distinct
 
     def keep(t: torch.Tensor) -> None:
@@ -363,11 +384,10 @@ def saved_bytes(block: nn.Module, x: torch.Tensor, seq: Sequences) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         _ = block(x, seq)
-    own |= {
-        p.untyped_storage()._cdata for p in block.parameters()
-    }  # a layer may move them together
+    # A layer may have moved them together.
+    weights |= {p.untyped_storage()._cdata for p in block.parameters()}
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
-    return sum(count for address, count in storages.items() if address not in own)
+    return sum(count for address, count in storages.items() if address not in weights)
 
 
 def parameters(config: PreTrainedConfig) -> int:

@@ -38,12 +38,14 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
-    """The peak of one device in FLOPs per second, and its source: `PEAK_FLOPS` for a known GPU, for all other
-    devices the measured rate of a large matrix product."""
-    if device.type == "cuda" and (
-        known := known_peak(torch.cuda.get_device_name(device), precision)
-    ):
-        return known
+    """The peak of one device in FLOPs per second, and its source.
+
+    The source is `PEAK_FLOPS` for a known GPU, else the measured rate of a large matrix product.
+    """
+    if device.type == "cuda":
+        peak = known_peak(torch.cuda.get_device_name(device), precision)
+        if peak is not None:
+            return peak
     # The faster dtype: the recurrence stays fp32, and some CPUs only emulate 16 bits.
     dtypes = {torch.float32, DTYPES[precision]}
     rate = max(matmul_flops(device, dtype) for dtype in dtypes)
@@ -53,7 +55,8 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
 def known_peak(name: str, precision: str) -> tuple[float, str] | None:
     """`peak_flops` of a GPU by its name; None if it is not in `PEAK_FLOPS`.
 
-    The whole name must be known: an A10G, RTX 4090 Laptop, H100 NVL or a MIG part is another device."""
+    The whole name must be known: an A10G, RTX 4090 Laptop, H100 NVL or a MIG part is another device.
+    """
     for key in sorted(PEAK_FLOPS, key=len, reverse=True):
         makers, variants = "NVIDIA|AMD|Tesla|GeForce|Instinct", r"SXM\d?|PCIe|\d+GB?|HBM\d\w?|OAM"
         if re.fullmatch(rf"(({makers}) )*{key}([ -]({variants}))*", name, re.IGNORECASE):
@@ -65,7 +68,7 @@ def known_peak(name: str, precision: str) -> tuple[float, str] | None:
 def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
     """FLOPs per second of the fastest square matrix product within `seconds`; draws no random numbers.
 
-    On a CPU, measures one thread and multiplies by the number of threads: several threads would wait for each
+    On a CPU, measures one thread and multiplies by the number of threads. Several threads would wait for each
     other, and so measure the load of the machine.
     """
     size, threads = (256, torch.get_num_threads()) if device.type == "cpu" else (4096, 1)
@@ -99,6 +102,7 @@ def flops_per_token(model: torch.nn.Module, seq_len: int) -> tuple[float, str]:
     config: Any = model.config
     if hasattr(config, "flops_per_token"):
         return 3 * config.flops_per_token(seq_len), f"the model's own count; {CAUSAL}"
+
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
     experts = next((n for key in EXPERTS if (n := getattr(text, key, None))), 1)
     share = (getattr(text, "num_experts_per_tok", None) or experts) / experts
@@ -108,10 +112,12 @@ def flops_per_token(model: torch.nn.Module, seq_len: int) -> tuple[float, str]:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     if head is not None and embedding.weight is not head.weight:
         weights -= embedding.weight.numel()
+
     heads = getattr(text, "num_attention_heads", None)
     if not heads:
         return 6.0 * weights, "estimated as 6 a weight, the mixers' own terms left out"
     width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     window = min(getattr(text, "sliding_window", None) or seq_len, seq_len)
     keys = kinds.count("full_attention") * seq_len / 2  # the mean over a row's tokens

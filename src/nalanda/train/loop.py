@@ -185,10 +185,10 @@ def note_stop(run: Run) -> None:
     run.facts["state"] = "interrupted"
     if run.accelerator.is_main_process:
         file = Path(run.config.output_dir) / "run.json"
-        part = file.with_name(".tmp-interrupted")
+        temporary = file.with_name(".tmp-interrupted")
         with contextlib.suppress(OSError):  # the signal counts, whatever the disk does
-            part.write_text(json.dumps(run.facts, indent=1) + "\n")
-            part.replace(file)
+            temporary.write_text(json.dumps(run.facts, indent=1) + "\n")
+            temporary.replace(file)
 
 
 def open_log(run: Run, keep_events: bool = False) -> RunLog:

@@ -16,8 +16,11 @@ from nalanda.train.row_states import RowStates
 
 
 def count_labels(batch: dict[str, Tensor], context: Context | None = None) -> int:
-    """Tokens that the loss counts, in this process's part of the rows. The model shifts labels by one: a
-    row's first label is no target. (Masked language models do not shift, but have no label there.)"""
+    """Counts the tokens of the loss, in this process's part of the rows.
+
+    The model shifts labels by one: a row's first label is no target. (Masked language models do not shift, but
+    have no label there.)
+    """
     counted = F.pad(batch["labels"][:, 1:] != -100, (0, 1))
     return int((context.part(counted) if context else counted).sum())
 
@@ -25,7 +28,7 @@ def count_labels(batch: dict[str, Tensor], context: Context | None = None) -> in
 def count_bytes(
     batch: dict[str, Tensor], text_bytes: TextBytes, context: Context | None = None
 ) -> int:
-    """UTF-8 bytes of the text that those tokens stand for."""
+    """Counts the UTF-8 bytes of the text of the tokens of `count_labels`."""
     sizes = torch.from_numpy(text_bytes(batch["input_ids"].numpy()))[:, 1:]
     counted = F.pad(sizes * (batch["labels"][:, 1:] != -100), (0, 1))
     return int((context.part(counted) if context else counted).sum())
@@ -40,10 +43,11 @@ def summed_loss(
     index: int = 0,
     context: Context | None = None,
 ) -> Tensor:
-    """The sum of a micro-batch's token losses, in this process's part of the rows; `model` may be wrapped.
-    z_loss changes only the gradient.
+    """The sum of a micro-batch's token losses, in this process's part of the rows.
 
     With `row_states`, rows start from the states that the last step left for micro-batch `index`.
+
+    model: may be wrapped. z_loss: changes only the gradient.
     """
     tokens = batch["input_ids"].to(device, non_blocking=True)
     labels = batch["labels"].to(device, non_blocking=True)
@@ -58,6 +62,7 @@ def summed_loss(
         if row_states:
             row_states.after(index, out, batch)
         return out.loss
+
     # Other models average their loss in different ways.
     positions = batch["position_ids"].to(device, non_blocking=True)
     logits = packed_logits(model, tokens, positions, batch["cu_seqlens"])
@@ -76,9 +81,8 @@ def packed_logits(model: Any, tokens: Tensor, positions: Tensor, cu_seqlens: Ten
     reads positions that restart at 0 as packed documents. flash-linear-attention wants bounds, and one row.
     """
     bare = getattr(model, "module", model)
-    if any(
-        kind.__module__.startswith("fla.") for kind in type(bare).__mro__
-    ):  # FSDP2 puts a class before it
+    # FSDP2 puts a class of its own before the model's.
+    if any(kind.__module__.startswith("fla.") for kind in type(bare).__mro__):
         bounds = cu_seqlens.to(tokens.device, non_blocking=True)
         logits = model(input_ids=tokens.view(1, -1), cu_seqlens=bounds, use_cache=False).logits
         return logits.view(*tokens.shape, -1)
@@ -94,33 +98,36 @@ def validate(
     context: Context | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Mean losses over the label tokens of all processes, in total and per source. model: the bare one.
-    beat: called before each batch.
+    """Mean losses over the label tokens of all processes, in total and per source.
 
     With `text_bytes` also bits per byte, `val_bpb`: the summed loss in bits over the bytes of the label
-    tokens' text, which does not depend on the tokenizer.
+    tokens' text. This value does not depend on the tokenizer.
+
+    model: the bare one. beat: called before each batch.
     """
-    counted = [
-        text_bytes and sum(count_bytes(b, text_bytes, context) for b in part)
-        for part in batches.values()
-    ]
-    sums = [
-        (*loss_sums(model, part, context, beat), size or 0)
-        for part, size in zip(batches.values(), counted, strict=True)
-    ]
+    sums = []
+    for source in batches.values():
+        size = 0
+        if text_bytes is not None:
+            size = sum(count_bytes(batch, text_bytes, context) for batch in source)
+        sums.append((*loss_sums(model, source, context, beat), size))
     model.train()
-    table = torch.tensor(
-        sums, dtype=torch.float64, device=accelerator.device
-    )  # [sources, (loss, tokens, bytes)]
+
+    # [sources, (loss, tokens, bytes)]
+    table = torch.tensor(sums, dtype=torch.float64, device=accelerator.device)
     table = accelerator.reduce(table).tolist()
     total, count, size = (math.fsum(column) for column in zip(*table, strict=True))
     loss = total / max(1, count)
     values = {"val_loss": loss, "val_ppl": perplexity_of(loss), "val_tokens": int(count)}
-    values |= {"val_bpb": total / math.log(2) / size} if size else {}
+    if size:
+        values["val_bpb"] = bits_per_byte(total, size)
+
     for name, (total, count, size) in zip(batches, table, strict=True):
-        if name:
-            values[f"val_ppl/{name}"] = perplexity_of(total / max(1, count))
-            values |= {f"val_bpb/{name}": total / math.log(2) / size} if size else {}
+        if not name:
+            continue
+        values[f"val_ppl/{name}"] = perplexity_of(total / max(1, count))
+        if size:
+            values[f"val_bpb/{name}"] = bits_per_byte(total, size)
     return values
 
 
@@ -128,20 +135,25 @@ def perplexity_of(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
+def bits_per_byte(total: float, size: float) -> float:
+    """The summed loss `total`, in bits, over `size` bytes of text."""
+    return total / math.log(2) / size
+
+
 def describe_perplexity(values: dict[str, float]) -> str:
     """`perplexity 12.34 (web 11.20, code 5.31), bits per byte 0.912 (web 0.950, code 0.641)`."""
-    parts = []
+    texts = []
     for title, key, digits in (("perplexity", "val_ppl", 2), ("bits per byte", "val_bpb", 3)):
-        if key in values:
-            named = [
-                f"{k.partition('/')[2]} {v:.{digits}f}"
-                for k, v in values.items()
-                if k.startswith(f"{key}/")
-            ]
-            parts.append(
-                f"{title} {values[key]:.{digits}f}" + (f" ({', '.join(named)})" if named else "")
-            )
-    return ", ".join(parts)
+        if key not in values:
+            continue
+        text = f"{title} {values[key]:.{digits}f}"
+        by_source = [
+            f"{name.partition('/')[2]} {value:.{digits}f}"
+            for name, value in values.items()
+            if name.startswith(f"{key}/")
+        ]
+        texts.append(f"{text} ({', '.join(by_source)})" if by_source else text)
+    return ", ".join(texts)
 
 
 @torch.no_grad()
@@ -151,8 +163,10 @@ def loss_sums(
     context: Context | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> tuple[float, int]:
-    """(sum of the label tokens' losses, number of label tokens), in this process's part of the rows; leaves
-    the model in evaluation mode. beat: called before each batch."""
+    """(sum of the label tokens' losses, number of label tokens), in this process's part of the rows.
+
+    Leaves the model in evaluation mode. beat: called before each batch.
+    """
     model.eval()
     total, count = 0.0, 0
     for batch in batches:

@@ -39,21 +39,24 @@ def _limits() -> Iterator[int]:
     name = ""
     with contextlib.suppress(OSError):
         name = Path("/proc/self/cgroup").read_text().partition("0::/")[2].strip()
-    own = Path(GROUPS, name)
-    for group in (own, *own.parents):
+    group_of_process = Path(GROUPS, name)
+    for group in (group_of_process, *group_of_process.parents):
         with contextlib.suppress(OSError, ValueError, KeyError):  # no such group or limit
-            limit, used = (
-                int((group / f"memory.{file}").read_text()) for file in ("max", "current")
-            )
-            cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            limit = int((group / "memory.max").read_text())
+            used = int((group / "memory.current").read_text())
+            lines = (group / "memory.stat").read_text().splitlines()
+            cached = dict(line.split() for line in lines)
             yield limit - used + int(cached["inactive_file"])
 
 
 def check_model(config: PreTrainedConfig, bytes_each: int) -> None:
-    """Raises `InputError` if the host lacks `bytes_each` for every parameter, in each of its processes. Most
-    systems would grant the allocation, and kill the process when it uses the memory."""
+    """Raises `InputError` if the host lacks `bytes_each` for every parameter, in each of its processes.
+
+    Most systems would grant the allocation, and kill the process when it uses the memory.
+    """
     count, processes = parameters(config), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if (needed := bytes_each * count * processes) > (free := host()):
+    needed, free = bytes_each * count * processes, host()
+    if needed > free:
         each = f" in {processes} processes" if processes > 1 else ""
         raise InputError(
             f"model: {count / 1e6:,.1f} M parameters{each} take {size(needed)}, {size(free)} of memory is "
@@ -64,7 +67,9 @@ def check_model(config: PreTrainedConfig, bytes_each: int) -> None:
 @contextlib.contextmanager
 def explain_out_of_memory(config: RunConfig, kind: str) -> Iterator[None]:
     """Turns out-of-memory errors of a run into `OutOfMemory`: one line, with advice on what would fit.
-    kind: of `choose_parallel`."""
+
+    kind: of `choose_parallel`.
+    """
     try:
         yield
     except Exception as error:
@@ -78,12 +83,10 @@ def explain_out_of_memory(config: RunConfig, kind: str) -> Iterator[None]:
         with contextlib.suppress(Exception):  # the estimate needs memory too
             advice = would_fit(config, kind)
         saved = checkpoint_folders(Path(config.output_dir) / "checkpoints")
-        rest = (
-            f"the same command resumes from {saved[-1].name}"
-            if saved
-            else "no checkpoint was saved yet"
-        )
-        raise OutOfMemory(f"{asked_for(error)}; {advice}; {rest}") from None
+        start = "no checkpoint was saved yet"
+        if saved:
+            start = f"the same command resumes from {saved[-1].name}"
+        raise OutOfMemory(f"{asked_for(error)}; {advice}; {start}") from None
 
 
 def would_fit(config: RunConfig, kind: str) -> str:
@@ -94,17 +97,24 @@ def would_fit(config: RunConfig, kind: str) -> str:
         return f"lower train.micro_batch_size, {train.micro_batch_size} now"
     processes = int(os.environ.get("WORLD_SIZE", 1))
     held = held_bytes(model, config, processes, shards(config, processes, kind))
-    device, dtype = "cuda" if torch.cuda.is_available() else "cpu", DTYPES[train.precision]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def needed(rows: int) -> int:
-        shape = model_config, rows, config.data.seq_len, dtype, train.gradient_checkpointing
-        return held + activation_bytes(*shape, train.context_parallel, device)
+        return held + activation_bytes(
+            model_config,
+            rows,
+            config.data.seq_len,
+            DTYPES[train.precision],
+            train.gradient_checkpointing,
+            train.context_parallel,
+            device,
+        )
 
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else host()
     rows_a_step = train.tokens_per_step // config.data.seq_len
-    share = rows_a_step * train.context_parallel // processes  # rows of a process and step
+    rows_a_process = rows_a_step * train.context_parallel // processes
     for rows in range(train.micro_batch_size - 1, 0, -1):
-        if share % rows == 0 and needed(rows) <= free:
+        if rows_a_process % rows == 0 and needed(rows) <= free:
             return f"train.micro_batch_size={rows} needs {size(needed(rows))} of {size(free)} free"
     less = "" if train.gradient_checkpointing else "train.gradient_checkpointing=true, "
     return (

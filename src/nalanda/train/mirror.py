@@ -46,7 +46,7 @@ Files = dict[str, StoreFile]
 
 
 def staged(config: RunConfig) -> tuple[RunConfig, Mirror | None]:
-    """`config` with a local folder in place of an `output_dir` in a store, and what copies it there."""
+    """`config` with a local folder in place of an `output_dir` in a store, and the mirror of this folder."""
     if not is_store(config.output_dir):
         return config, None
     mirror = Mirror(
@@ -57,8 +57,10 @@ def staged(config: RunConfig) -> tuple[RunConfig, Mirror | None]:
 
 @contextlib.contextmanager
 def mirrored(mirror: Mirror | None) -> Iterator[None]:
-    """Fetches what a resume needs; at the end, copies the rest. An error of its own is raised only where the
-    block raised none."""
+    """Fetches the files that a resume needs; at the end, copies the rest.
+
+    Its own error is raised only if the block raised none.
+    """
     if mirror is None:
         yield
         return
@@ -96,39 +98,40 @@ class Mirror:
             InputError: the store cannot be read, or has other files than a run.
         """
         self.say(f"{self.url}: the run works in {self.folder} and is copied from there")
-        there = list_folder(self.url, self.retries)
-        if there and not {"config.yaml", "run.json", "metrics.jsonl"} & there.keys():
+        stored = list_folder(self.url, self.retries)
+        if stored and not {"config.yaml", "run.json", "metrics.jsonl"} & stored.keys():
             raise InputError(
                 f"{self.url} has files that are no run of Nalanda's; choose another output_dir"
             )
         checkpoints = self.folder / "checkpoints"
         newest = max((step_of(path) for path in checkpoint_folders(checkpoints)), default=-1)
-        ahead = [step for step in _steps(there) if step > newest and _manifest(step) in there]
-        fetched = any(self._fetch_checkpoint(step, there) for step in sorted(ahead, reverse=True))
+        ahead = [step for step in _steps(stored) if step > newest and _manifest(step) in stored]
+        fetched = any(self._fetch_checkpoint(step, stored) for step in sorted(ahead, reverse=True))
         if fetched or not (self.folder / "config.yaml").is_file():
-            for name, stored in there.items():
+            for name, file in stored.items():
                 if name in RECORDS or name.startswith("tokenizer/"):
-                    download_file(stored, self.folder / name, self.retries)
+                    download_file(file, self.folder / name, self.retries)
 
-    def _fetch_checkpoint(self, step: int, there: Files) -> bool:
-        """Whether the checkpoint is whole, and here now."""
-        name = f"checkpoints/step-{step}/"
-        part = self.folder / "checkpoints" / f".tmp-step-{step}"
-        shutil.rmtree(part, ignore_errors=True)
-        for file, stored in there.items():
-            if file.startswith(name):
-                download_file(stored, part / file.removeprefix(name), self.retries)
-        if problem := verify_manifest(part):
-            self.say(f"{self.url}/{name}: damaged, passed over: {problem}")
-            shutil.rmtree(part)
+    def _fetch_checkpoint(self, step: int, stored: Files) -> bool:
+        """Downloads a checkpoint; returns whether it is whole."""
+        prefix = f"checkpoints/step-{step}/"
+        temporary = self.folder / "checkpoints" / f".tmp-step-{step}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        for name, file in stored.items():
+            if name.startswith(prefix):
+                download_file(file, temporary / name.removeprefix(prefix), self.retries)
+
+        if problem := verify_manifest(temporary):
+            self.say(f"{self.url}/{prefix}: damaged, passed over: {problem}")
+            shutil.rmtree(temporary)
             return False
-        part.rename(part.with_name(f"step-{step}"))
+        temporary.rename(temporary.with_name(f"step-{step}"))
         return True
 
     # ------------------------------ to the store
 
     def start(self) -> None:
-        """Begins to copy, unless an earlier copy is still under way: what it lacks comes with the next."""
+        """Begins to copy, unless an earlier copy still runs. The next copy then brings the files it lacks."""
         if self._thread is None or not self._thread.is_alive():
             # A daemon: a process that fails does not wait for it.
             self._thread = threading.Thread(target=self._try, name="nalanda-mirror", daemon=True)
@@ -143,7 +146,7 @@ class Mirror:
             )
 
     def finish(self, retries: int) -> None:
-        """Copies what is not in the store yet. Raises `InputError`, which names the local folder."""
+        """Copies the files that the store lacks. Raises `InputError`, with the local folder's name."""
         if self._thread is not None:
             self._thread.join()
         try:
@@ -161,37 +164,40 @@ class Mirror:
 
         model: whether final/ is copied too. Checkpoints that are not kept are removed in the store.
         """
-        there = list_folder(self.url, retries)
-        ours = {path.name: path for path in checkpoint_folders(self.folder / "checkpoints")}
+        stored = list_folder(self.url, retries)
+        folders = checkpoint_folders(self.folder / "checkpoints")
         names = [name for name in RECORDS if (self.folder / name).is_file()]
-        names += self._new_files("tokenizer", there)
+        names += self._new_files("tokenizer", stored)
         for name in names:
             if name != "run.json":
                 self._upload(name, retries)
-        for path in ours.values():
-            self._copy_checkpoint(path, there, retries)
-        last = self._new_files("final", there) if model else []
-        for name in [*last, *(name for name in names if name == "run.json")]:
-            self._upload(name, retries)
-        if kept := {step_of(path) for path in ours.values()}:
-            self._prune(max(kept), len(kept), _steps(there) - kept, retries)
+        for path in folders:
+            self._copy_checkpoint(path, stored, retries)
 
-    def _new_files(self, folder: str, there: Files) -> list[str]:
+        last = self._new_files("final", stored) if model else []
+        if "run.json" in names:
+            last.append("run.json")
+        for name in last:
+            self._upload(name, retries)
+        steps = {step_of(path) for path in folders}
+        if steps:
+            self._prune(max(steps), len(steps), _steps(stored) - steps, retries)
+
+    def _new_files(self, folder: str, stored: Files) -> list[str]:
         """The files of a folder of the run that the store lacks, or has as they were before this start."""
-        found = []
+        names = []
         for file in sorted((self.folder / folder).rglob("*")):
             name = file.relative_to(self.folder).as_posix()
             if file.is_file():
-                same = name in there and there[name].size == file.stat().st_size
+                same = name in stored and stored[name].size == file.stat().st_size
                 if not same or file.stat().st_mtime > self.begun:
-                    found.append(name)
-        return found
+                    names.append(name)
+        return names
 
     def _upload(self, name: str, retries: int) -> None:
         file = self.folder / name
-        if (
-            file.name == "config.yaml"
-        ):  # there it names the store, so that another machine can train on
+        if file.name == "config.yaml":
+            # In the store it names the store, so that another machine can train on.
             recipe = re.sub(
                 r"(?m)^output_dir: .*$", f"output_dir: {self.url}", file.read_text(), count=1
             )
@@ -200,26 +206,28 @@ class Mirror:
             write_atomically(file, recipe)
         upload_file(file, f"{self.url}/{name}", retries)
 
-    def _copy_checkpoint(self, path: Path, there: Files, retries: int) -> None:
+    def _copy_checkpoint(self, path: Path, stored: Files, retries: int) -> None:
+        """Copies a checkpoint that the store lacks, has in part, or has with other bytes."""
         folder = f"checkpoints/{path.name}"
         try:
             manifest = (path / MANIFEST).read_bytes()
             names = [f.relative_to(path).as_posix() for f in sorted(path.rglob("*")) if f.is_file()]
             names.remove(MANIFEST)
-            whole = f"{folder}/{MANIFEST}" in there
-            if whole and path.name not in self._sent:
+            complete = f"{folder}/{MANIFEST}" in stored
+            if complete and path.name not in self._sent:
                 self._sent[path.name] = read_bytes(f"{self.url}/{folder}/{MANIFEST}", retries)
-            if whole and self._sent[path.name] == manifest:
+            if complete and self._sent[path.name] == manifest:
                 # Since then a mark may have come or gone.
-                names = [name for name in names if f"{folder}/{name}" not in there]
-                if f"{folder}/{MARK}" in there and not (path / MARK).exists():
+                names = [name for name in names if f"{folder}/{name}" not in stored]
+                if f"{folder}/{MARK}" in stored and not (path / MARK).exists():
                     remove_file(f"{self.url}/{folder}/{MARK}", retries)
-            elif any(name.startswith(f"{folder}/") for name in there):
+            elif any(name.startswith(f"{folder}/") for name in stored):
                 remove_folder(f"{self.url}/{folder}", MANIFEST, retries)
-                whole = False
+                complete = False
+
             for name in names:
                 self._upload(f"{folder}/{name}", retries)
-            if not whole:
+            if not complete:
                 self._upload(f"{folder}/{MANIFEST}", retries)
             self._sent[path.name] = manifest
         except (OSError, InputError):
@@ -227,11 +235,14 @@ class Mirror:
                 raise
 
     def _prune(self, newest: int, count: int, others: set[int], retries: int) -> None:
-        """Removes checkpoints of the store alone: those after `newest`, from before a rollback or a return to
-        an earlier step; and older ones, once as many as are kept are here."""
+        """Removes checkpoints that only the store has. others: their steps.
+
+        Those after `newest` are from before a rollback or a return to an earlier step. Older ones go once the
+        run's folder has `keep_last`; count: how many it has.
+        """
         for step in sorted(others):
-            kept = self.keep.keep_every and step % self.keep.keep_every == 0
-            if step > newest or (count >= self.keep.keep_last and not kept):
+            for_good = self.keep.keep_every and step % self.keep.keep_every == 0
+            if step > newest or (count >= self.keep.keep_last and not for_good):
                 remove_folder(f"{self.url}/checkpoints/step-{step}", MANIFEST, retries)
 
 
@@ -239,7 +250,7 @@ def _manifest(step: int) -> str:
     return f"checkpoints/step-{step}/{MANIFEST}"
 
 
-def _steps(there: Files) -> set[int]:
+def _steps(stored: Files) -> set[int]:
     """The steps of the checkpoints in the store, whole or not."""
-    found = (re.match(r"checkpoints/step-(\d+)/", name) for name in there)
-    return {int(match[1]) for match in found if match}
+    matches = (re.match(r"checkpoints/step-(\d+)/", name) for name in stored)
+    return {int(match[1]) for match in matches if match}

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nalanda.common.errors import InputError
 from nalanda.common.text import suggest
-from nalanda.config.schema import OPTIMIZERS, OptimConfig, ScheduleConfig
+from nalanda.config.schema import OPTIMIZERS, GroupConfig, OptimConfig, ScheduleConfig
 from nalanda.model.base import Mixer
 from nalanda.model.layers import Fp32Module
 
@@ -48,74 +48,91 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
     """Groups "matrices" (weight decay), "vectors" (no decay) and "muon" (Muon, decay), and a separate group
     of each kind for every pattern of `config.groups`.
 
-    Parameters with two or more dimensions decay: projections, embedding and head (as since GPT-2), and the
-    filters of short convolutions [D, 1, W], as in the literature. Not so norms, biases and other vectors, the
-    parameters of an `Fp32Module` (decays, exponents, landmarks), and those that other libraries mark with
-    `_no_weight_decay = True` or call `A_log` (a matrix in Mamba). Muon takes the decaying matrices between
-    embedding and head, without the gates of a mixer's state: an orthogonal update moves each of a few rows as
-    far as any other.
-
     Besides torch's keys, a group has `name` and `lr_scale`, the factor of the schedule's rate. Those of Muon
-    have `blocks`: how many equal blocks of rows of a parameter are matrices of their own. Raises `InputError`
-    for a pattern that matches no parameter.
+    have `blocks`: how many equal blocks of rows of a parameter are matrices of their own.
+
+    Raises `InputError` for a pattern that matches no parameter.
     """
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    spared = {id(p) for m in model.modules() if isinstance(m, Fp32Module) for p in m.parameters()}
-    spared |= {
-        id(p) for n, p in trained if getattr(p, "_no_weight_decay", False) or n.endswith("A_log")
-    }
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
-    outer = {id(p) for m in tables for p in m.parameters()}
-    mixers = [m for m in model.modules() if isinstance(m, Mixer)]
-    gates = {id(p) for mixer in mixers for p in mixer.gate_parameters()}
-    heads = {id(p): count for mixer in mixers for p, count in head_matrices(mixer)}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    vectors = undecayed(model, trained)
+    blocks: dict[int, int] = {}
+    if config.name == "muon":
+        blocks = muon_blocks(model, [p for p in trained.values() if id(p) not in vectors])
+
     groups: dict[tuple, dict] = {}
-    for name, p in trained:
-        kind = "vectors" if p.ndim < 2 or id(p) in spared else "matrices"
-        blocks = None
-        if (
-            config.name == "muon"
-            and kind == "matrices"
-            and p.ndim == 2
-            and id(p) not in outer | gates
-        ):
-            kind, blocks = "muon", heads.get(id(p), 1)
-        own = next((g for g in config.groups if re.search(g.match, name)), None)
-        decay, scale = 0.0 if kind == "vectors" else config.weight_decay, 1.0
-        if kind == "muon" and config.muon_lr is not None:
-            scale = config.muon_lr / config.lr
-        if own is not None:
-            decay, scale = (
-                decay if own.weight_decay is None else own.weight_decay,
-                scale * own.lr_scale,
-            )
-        label = kind if own is None else f"{own.match} {kind}"
-        settings = {
-            "name": label,
-            "kind": kind,
-            "weight_decay": decay,
-            "lr_scale": scale,
-            "params": [],
-        }
-        if blocks is not None:
-            settings |= {
-                "blocks": blocks,
-                "name": label if blocks == 1 else f"{label} in {blocks} blocks",
-            }
-        groups.setdefault((own and own.match, kind, blocks), settings)["params"].append(p)
-    for group in config.groups:
-        if not any(match == group.match for match, *_ in groups):
-            if any(re.search(group.match, name) for name, _ in trained):
-                problem = "; earlier patterns take all that it matches"
-            else:
-                parts = {
-                    part for name, _ in trained for part in name.split(".") if not part.isdecimal()
-                }
-                problem = suggest(group.match, parts)
-            raise InputError(f"optim.groups: {group.match!r} matches no parameter{problem}")
+    for name, p in trained.items():
+        kind = "vectors" if id(p) in vectors else "muon" if id(p) in blocks else "matrices"
+        rule = next((g for g in config.groups if re.search(g.match, name)), None)
+        key = rule and rule.match, kind, blocks.get(id(p))
+        if key not in groups:
+            groups[key] = group_settings(kind, config, rule, blocks.get(id(p)))
+        groups[key]["params"].append(p)
+
+    used = {pattern for pattern, *_ in groups}
+    for rule in config.groups:
+        if rule.match not in used:
+            refuse_pattern(rule.match, trained)
     order = ["muon", "matrices", "vectors"]
     return sorted(groups.values(), key=lambda group: order.index(group["kind"]))
+
+
+def undecayed(model: nn.Module, trained: dict[str, nn.Parameter]) -> set[int]:
+    """The ids of the parameters without weight decay.
+
+    Parameters with two or more dimensions decay, as in the literature: projections, embedding, head, and the
+    filters of short convolutions [D, 1, W]. Norms, biases and other vectors do not. Neither do the parameters
+    of an `Fp32Module` (decays, exponents, landmarks). Other libraries mark theirs with
+    `_no_weight_decay = True`, or call them `A_log` (a matrix in Mamba).
+    """
+    ids = {id(p) for m in model.modules() if isinstance(m, Fp32Module) for p in m.parameters()}
+    for name, p in trained.items():
+        if p.ndim < 2 or getattr(p, "_no_weight_decay", False) or name.endswith("A_log"):
+            ids.add(id(p))
+    return ids
+
+
+def muon_blocks(model: nn.Module, decaying: list[nn.Parameter]) -> dict[int, int]:
+    """The parameters that Muon takes, by id, with the number of their blocks.
+
+    Muon takes the decaying matrices between embedding and head. It leaves out the gates of a mixer's state:
+    an orthogonal update moves each of their few rows as far as any other.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
+    mixers = [m for m in model.modules() if isinstance(m, Mixer)]
+    excluded = {id(p) for table in tables for p in table.parameters()}
+    excluded |= {id(p) for mixer in mixers for p in mixer.gate_parameters()}
+    counts = {id(p): count for mixer in mixers for p, count in head_matrices(mixer)}
+    return {id(p): counts.get(id(p), 1) for p in decaying if p.ndim == 2 and id(p) not in excluded}
+
+
+def group_settings(
+    kind: str, config: OptimConfig, rule: GroupConfig | None, blocks: int | None
+) -> dict[str, Any]:
+    """An empty group of a kind. rule: of `config.groups`, if its parameters match one."""
+    name, scale = kind, 1.0
+    decay = 0.0 if kind == "vectors" else config.weight_decay
+    if kind == "muon" and config.muon_lr is not None:
+        scale = config.muon_lr / config.lr
+    if rule is not None:
+        name, scale = f"{rule.match} {kind}", scale * rule.lr_scale
+        if rule.weight_decay is not None:
+            decay = rule.weight_decay
+    if blocks is not None and blocks > 1:
+        name = f"{name} in {blocks} blocks"
+
+    settings = {"name": name, "kind": kind, "weight_decay": decay, "lr_scale": scale, "params": []}
+    return settings if blocks is None else settings | {"blocks": blocks}
+
+
+def refuse_pattern(pattern: str, trained: dict[str, nn.Parameter]) -> NoReturn:
+    """Raises `InputError` for a pattern whose group is empty."""
+    if any(re.search(pattern, name) for name in trained):
+        problem = "; earlier patterns take all that it matches"
+    else:
+        words = {word for name in trained for word in name.split(".") if not word.isdecimal()}
+        problem = suggest(pattern, words)
+    raise InputError(f"optim.groups: {pattern!r} matches no parameter{problem}")
 
 
 def head_matrices(mixer: Mixer) -> Iterator[tuple[nn.Parameter, int]]:
@@ -139,22 +156,29 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 
 
 def build_adamw(groups: list[dict], config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW, and Muon for the groups of that kind, as one optimizer. AdamW is fused where torch has it: one
-    pass over the moments instead of many."""
+    """AdamW, and Muon for the groups of that kind, as one optimizer.
+
+    AdamW is fused where torch has it: one pass over the moments instead of many.
+    """
     everything = [p for group in groups for p in group["params"]]
     fused = all(p.device.type in ("cuda", "cpu") and p.is_floating_point() for p in everything)
-    first = sum(group.pop("kind") == "muon" for group in groups)
-    rest: Any = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": fused}
-    parts: list[torch.optim.Optimizer] = []
-    if first:
-        parts.append(Muon(groups[:first], momentum=config.momentum, adjust_lr_fn="match_rms_adamw"))
-    if groups[first:]:
-        parts.append(torch.optim.AdamW(groups[first:], **rest))
-    return parts[0] if len(parts) == 1 else Joined(parts)
+    muon_count = sum(group.pop("kind") == "muon" for group in groups)  # these come first
+    muon_groups, adamw_groups = groups[:muon_count], groups[muon_count:]
+
+    optimizers: list[torch.optim.Optimizer] = []
+    if muon_groups:
+        muon = Muon(muon_groups, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")
+        optimizers.append(muon)
+    if adamw_groups:
+        adamw = torch.optim.AdamW(
+            adamw_groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused
+        )
+        optimizers.append(adamw)
+    return optimizers[0] if len(optimizers) == 1 else Joined(optimizers)
 
 
 LEAST_SCALE = 1.0
-"""An fp16 run whose gradients overflow at this loss scale has another problem: such a step is a bad one."""
+"""A step whose gradients overflow at this fp16 loss scale has another problem, and is a bad step."""
 
 
 def loss_scale(precision: str, device: torch.device) -> torch.amp.GradScaler:
@@ -166,8 +190,11 @@ def loss_scale(precision: str, device: torch.device) -> torch.amp.GradScaler:
 
 
 def follow_gradients(scaler: torch.amp.GradScaler) -> tuple[float, float] | None:
-    """Changes the loss scale after `unscale_`. Returns (before, lowered) if gradients of any process
-    overflowed. It is never below `LEAST_SCALE`, even where the second of these is."""
+    """Changes the loss scale after `unscale_`.
+
+    Returns (before, lowered) if gradients of any process overflowed, else None. The scale stays at
+    `LEAST_SCALE` or above, even where `lowered` is below it.
+    """
     before = scaler.get_scale()
     scaler.update()
     lowered = scaler.get_scale()
@@ -204,20 +231,20 @@ class Joined(torch.optim.Optimizer):
     """Several optimizers with separate parameters as one: one `state`, one list of `param_groups`."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]):
-        self.parts, self.counts = parts, [len(part.param_groups) for part in parts]
-        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = parts
+        self.counts = [len(optimizer.param_groups) for optimizer in parts]
+        super().__init__([group for optimizer in parts for group in optimizer.param_groups], {})
         self._share()
 
     def _share(self) -> None:
         """Makes the parts share this object's groups and state."""
         groups = iter(self.param_groups)
-        for part, count in zip(self.parts, self.counts, strict=True):
-            part.param_groups = [next(groups) for _ in range(count)]
-            part.state = self.state
+        for optimizer, count in zip(self.parts, self.counts, strict=True):
+            optimizer.param_groups = [next(groups) for _ in range(count)]
+            optimizer.state = self.state
 
-    def __setstate__(
-        self, state: dict
-    ) -> None:  # `load_state_dict` calls it with new groups and state
+    def __setstate__(self, state: dict) -> None:
+        # `load_state_dict` calls it with new groups and state.
         super().__setstate__(state)
         self._share()
 
@@ -227,8 +254,8 @@ class Joined(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self.parts:
-            part.step()
+        for optimizer in self.parts:
+            optimizer.step()
         return loss
 
 
@@ -251,31 +278,36 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        sharded = [
-            (p, g) for g in self.param_groups for p in g["params"] if isinstance(p.grad, DTensor)
-        ]
-        for p, group in sharded:
-            momentum, state = group["momentum"], self.state[p]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(p.grad)
-            buffer = state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
-            whole = nn.Parameter(p.full_tensor())
-            whole.grad = p.grad.lerp(buffer, momentum).full_tensor()
-            keys = ("lr", "weight_decay", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
-            settings = {key: group[key] for key in keys}
-            one = {"params": [whole], "blocks": group.get("blocks", 1)}
-            Muon([one], momentum=0.0, nesterov=False, **settings).step()
-            p.copy_(
-                distribute_tensor(whole.detach(), p.device_mesh, p.placements, src_data_rank=None)
-            )
-            p.grad = None  # done: torch's step skips it
+        for group in self.param_groups:
+            for p in group["params"]:
+                if isinstance(p.grad, DTensor):
+                    self._update_sharded(p, group)
+                    p.grad = None  # done: torch's step skips it
         return super().step(closure)
+
+    def _update_sharded(self, p: Any, group: dict) -> None:
+        """Updates one sharded parameter: by torch's code, on the gathered matrix."""
+        momentum, state = group["momentum"], self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p.grad)
+        buffer = state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
+
+        gathered = nn.Parameter(p.full_tensor())
+        gathered.grad = p.grad.lerp(buffer, momentum).full_tensor()
+        keys = ("lr", "weight_decay", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+        settings = {key: group[key] for key in keys}
+        one = {"params": [gathered], "blocks": group.get("blocks", 1)}
+        Muon([one], momentum=0.0, nesterov=False, **settings).step()
+
+        mesh, placements = p.device_mesh, p.placements
+        p.copy_(distribute_tensor(gathered.detach(), mesh, placements, src_data_rank=None))
 
 
 def describe_groups(groups: Iterable[dict]) -> str:
     """Describes the groups: `matrices 2,800,000 decay 0.1, vectors 5,200 decay 0 lr × 0.5`."""
-    return ", ".join(
-        f"{group['name']} {sum(p.numel() for p in group['params']):,} decay {group['weight_decay']:g}"
-        + (f" lr × {group['lr_scale']:g}" if group.get("lr_scale", 1.0) != 1 else "")
-        for group in groups
-    )
+    texts = []
+    for group in groups:
+        count, scale = sum(p.numel() for p in group["params"]), group.get("lr_scale", 1.0)
+        text = f"{group['name']} {count:,} decay {group['weight_decay']:g}"
+        texts.append(text if scale == 1 else f"{text} lr × {scale:g}")
+    return ", ".join(texts)

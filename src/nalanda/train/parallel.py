@@ -97,8 +97,9 @@ def parallelize(
     train: Any,
     build: Callable[[], torch.optim.Optimizer],
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Returns (the model to call in training, the optimizer). train: `TrainConfig`; build: makes the
-    optimizer.
+    """Returns (the model to call in training, the optimizer).
+
+    train: `TrainConfig`. build: makes the optimizer.
 
     The order is activation checkpointing, sharding, compilation, autocast, optimizer: sharding replaces the
     parameters and the blocks' classes. `model` stays the bare model; under FSDP2 it is what is called.
@@ -131,12 +132,11 @@ def compiles(asked: bool | str, device: torch.device) -> bool:
 def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
     """Compiles the forward and backward pass of each block in training mode. options: of `torch.compile`.
 
-    Equal blocks share one compilation, which a whole model would repeat for each. Evaluation stays eager: it
+    Equal blocks share one compilation; a whole model would repeat it for each. Evaluation stays eager: it
     has other shapes, and would compile for each of them.
     """
-    torch._dynamo.config.capture_dynamic_output_shape_ops = (
-        True  # the number of chunks of packed rows
-    )
+    # The number of chunks of packed rows depends on the data.
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
     torch._dynamo.config.optimize_ddp = False  # it would cut a block's graph at DDP's buckets
 
     def compiled(block: nn.Module) -> Callable:
@@ -222,13 +222,10 @@ def accumulating(model: nn.Module, last: bool) -> Iterator[None]:
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         yield
-    else:
-        with (
-            contextlib.nullcontext()
-            if last
-            else getattr(model, "no_sync", contextlib.nullcontext)()
-        ):
-            yield
+        return
+    no_sync = getattr(model, "no_sync", contextlib.nullcontext)  # of DDP
+    with contextlib.nullcontext() if last else no_sync():
+        yield
 
 
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

@@ -23,7 +23,7 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a name means."""
+    """The model, tokenizer and run of a name."""
 
     model: str
     """A folder with config and weights, or an id on the hub."""
@@ -52,10 +52,11 @@ def resolve(name: str, *, hub: bool = True) -> Resolved:
         return Resolved(name, name)
 
     check_name(str(path), hub=hub)
-    run, own = _run_around(path), str(path)
-    if run is None or [*path.glob("*token*"), *path.glob("vocab*"), *path.glob("*.model")]:
-        return Resolved(own, own, run)
-    return Resolved(own, str(run / "tokenizer") if (run / "tokenizer").is_dir() else own, run)
+    run, model = _run_around(path), str(path)
+    has_tokenizer = [*path.glob("*token*"), *path.glob("vocab*"), *path.glob("*.model")]
+    if run is None or has_tokenizer or not (run / "tokenizer").is_dir():
+        return Resolved(model, model, run)
+    return Resolved(model, str(run / "tokenizer"), run)
 
 
 def resolve_all(names: Sequence[str] | None, *, hub: bool = True) -> list[str]:
@@ -68,11 +69,12 @@ def resolve_all(names: Sequence[str] | None, *, hub: bool = True) -> list[str]:
 def run_of(name: str) -> Path:
     """The run that a command on runs means by its folder, its name in `runs`, its `final` or a `step-N`."""
     path = find_run(name)
-    return (None if _is_run(path) else _run_around(path)) or path
+    around = None if _is_run(path) else _run_around(path)
+    return around or path
 
 
 def exported(name: str) -> Path:
-    """What `nalanda export` writes: a checkpoint `step-N` itself, else the run."""
+    """The source of `nalanda export`: a checkpoint `step-N` itself, else the run."""
     path = Path(name).expanduser()
     return path if path.name.startswith("step-") else run_of(name)
 
@@ -118,8 +120,9 @@ def _newest_model(run: Path) -> Path:
     else:
         model = latest_checkpoint(folder, lambda line: print(line, file=sys.stderr))
         if model is None:
-            bad = [f"{path.name} is {why_unusable(path)}" for path in checkpoint_folders(folder)]
-            why = "; ".join(bad) or "no checkpoint is saved"
+            folders = checkpoint_folders(folder)
+            problems = "; ".join(f"{path.name} is {why_unusable(path)}" for path in folders)
+            why = problems or "no checkpoint is saved"
             raise InputError(
                 f"{run}: the run has no whole model yet: no final, and {why}; train it further"
             )
