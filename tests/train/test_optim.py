@@ -381,7 +381,7 @@ def test_patterns_without_parameters_are_refused(settings, message):
             r"optim.groups\[0\].weight_decay: expected 0",
         ),
         ({"momentum": 1.0}, r"optim.momentum: expected a number in \[0, 1\)"),
-        ({"muon_lr": 0.1}, "optim.muon_lr: only under optim.name=muon"),
+        ({"muon_lr": 0.1}, "optim.muon_lr: only Muon has it"),
         ({"name": "muon", "muon_lr": 0.0}, "optim.muon_lr: expected a positive number"),
     ],
 )

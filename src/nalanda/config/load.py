@@ -41,25 +41,25 @@ def recipe_of(sections: dict, folder: Path) -> RunConfig:
 def at_home(config: RunConfig) -> RunConfig:
     """`config` with the user's home in place of `~`. Raises `InputError` for the home of an unknown user."""
     config = copy.deepcopy(config)
-    data, parts = config.data, config.data.mixture
-    places: list[tuple[Any, str, str]] = [(config, "output_dir", "")]
-    places += [
-        (part, key, "data.") for part in (data, *parts) for key in ("source", "validation_source")
+    paths: list[tuple[dict, str, str]] = [
+        (vars(config), "output_dir", ""),
+        (vars(config.tokenizer), "path", "tokenizer."),
     ]
-    places += [(config.tokenizer, "path", "tokenizer.")]
-    places += [
-        (config.model, key, "model.") for key in ("auto", "init_from") if key in config.model
-    ]
+    for component in (config.data, *config.data.mixture):
+        paths += [(vars(component), key, "data.") for key in ("source", "validation_source")]
+    paths += [(config.model, key, "model.") for key in ("auto", "init_from") if key in config.model]
 
-    for holder, key, where in places:
-        values = holder if isinstance(holder, dict) else vars(holder)
+    for values, key, where in paths:
         value, name = values[key], f"{where}{key}"
-        several = isinstance(value, list)
-        values[key] = [_at_home(each, name) for each in value] if several else _at_home(value, name)
+        if isinstance(value, list):
+            values[key] = [_at_home(each, name) for each in value]
+        else:
+            values[key] = _at_home(value, name)
     return config
 
 
 def _at_home(value: Any, key: str) -> Any:
+    """A path with the user's home in place of `~`; other values as they are."""
     if not isinstance(value, str) or not value.startswith("~"):
         return value
     path = os.path.expanduser(value)
@@ -83,7 +83,7 @@ def read_sections(path: Path, overrides: typing.Sequence[str] = ()) -> dict:
 
 
 def _drop_options_of_another_map(values: dict, overrides: typing.Sequence[str]) -> None:
-    """The options of a recipe are those of the map that it names."""
+    """Drops the recipe's options of a feature map, if an override names another map."""
     model = values.get("model")
     named = [text.partition("=")[2] for text in overrides if text.startswith("model.feature_map=")]
     if isinstance(model, dict) and named and named[-1] != model.get("feature_map"):
@@ -91,19 +91,19 @@ def _drop_options_of_another_map(values: dict, overrides: typing.Sequence[str]) 
 
 
 def _drop_another_tokenizer(values: dict, overrides: typing.Sequence[str]) -> None:
-    """A recipe's tokenizer is either loaded or trained: `tokenizer.path=x` replaces one that it trains, with
-    its settings, and `tokenizer.train=bpe` one that it loads."""
-    given = {
-        key
-        for key, _, text in (o.partition("=") for o in overrides)
-        if text not in ("", "null", "~")
-    }
+    """Drops the recipe's tokenizer, if an override gives one of the other kind.
+
+    A tokenizer is either loaded or trained. `tokenizer.path=x` replaces one that the recipe trains, with its
+    settings; `tokenizer.train=bpe` replaces one that it loads.
+    """
+    pairs = [override.partition("=") for override in overrides]
+    overridden = {key for key, _, text in pairs if text not in ("", "null", "~")}
     tokenizer = values.get("tokenizer")
-    if "tokenizer.path" in given and isinstance(tokenizer, dict):
+    if "tokenizer.path" in overridden and isinstance(tokenizer, dict):
         values["tokenizer"] = {key: value for key, value in tokenizer.items() if key == "path"}
-    elif "tokenizer.train" in given and isinstance(tokenizer, str):
+    elif "tokenizer.train" in overridden and isinstance(tokenizer, str):
         values["tokenizer"] = {}
-    elif "tokenizer.train" in given and isinstance(tokenizer, dict):
+    elif "tokenizer.train" in overridden and isinstance(tokenizer, dict):
         tokenizer.pop("path", None)
 
 
@@ -115,8 +115,9 @@ def find_recipe(name: str) -> Path:
     for path in (Path(name), *(folder / f"{name}.yaml" for folder in recipe_folders())):
         if path.is_file():
             return path
-    if (kept := Path(name) / "config.yaml").is_file():
-        raise InputError(f"{name}: a folder, not a recipe; its recipe is {kept}")
+    inside = Path(name) / "config.yaml"
+    if inside.is_file():
+        raise InputError(f"{name}: a folder, not a recipe; its recipe is {inside}")
     raise InputError(f"{name}: no such recipe or file{suggest(name, shipped_recipes())}")
 
 
@@ -133,32 +134,37 @@ def is_recipe(name: str) -> bool:
 
 def recipe_folders() -> tuple[Path, Path]:
     """The recipe folders of an installed package and of a checkout; one of them exists."""
-    here = Path(__file__).parents[1]
-    return here / "recipes", here.parents[1] / "recipes"
+    package = Path(__file__).parents[1]
+    return package / "recipes", package.parents[1] / "recipes"
 
 
 def differences(old: dict, new: dict, where: str = "") -> dict[str, tuple[Any, Any]]:
     """The differences of two configs as dicts, `{"optim.lr": (old, new)}`; None for a missing value."""
-    found = {}
+    changes = {}
     for key in dict.fromkeys([*old, *new]):
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
-            found |= differences(before, after, f"{where}{key}.")
+            changes |= differences(before, after, f"{where}{key}.")
         elif before != after:
-            found[f"{where}{key}"] = (before, after)
-    return found
+            changes[f"{where}{key}"] = (before, after)
+    return changes
 
 
 def _override(values: dict, override: str) -> None:
+    """Applies `section.key=value` to a recipe's sections."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise InputError(f"{override}: expected section.key=value, such as train.steps=100")
     *path, last = key.split(".")
-    for part in path:
-        child = values.get(part)
-        if part == "tokenizer" and isinstance(child, str):
+    for name in path:
+        child = values.get(name)
+        if name == "tokenizer" and isinstance(child, str):
             child = {"path": child}
-        values[part] = values = child if isinstance(child, dict) else {}
+        if not isinstance(child, dict):
+            child = {}
+        values[name] = child
+        values = child
+
     try:
         value = parse_yaml(text, override)
     except InputError:  # such as the glob *.jsonl
@@ -173,8 +179,8 @@ def _override(values: dict, override: str) -> None:
 def _holds_text(key: str) -> bool:
     """Whether a recipe's key, such as data.source, may have text as its value."""
     kind: Any = RunConfig
-    for part in key.split("."):
-        kind = typing.get_type_hints(kind).get(part) if is_dataclass(kind) else None
+    for name in key.split("."):
+        kind = typing.get_type_hints(kind).get(name) if is_dataclass(kind) else None
     return str in _choices(kind)
 
 
@@ -185,9 +191,11 @@ def _choices(kind: Any) -> list[Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 in which 1e-5 and 1.5e4 are numbers, not text, and a duplicate key an error. Integers are
-    decimal: 010 and 1:30, which YAML 1.1 reads as 8 and 90, are text; 010 becomes 10 where a number is
-    needed."""
+    """YAML 1.1 in which 1e-5 and 1.5e4 are numbers, not text, and a duplicate key an error.
+
+    Integers are decimal. YAML 1.1 reads 010 and 1:30 as 8 and 90; here they are text. 010 becomes 10 where a
+    number is needed.
+    """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
         seen: dict[Any, int] = {}
@@ -237,7 +245,10 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def section(cls: type, values: Any, where: str) -> Any:
-    """An instance of dataclass `cls` from a mapping; checks its keys and types. where: `optim.` or empty."""
+    """An instance of dataclass `cls` from a mapping; checks its keys and types.
+
+    where: the prefix of its keys in errors, such as `optim.`.
+    """
     if cls is TokenizerConfig and isinstance(values, str):
         values = {"path": values}
     if not isinstance(values, dict):
@@ -245,14 +256,13 @@ def section(cls: type, values: Any, where: str) -> Any:
             f"{where.rstrip('.') or 'recipe'}: expected a section of keys, got {_name(values)}"
         )
     kinds = typing.get_type_hints(cls)
-    known = [f for f in fields(cls) if f.init]
+    keys = {f.name: f for f in fields(cls) if f.init}
     for key in values:
-        if key not in {f.name for f in known}:
-            raise InputError(
-                f"{where}{key}: no such key{_instead(cls, str(key), [f.name for f in known])}"
-            )
+        if key not in keys:
+            raise InputError(f"{where}{key}: no such key{_instead(cls, str(key), [*keys])}")
+
     arguments = {}
-    for f in known:
+    for f in keys.values():
         if f.name in values:
             arguments[f.name] = _convert(values[f.name], kinds[f.name], f"{where}{f.name}")
         elif f.default is MISSING and f.default_factory is MISSING:
@@ -265,11 +275,12 @@ def section(cls: type, values: Any, where: str) -> Any:
 
 def _convert(value: Any, kind: Any, where: str) -> Any:
     """Converts `value` to `kind`; strings may become numbers. Raises `InputError`."""
-    if is_dataclass(kind):
-        return section(typing.cast(type, kind), value, f"{where}.")
-    origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
+    if is_dataclass(kind):
+        return section(typing.cast(type, kind), value, f"{where}.")
+
+    origin, arguments = get_origin(kind), get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
@@ -283,35 +294,55 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
         check_choice(value, arguments, where)
         return value
     if origin in (list, tuple) and isinstance(value, (list, tuple)):
-        variadic = origin is list or arguments[-1] is Ellipsis
-        if not variadic and len(value) != len(arguments):
-            raise InputError(f"{where}: expected {len(arguments)} values, got {len(value)}")
-        kinds = [arguments[0]] * len(value) if variadic else arguments
-        return origin(
-            _convert(v, k, f"{where}[{i}]")
-            for i, (v, k) in enumerate(zip(value, kinds, strict=True))
-        )
+        return _convert_items(value, kind, where)
     if origin is dict and isinstance(value, dict):
         return dict(value)
-    if kind is float and (number := _number(value)) is not None:
+
+    number = _number(value)
+    if kind is float and number is not None:
         return number
-    if kind is int and (number := _number(value)) is not None and number.is_integer():
+    if kind is int and number is not None and number.is_integer():
         return value if isinstance(value, int) else int(number)
     if kind in (str, bool, list, tuple, dict) and isinstance(value, kind):
         return value
-    words: dict[Any, str] = {
-        int: "an integer",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-    }
-    words |= {list: "a list", tuple: "a list", dict: "a section of keys"}
-    expected = " or ".join(words.get(get_origin(k) or k, str(k)) for k in _choices(kind))
-    quote = (
-        str in _choices(kind) and value is not None and not isinstance(value, (list, tuple, dict))
+    raise InputError(
+        f"{where}: expected {_describe_kind(kind)}, got {_name(value)}{_advice(value, kind)}"
     )
-    advice = """; quote it, on a command line as '"…"'""" if quote else ""
-    raise InputError(f"{where}: expected {expected}, got {_name(value)}{advice}")
+
+
+def _convert_items(values: Any, kind: Any, where: str) -> Any:
+    """Converts the items of a list or tuple."""
+    container, kinds = get_origin(kind), get_args(kind)
+    if container is list or kinds[-1] is Ellipsis:
+        kinds = [kinds[0]] * len(values)
+    if len(values) != len(kinds):
+        raise InputError(f"{where}: expected {len(kinds)} values, got {len(values)}")
+    pairs = zip(values, kinds, strict=True)
+    return container(_convert(v, k, f"{where}[{i}]") for i, (v, k) in enumerate(pairs))
+
+
+KIND_WORDS: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    tuple: "a list",
+    dict: "a section of keys",
+}
+"""Types of a recipe's values, as errors call them."""
+
+
+def _describe_kind(kind: Any) -> str:
+    return " or ".join(KIND_WORDS.get(get_origin(k) or k, str(k)) for k in _choices(kind))
+
+
+def _advice(value: Any, kind: Any) -> str:
+    """Advice for a number or a boolean that should be text."""
+    quotable = value is not None and not isinstance(value, (list, tuple, dict))
+    return (
+        """; quote it, on a command line as '"…"'""" if quotable and str in _choices(kind) else ""
+    )
 
 
 def _number(value: Any) -> float | None:
@@ -324,20 +355,22 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _instead(cls: type, key: str, known: list[str]) -> str:
-    """Suggests known keys for an unknown key of `cls`, from the same section or another one."""
-    sections = {
-        name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)
-    }
-    if cls in (RunConfig, *sections.values()) and not closest(key, known, 0.75):
+def _instead(cls: type, key: str, names: list[str]) -> str:
+    """Suggests a key in place of an unknown one of `cls`, from the same section or another one."""
+    hints = typing.get_type_hints(RunConfig)
+    sections = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    if cls in (RunConfig, *sections.values()) and not closest(key, names, 0.75):
         keys = {name: [f.name for f in fields(kind)] for name, kind in sections.items()}
         from nalanda.model.configuration import NalandaConfig  # takes seconds: it imports torch
 
         keys["model"] = list(NalandaConfig.__annotations__)
-        near = closest(key, {key for names in keys.values() for key in names}, 0.75)
-        if places := [f"{name}.{near}" for name, names in keys.items() if near in names]:
-            return f"; did you mean {' or '.join(places)}?"
-    return suggest(key, known)
+        near = closest(key, {name for section_keys in keys.values() for name in section_keys}, 0.75)
+        candidates = [
+            f"{name}.{near}" for name, section_keys in keys.items() if near in section_keys
+        ]
+        if candidates:
+            return f"; did you mean {' or '.join(candidates)}?"
+    return suggest(key, names)
 
 
 def _name(value: Any) -> str:

@@ -52,57 +52,78 @@ def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedCo
     keys = {key: value for key, value in config.model.items() if key not in ("auto", "init_from")}
     source = config_source(config.model)
     if isinstance(source, type):
-        known = {*inspect.signature(source).parameters, *getattr(source, "attribute_map", {})}
-        if source is not NalandaConfig and (unknown := sorted(keys.keys() - known)):
-            # Other configs would accept them, and ignore them.
-            raise InputError(
-                f"model.{unknown[0]}: {source.model_type} has no such key{suggest(unknown[0], known)}"
-            )
-        if "max_position_embeddings" in known:
-            keys.setdefault("max_position_embeddings", config.data.seq_len)
-        if tokenizer is not None:
-            keys.setdefault(
-                "vocab_size", padded_vocabulary(max(tokenizer.get_vocab().values()) + 1)
-            )
-        with in_one_line("model"):
-            model_config: PreTrainedConfig = source(**keys)
+        model_config = described_config(source, keys, config.data.seq_len, tokenizer)
     else:
-        with in_one_line(f"model: {not_here(source)}".removesuffix(": ")):
-            found: Any = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **keys)
-        model_config, unknown = found
-        if unknown:
-            raise InputError(f"model.{next(iter(unknown))}: {source} has no such key")
-    longest = getattr(model_config, "max_position_embeddings", None) or config.data.seq_len
-    if model_config.model_type != "nalanda" and longest < config.data.seq_len:
-        raise InputError(
-            f"data.seq_len: {config.data.seq_len} is more than the model's {longest} positions"
-        )
+        model_config = stored_config(source, keys)
+    check_training(config, model_config)
+    if tokenizer is not None:
+        take_special_tokens(model_config, tokenizer, bos=config.data.bos)
+    return model_config
+
+
+def described_config(
+    source: type[PreTrainedConfig], keys: dict[str, Any], seq_len: int, tokenizer: Any
+) -> PreTrainedConfig:
+    """The config of class `source` that the recipe's `keys` describe."""
+    accepted = {*inspect.signature(source).parameters, *getattr(source, "attribute_map", {})}
+    unknown = sorted(keys.keys() - accepted)
+    if source is not NalandaConfig and unknown:
+        # Other configs would accept them, and ignore them.
+        hint = suggest(unknown[0], accepted)
+        raise InputError(f"model.{unknown[0]}: {source.model_type} has no such key{hint}")
+
+    keys = dict(keys)
+    if "max_position_embeddings" in accepted:
+        keys.setdefault("max_position_embeddings", seq_len)
+    if tokenizer is not None:
+        tokens = max(tokenizer.get_vocab().values()) + 1
+        keys.setdefault("vocab_size", padded_vocabulary(tokens))
+    with in_one_line("model"):
+        return source(**keys)
+
+
+def stored_config(source: str, keys: dict[str, Any]) -> PreTrainedConfig:
+    """The config.json of a path or hub id, with the recipe's `keys` in place of its own."""
+    with in_one_line(f"model: {not_here(source)}".removesuffix(": ")):
+        loaded: Any = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **keys)
+    model_config, unknown = loaded
+    if unknown:
+        raise InputError(f"model.{next(iter(unknown))}: {source} has no such key")
+    return model_config
+
+
+def check_training(config: RunConfig, model_config: PreTrainedConfig) -> None:
+    """Raises `InputError` for a way of training that the model cannot serve."""
+    seq_len, contexts = config.data.seq_len, config.train.context_parallel
+    ours = model_config.model_type == "nalanda"
+    positions = getattr(model_config, "max_position_embeddings", None) or seq_len
+    if not ours and positions < seq_len:
+        raise InputError(f"data.seq_len: {seq_len} is more than the model's {positions} positions")
+
     if is_encoder(model_config):
-        carry = config.data.long_documents == "carry"
-        for key, asked, value in (
-            ("data.long_documents", carry, "cut"),
-            ("train.context_parallel", config.train.context_parallel > 1, "1"),
-        ):
-            if asked:
-                raise InputError(
-                    f"{key}: the model is an encoder, which has no state to pass on; set {value}"
-                )
-    if config.train.context_parallel > 1 and model_config.model_type != "nalanda":
+        problem = "the model is an encoder, which has no state to pass on"
+        if config.data.long_documents == "carry":
+            raise InputError(f"data.long_documents: {problem}; set cut")
+        if contexts > 1:
+            raise InputError(f"train.context_parallel: {problem}; set 1")
+
+    if contexts > 1 and not ours:
         raise InputError(
             f"train.context_parallel: needs one of Nalanda's own models, not {model_config.model_type}; set 1"
         )
-    if config.train.context_parallel > 1 and (names := uncut_mixers(model_config)):
+    if contexts > 1 and (names := uncut_mixers(model_config)):
         raise InputError(f"train.context_parallel: mixer {names[0]} does not serve cut rows; set 1")
-    if tokenizer is not None:
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(model_config, key, getattr(tokenizer, key))
-        if model_config.pad_token_id == model_config.eos_token_id:
-            model_config.pad_token_id = (
-                None  # a padding embedding is not trained, that of eos must be
-            )
-        if not config.data.bos:  # prompts and evaluations begin as training documents do
-            model_config.bos_token_id = None
-    return model_config
+
+
+def take_special_tokens(model_config: PreTrainedConfig, tokenizer: Any, *, bos: bool) -> None:
+    """Gives the config the tokenizer's special tokens. bos: whether training documents begin with one."""
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(model_config, key, getattr(tokenizer, key))
+    if model_config.pad_token_id == model_config.eos_token_id:
+        # A padding embedding is not trained; that of eos must be.
+        model_config.pad_token_id = None
+    if not bos:  # prompts and evaluations begin as training documents do
+        model_config.bos_token_id = None
 
 
 DERIVED = ("vocab_size", "head_dim", "intermediate_size", "max_position_embeddings")
@@ -114,18 +135,17 @@ def written_out(config: PreTrainedConfig) -> dict[str, Any]:
 
     Special tokens are left to the tokenizer.
     """
-    elsewhere = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
-    names = [
-        f.name for f in dataclasses.fields(NalandaConfig) if f.name in NalandaConfig.__annotations__
-    ]
+    excluded = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
+    described = NalandaConfig.__annotations__.keys() - excluded
+    names = [f.name for f in dataclasses.fields(NalandaConfig) if f.name in described]
     values = config.to_dict()
-    return {name: values[name] for name in names if name not in elsewhere}
+    return {name: values[name] for name in names}
 
 
 def recorded_model(recipe: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
     """A recipe's `model` with the defaults that its config has, so that it keeps its meaning under others.
 
-    What the recipe says stays as it is, and what is derived is left to be derived again.
+    The recipe's own values stay, and derived keys are left to be derived again.
     """
     defaults = {name: value for name, value in written_out(config).items() if name not in DERIVED}
     options = {"feature_map_options": defaults["feature_map_options"]}
@@ -179,5 +199,6 @@ def in_one_line(where: str) -> Iterator[None]:
     ) as error:
         if out_of_memory(error):
             raise
-        first, *rest = [line.strip() for line in str(error).strip().splitlines()]
-        raise InputError(f"{where}: {' '.join([first, *rest[: first.endswith(':')]])}") from None
+        lines = [line.strip() for line in str(error).strip().splitlines()]
+        problem = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
+        raise InputError(f"{where}: {problem}") from None

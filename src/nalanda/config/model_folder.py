@@ -10,9 +10,9 @@ from nalanda.common.errors import InputError
 
 def not_here(name: str) -> str:
     """A prefix for the hub's error about `name`, which may be a misspelt folder."""
-    return (
-        "" if Path(name).expanduser().exists() else f"there is no folder {name}, and the hub says: "
-    )
+    if Path(name).expanduser().exists():
+        return ""
+    return f"there is no folder {name}, and the hub says: "
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -25,22 +25,21 @@ def weight_files(folder: Path) -> list[Path]:
     names = ["model.safetensors"] if (folder / "model.safetensors").is_file() else []
     if index.is_file():
         try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
+            weights = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted(set(weights.values()))
             inside = all(Path(name).name == name for name in names)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise InputError(f"{index.name}: damaged, or not an index of weights") from None
         # In the hub's cache, files in snapshots/REVISION link to blobs.
-        root = (
-            folder.resolve().parents[1]
-            if folder.resolve().parent.name == "snapshots"
-            else folder.resolve()
-        )
+        root = folder.resolve()
+        if root.parent.name == "snapshots":
+            root = root.parents[1]
         for name in names:
             if not inside or not (folder / name).resolve().is_relative_to(root):
                 raise InputError(f"{index.name}: {name} is outside the folder, and was not read")
-    for file in (folder / name for name in names):
+
+    files = [folder / name for name in names]
+    for file in files:
         if not file.is_file():
             raise InputError(f"no {file.name} there, which {index.name} names")
         try:
@@ -50,7 +49,7 @@ def weight_files(folder: Path) -> list[Path]:
             raise InputError(
                 f"{file.name}: damaged or cut short ({error}); copy or download it again"
             ) from None
-    return [folder / name for name in names]
+    return files
 
 
 def architecture(folder: Path) -> str:

@@ -76,13 +76,14 @@ class Component:
 class DataConfig:
     """`data:` of a recipe.
 
-    A local directory may hold `train/` and `validation/` (or val, valid, dev), each with files at any depth
-    (SlimPajama's layout), or files of such names, as `val.jsonl` or `train-00000-of-00009.parquet`. `test` is
-    left out, and so are files of no split beside `train`; a line at the start says how many.
+    A local directory may hold `train/` and `validation/` (or val, valid, dev), each with files at any depth:
+    SlimPajama's layout. Or it holds files named after their split: `val.jsonl`,
+    `train-00000-of-00009.parquet`. `test` is left out, and so are files of no split beside `train`; a line at
+    the start says how many.
     Without a validation part, `validation_share` of the training documents is held out. The hash of a text
     decides: the two parts are disjoint, and stay the same when files are added. Of a small corpus (files of
-    up to 64 MiB) at least one document is held out if validation is on, or the last share of a single one.
-    A lone .txt file is cut at blank lines into documents of up to 8,192 characters.
+    up to 64 MiB) at least one document is held out if validation is on. Of a single document it is the last
+    share. A lone .txt file is cut at blank lines into documents of up to 8,192 characters.
 
     `documents: joined` is for a text whose rows are its lines, such as WikiText's. Language models see it as
     one stream of tokens with an eos after every line, blank ones too, cut into blocks (fairseq's
@@ -94,8 +95,8 @@ class DataConfig:
     Their sources are named after the component: `web`, or `web/ArXiv` if documents name their own source.
 
     `long_documents: carry` needs a prepared token set. The rest of a document longer than a row becomes the
-    next row of the same batch slot, up to `carry_rows` rows in sequence, so that a model's recurrent state
-    passes from row to row. Validation cuts.
+    next row of the same batch slot, up to `carry_rows` rows in sequence. A model's recurrent state then passes
+    from row to row. Validation cuts.
     """
 
     source: str | list[str] = ""
@@ -172,30 +173,32 @@ class DataConfig:
                 "data.source is missing; give python, a path, a glob, or a Hub dataset id"
             )
         self._check_mixture()
-        for key, part in [
-            ("data", self),
-            *((f"data.mixture.{part.name}", part) for part in self.mixture),
-        ]:
-            for name in ("source", "validation_source"):
-                for url in _several(getattr(part, name)):
-                    check_source(url, f"{key}.{name}")
+        self._check_sources("data", self)
+        for component in self.mixture:
+            self._check_sources(f"data.mixture.{component.name}", component)
         check_bounds(self, "data")
         if self.documents == "joined" and self.bos:
             raise InputError(
                 "data.bos: joined documents are the lines of one text; set data.bos: false"
             )
 
+    def _check_sources(self, key: str, component: Any) -> None:
+        """Checks the sources of a component, or of this section. key: of the component."""
+        for name in ("source", "validation_source"):
+            for source in _several(getattr(component, name)):
+                check_source(source, f"{key}.{name}")
+
     def _check_mixture(self) -> None:
         if not self.mixture:
             return
         if self.source:
             raise InputError("data: give either source or mixture")
-        for part in self.mixture:
-            if not part.name or not part.source or not 0 < part.weight < float("inf"):
-                raise InputError(
-                    f"data.mixture: {part.name or 'a component'}: needs a name, a source, a weight above 0"
-                )
-        names = [part.name for part in self.mixture]
+        for component in self.mixture:
+            finite_weight = 0 < component.weight < float("inf")
+            if not component.name or not component.source or not finite_weight:
+                name = component.name or "a component"
+                raise InputError(f"data.mixture: {name}: needs a name, a source, a weight above 0")
+        names = [component.name for component in self.mixture]
         if len(set(names)) < len(names):
             raise InputError(
                 f"data.mixture: each component needs another name; there are {', '.join(names)}"
@@ -209,15 +212,13 @@ class DataConfig:
         """The components of the mixture by name, each with its own settings; {"": self} without a mixture."""
         if not self.mixture:
             return {"": self}
-        return {
-            part.name: replace(
-                self,
-                mixture=[],
-                name=part.config or self.name,
-                **{key: value for key in COMPONENT_KEYS if (value := getattr(part, key))},
-            )
-            for part in self.mixture
-        }
+        parts: dict[str, DataConfig] = {}
+        for component in self.mixture:
+            values = {key: getattr(component, key) for key in COMPONENT_KEYS}
+            chosen = {key: value for key, value in values.items() if value}
+            name = component.config or self.name
+            parts[component.name] = replace(self, mixture=[], name=name, **chosen)
+        return parts
 
 
 COMPONENT_KEYS = (
@@ -260,10 +261,8 @@ class TokenizerConfig:
         if self.train is not None:
             check_choice(self.train, ("bpe", "words"), "tokenizer.train")
         check_bounds(self, "tokenizer")
-        if self.path and self.vocab_size not in (
-            None,
-            4096,
-        ):  # 4096: the default, as stored runs have it
+        # 4096 is the default, as stored runs have it.
+        if self.path and self.vocab_size not in (None, 4096):
             raise InputError(
                 f"tokenizer.vocab_size is {self.vocab_size}; only a trained one has a size to choose; leave "
                 "it out, or leave the path out"
@@ -403,7 +402,8 @@ class OptimConfig:
         check_bounds(self, "optim")
         if self.muon_lr is not None and self.name != "muon":
             raise InputError(
-                f"optim.muon_lr: only under optim.name=muon, which is {self.name} here"
+                f"optim.muon_lr: only Muon has it, and optim.name is {self.name}; set optim.name=muon, or "
+                "leave it out"
             )
         if self.max_grad_norm < 0 or 0 < self.max_grad_norm < LEAST_NORM:
             raise InputError(
@@ -452,8 +452,8 @@ MIN_GOOD_STEPS = 16
 @dataclass
 class GuardConfig:
     sigma: Annotated[float, at_least(0)] = 6.0
-    """A step is bad, and skipped, if its loss or the logarithm of its gradient norm is this many standard
-    deviations above the mean of the last good steps. 0: only if one is not finite."""
+    """A step is bad, and skipped, this many standard deviations above the mean of the last good steps. Its loss
+    and the logarithm of its gradient norm count. 0: only if one is not finite."""
     window: Annotated[int, at_least(MIN_GOOD_STEPS)] = 128
     """Good steps that mean and deviation are computed over."""
     max_bad_steps: Annotated[int, at_least(1)] = 5
@@ -576,16 +576,17 @@ def _name_local_files(section: Any) -> None:
     """Replaces file:// URLs of a section's sources by the paths they name."""
     for key in ("source", "validation_source"):
         source = getattr(section, key)
-        found = (
-            [local_path(each) for each in source]
-            if isinstance(source, list)
-            else local_path(source)
-        )
-        setattr(section, key, found)
+        if isinstance(source, list):
+            setattr(section, key, [local_path(each) for each in source])
+        else:
+            setattr(section, key, local_path(source))
 
 
 def _several(source: Any) -> list[Any]:
-    return source if isinstance(source, list) else [source] if isinstance(source, str) else []
+    """A source as a list; [] for null."""
+    if isinstance(source, list):
+        return source
+    return [source] if isinstance(source, str) else []
 
 
 def check_seed(seed: int | None, name: str = "seed") -> None:
