@@ -122,34 +122,35 @@ def open_texts(
     """`open_corpora` of a source that is known to be no token set."""
     if validation is None:
         validation = "validation" in splits or data.validation_share >= NONE
-    walk = functools.cache(lambda root: sorted(_walk(root), key=lambda found: os.fspath(found[0])))
+    walk = functools.cache(lambda root: sorted(_walk(root), key=lambda pair: os.fspath(pair[0])))
     corpora: dict[str, Corpus] = {}
     for split in splits:
         train = corpora.get("train")
         if data.mixture and not (split == "validation" and data.validation_source):
             corpora[split] = _open_mixture(data, split, validation)
         elif train and train.hold_out:
-            part = partial(train.hold_out.part, split=split)
-            corpora[split] = replace(train, part=part, split=split)
+            held_out_part = partial(train.hold_out.part, split=split)
+            corpora[split] = replace(train, part=held_out_part, split=split)
         else:
             corpora[split] = _open_corpus(data, split, validation, walk)
     return corpora
 
 
 def _open_mixture(data: DataConfig, split: str, validation: bool) -> Corpus:
-    corpora = {
-        name: open_corpus(part, split, validation=validation) for name, part in data.parts().items()
-    }
-    return Corpus([MixtureShard(corpora, {part.name: part.weight for part in data.mixture})])
+    corpora = {}
+    for name, component in data.parts().items():
+        corpora[name] = open_corpus(component, split, validation=validation)
+    weights = {component.name: component.weight for component in data.mixture}
+    return Corpus([MixtureShard(corpora, weights)])
 
 
 def _open_corpus(data: DataConfig, split: str, validation: bool, walk: Walk) -> Corpus:
     source = source_of(data, split)
     shards, counts = _open_shards(data, source, split, walk)
     joined = data.documents == "joined"
-    if counts.get("validation") or data.validation_source:
-        part = str if joined else unless_blank  # joined lines keep the blank ones
-        return Corpus(shards, part, ordered=joined, counts=counts, split=split)
+    if counts.get("validation") or data.validation_source:  # nothing must be held out
+        all_of_it = str if joined else unless_blank  # joined lines keep the blank ones
+        return Corpus(shards, all_of_it, ordered=joined, counts=counts, split=split)
 
     lone = len(shards) == 1 and shards[0].single
     if joined and not lone:
@@ -178,15 +179,17 @@ def held_out(text: str, share: float) -> bool:
 
 def check_apart(train: Corpus, validation: Corpus) -> None:
     """Raises `InputError` if a file of `data.validation_source` is trained on too."""
-    known = {_place(shard) for shard in train.shards} - {None}
-    if common := next((shard for shard in validation.shards if _place(shard) in known), None):
-        raise InputError(
-            f"data.validation_source: {_place(common)} is a training file too; leave it out of one, or "
-            "leave validation_source out and data.validation_share is held out"
-        )
+    trained = {_locate(shard) for shard in train.shards}
+    for location in map(_locate, validation.shards):
+        if location is not None and location in trained:
+            raise InputError(
+                f"data.validation_source: {location} is a training file too; leave it out of one, or "
+                "leave validation_source out and data.validation_share is held out"
+            )
 
 
-def _place(shard: Shard) -> str | None:
+def _locate(shard: Shard) -> str | None:
+    """The path or URL of a shard, by which two names of a file are one; None for a text of this Python."""
     if isinstance(shard, FileShard):
         return str(shard.path.resolve())
     if isinstance(shard, StoreShard):
@@ -198,22 +201,24 @@ def describe_files(data: DataConfig, counts: Mapping[str, int]) -> str:
     """How many files each split of `data.source` has, and what is left out; "" for a single file."""
     if sum(counts.values()) < 2:
         return ""
-    left = {key: count for key, count in counts.items() if count and key.startswith(".")}
-    left = {
-        f"that end in {key}" if len(key) > 1 else "without suffix": n for key, n in left.items()
-    }
-    left |= {"empty": counts[EMPTY], "that are second names of a file": counts[SECOND]}
-    left["of a test split"] = counts["test"]
-    left["of no split"] = counts[""] if counts["train"] else 0
-    own = counts["validation"]
-    if data.validation_source:
-        left["of a validation split"], own = own, 0
-    name = data.source if isinstance(data.source, str) else f"{data.source[0]} and others"
     train = counts["train"] or counts[""]
+    validation = 0 if data.validation_source else counts["validation"]
+    name = data.source if isinstance(data.source, str) else f"{data.source[0]} and others"
     line = f"{redact(name)}: {train} file{'s' * (train != 1)} for training"
-    line += f", {own} for validation" if own else ""
-    rest = ", ".join(f"{count} {what}" for what, count in left.items() if count)
-    return f"{line}; left out: {rest}" if rest else line
+    if validation:
+        line += f", {validation} for validation"
+
+    left_out = {}
+    for key, count in counts.items():
+        if key.startswith("."):
+            left_out["without suffix" if key == "." else f"that end in {key}"] = count
+    left_out["empty"] = counts[EMPTY]
+    left_out["that are second names of a file"] = counts[SECOND]
+    left_out["of a test split"] = counts["test"]
+    left_out["of no split"] = counts[""] if counts["train"] else 0
+    left_out["of a validation split"] = counts["validation"] - validation
+    reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
+    return f"{line}; left out: {reasons}" if reasons else line
 
 
 def _open_shards(
@@ -221,13 +226,13 @@ def _open_shards(
 ) -> tuple[list[Shard], dict[str, int]]:
     """The shards of `split`, and `Corpus.counts`."""
     if isinstance(source, list) and is_local(source):
-        files, counts = _find_listed(source, split, walk)
-        return [FileShard(path, name, Fields.of(data)) for name, path in files.items()], counts
+        return _file_shards(data, *_find_listed(source, split, walk))
     if isinstance(source, list) or is_url(source):
         return open_urls(data, source, split)
     if source == "python":
         texts = python_splits(data.validation_share)[split]
         return [TextShard(name, text) for name, text in texts.items()], {"validation": 1}
+
     root = _expanded(source)
     if megatron_splits(source):
         raise InputError(
@@ -235,8 +240,7 @@ def _open_shards(
             "OUT --tokenizer ITS_TOKENIZER"
         )
     if is_local(source):
-        files, counts = _find_files(root, split, walk)
-        return [FileShard(path, name, Fields.of(data)) for name, path in files.items()], counts
+        return _file_shards(data, *_find_files(root, split, walk))
     if is_hub_id(source):
         shards, separate = open_hub(data, source, split)
         return shards, {"validation": int(separate)}
@@ -246,8 +250,14 @@ def _open_shards(
     )
 
 
+def _file_shards(
+    data: DataConfig, files: dict[str, Path], counts: dict[str, int]
+) -> tuple[list[Shard], dict[str, int]]:
+    return [FileShard(path, name, Fields.of(data)) for name, path in files.items()], counts
+
+
 class _File(NamedTuple):
-    """A file that was found."""
+    """A file of the listing."""
 
     path: Path
     size: int
@@ -261,15 +271,16 @@ def _find_files(root: Path, split: str, walk: Walk) -> tuple[dict[str, Path], di
     decides, or else the file's own name. Of a glob every file is taken."""
     counts: Counter[str] = Counter()
     if root.is_dir():
-        found = _in_folder(root, counts, walk)
-        parts = _by_split(
-            found, lambda name: split_of(Path(name).parts[:-1], Path(name).name), counts
-        )
+
+        def split_of_name(name: str) -> str:
+            return split_of(Path(name).parts[:-1], Path(name).name)
+
+        splits = _by_split(_list_folder(root, counts, walk), split_of_name, counts)
     else:
-        parts = _by_split(_of_glob(root), lambda name: "", counts)
+        splits = _by_split(_list_glob(root), lambda name: "", counts)
         if counts[EMPTY] and root.is_file():
             raise InputError(f"{root}, line 1: the file is empty; fetch it again or name another")
-    return _chosen(str(root), parts, split, counts)
+    return _choose_split(str(root), splits, split, counts)
 
 
 def _find_listed(
@@ -278,142 +289,143 @@ def _find_listed(
     """The same of several files, globs and folders. As with URLs, the innermost folder that names a split
     decides, below the folder that they share, or else the file's own name."""
     counts: Counter[str] = Counter()
-    found: dict[str, _File] = {}
+    listed: dict[str, _File] = {}
     for source in sources:
         root = _expanded(source)
         if not root.exists() and not glob.has_magic(source):
             raise InputError(
                 f"data.source: {source!r} does not exist; a list has files, folders and globs, or URLs"
             )
-        files = _in_folder(root, counts, walk) if root.is_dir() else _of_glob(root)
+        files = _list_folder(root, counts, walk) if root.is_dir() else _list_glob(root)
         if not files:
             raise InputError(f"data.source: {source}: no documents; leave it out")
         for name, file in files.items():
             path = f"{source}/{name}" if root.is_dir() else name
-            counts[SECOND] += path in found
-            found[path] = file
-    shared = len(Path(os.path.commonpath([file.path.parent for file in found.values()])).parts)
+            counts[SECOND] += path in listed
+            listed[path] = file
+    shared = len(Path(os.path.commonpath([file.path.parent for file in listed.values()])).parts)
 
-    def part_of(name: str) -> str:
-        path = found[name].path
+    def split_of_name(name: str) -> str:
+        if len(listed) == 1:  # nothing is beside it
+            return ""
+        path = listed[name].path
         return split_of(reversed(path.parts[shared:-1]), path.name)
 
-    parts = _by_split(found, part_of if len(found) > 1 else lambda name: "", counts)
-    return _chosen(f"{sources[0]} and others", parts, split, counts)
+    splits = _by_split(listed, split_of_name, counts)
+    return _choose_split(f"{sources[0]} and others", splits, split, counts)
 
 
 def _by_split(
-    found: dict[str, _File], part_of: Callable[[str], str], counts: Counter[str]
+    listed: dict[str, _File], split_of_name: Callable[[str], str], counts: Counter[str]
 ) -> dict[str, dict[str, Path]]:
     """The files of each split, without empty ones, and each by one of its names. The others are counted."""
-    parts: dict[str, dict[str, Path]] = {part: {} for part in (*NAMES, "")}
-    known: dict[tuple[str, str], str] = {}
-    for name, file in found.items():
+    splits: dict[str, dict[str, Path]] = {split: {} for split in (*NAMES, "")}
+    names: dict[tuple[str, str], str] = {}  # of each file in a split
+    for name, file in listed.items():
         if not file.size and not is_single(file.path.name):
             counts[EMPTY] += 1
             continue
-        part = part_of(name)
-        first = known.setdefault((part, file.real), name)
+
+        split = split_of_name(name)
+        first = names.setdefault((split, file.real), name)
         if first != name:
             counts[SECOND] += 1
-            if file.is_link or not found[first].is_link:
+            # The file itself goes before a link to it, else the first name counts.
+            if file.is_link or not listed[first].is_link:
                 continue
-            del parts[part][first]
-            known[part, file.real] = name
-        parts[part][name] = file.path
-    return parts
+            del splits[split][first]
+            names[split, file.real] = name
+        splits[split][name] = file.path
+    return splits
 
 
-def _chosen(
-    source: str, parts: dict[str, dict[str, Path]], split: str, counts: Counter[str]
+def _choose_split(
+    source: str, splits: dict[str, dict[str, Path]], split: str, counts: Counter[str]
 ) -> tuple[dict[str, Path], dict[str, int]]:
     """The files of `split`, and `Corpus.counts`. Raises `InputError` if there are none, or of two kinds."""
-    files = files_of(parts, split)
-    counts.update({part: len(found) for part, found in parts.items()})
-    if odd := next(
-        (name for name in files if name.encode(errors="replace").decode() != name), None
-    ):
-        raise InputError(f"{odd!r}: the name is not UTF-8; rename the file")
+    files = files_of(splits, split)
+    counts.update({name: len(members) for name, members in splits.items()})
+    for name in files:
+        if name.encode(errors="replace").decode() != name:
+            raise InputError(f"{name!r}: the name is not UTF-8; rename the file")
     if not files:
-        seen = [
-            f"{n} {'without suffix' if kind == '.' else kind}" for kind, n in counts.items() if n
-        ]
-        what = f"found {', '.join(seen)}; " if seen else ""
+        kinds = []
+        for kind, count in counts.items():
+            if count:
+                kinds.append(f"{count} {'without suffix' if kind == '.' else kind}")
+        listing = f"found {', '.join(kinds)}; " if kinds else ""
         raise InputError(
-            f"{source}: no documents for {split}; {what}files may end in {', '.join(suffixes())}"
+            f"{source}: no documents for {split}; {listing}files may end in {', '.join(suffixes())}"
         )
     refuse_two_kinds(source, (path.name for path in files.values()))
     return files, counts
 
 
-def _of_glob(root: Path) -> dict[str, _File]:
+def _list_glob(root: Path) -> dict[str, _File]:
     """A file, or the files of a glob, by their paths. Raises `InputError` for one without a reader."""
     paths = [root] if root.is_file() else sorted(map(Path, glob.glob(str(root), recursive=True)))
-    found = {path.as_posix(): path for path in paths if path.is_file()}
-    for path in found.values():
+    files = {}
+    for path in filter(Path.is_file, paths):
         reader_of(path)
-    return {
-        name: _File(path, path.stat().st_size, os.path.realpath(path), path.is_symlink())
-        for name, path in found.items()
-    }
+        real = os.path.realpath(path)
+        files[path.as_posix()] = _File(path, path.stat().st_size, real, path.is_symlink())
+    return files
 
 
-def _in_folder(root: Path, counts: Counter[str], walk: Walk) -> dict[str, _File]:
+def _list_folder(root: Path, counts: Counter[str], walk: Walk) -> dict[str, _File]:
     """The files of a folder that hold documents, by their relative paths, in order. Others are counted."""
-    every = {name.as_posix(): file for name, file in walk(root)}
-    found = _without_lists(every, counts)
-    read = documents_among(found)
-    kept = {}
-    for name, file in found.items():
-        if name in read:
-            kept[name] = file
-        else:
+    listed = {name.as_posix(): file for name, file in walk(root)}
+    files = _follow_lists(listed, counts)
+    with_documents = documents_among(files)
+    for name in [*files]:
+        if name not in with_documents:
             counts[Path(name).suffix or "."] += 1
-    return kept
+            del files[name]
+    return files
 
 
-def _without_lists(found: dict[str, _File], counts: Counter[str]) -> dict[str, _File]:
+def _follow_lists(listed: dict[str, _File], counts: Counter[str]) -> dict[str, _File]:
     """The files, where folders of `save_to_disk` have those that their state.json lists, in its order."""
     folders: dict[str, set[str]] = {}
-    for name in found:
+    for name in listed:
         folder, _, file = name.rpartition("/")
         folders.setdefault(folder, set()).add(file)
 
-    kept = dict(found)
+    files = dict(listed)
     for folder, names in folders.items():
         below = f"{folder}/" if folder else ""
         if "dataset_dict.json" in names:
-            kept.pop(f"{below}dataset_dict.json")
+            files.pop(f"{below}dataset_dict.json")
         if not {"state.json", "dataset_info.json"} <= names:
             continue
-        listed = _listed(found[f"{below}state.json"].path)
-        for name in listed:
+        data_files = _read_list(listed[f"{below}state.json"].path)
+        for name in data_files:
             if name not in names:
                 raise InputError(
                     f"{below}{name}: in the list of state.json, but missing; save the dataset again"
                 )
         for name in sorted(names):
-            file = kept.pop(f"{below}{name}")
-            if name not in ("state.json", "dataset_info.json", *listed):
+            files.pop(f"{below}{name}")
+            if name not in ("state.json", "dataset_info.json", *data_files):
                 counts[Path(name).suffix or "."] += 1
-        kept |= {f"{below}{name}": found[f"{below}{name}"] for name in listed}
-    return kept
+        files |= {f"{below}{name}": listed[f"{below}{name}"] for name in data_files}
+    return files
 
 
-def _listed(state: Path) -> list[str]:
+def _read_list(state: Path) -> list[str]:
     """The files of a dataset that `save_to_disk` of the datasets library wrote, in order."""
     try:
-        found = json.loads(state.read_bytes())
-        listed = [file["filename"] for file in found["_data_files"]]
+        content = json.loads(state.read_bytes())
+        names = [file["filename"] for file in content["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise InputError(
             f"{state}: does not list the dataset's files; save the dataset again"
         ) from None
-    if found.get("_indices_data_files"):
+    if content.get("_indices_data_files"):
         raise InputError(
             f"{state}: an old version saved a selection of rows; load the dataset and save it again"
         )
-    return listed
+    return names
 
 
 def _walk(root: Path) -> Iterator[tuple[Path, _File]]:
@@ -428,33 +440,33 @@ def _walk(root: Path) -> Iterator[tuple[Path, _File]]:
 
     entered: set[str] = set()
     for folder, folders, files in os.walk(root, onerror=refuse, followlinks=True):
-        place = Path(folder)
-        folders[:] = sorted(
-            (name for name in folders if name[0] != "."),
-            key=lambda n: ((place / n).is_symlink(), n),
-        )
-        if (real := os.path.realpath(folder)) in entered:
+        # Links last, so that a folder is entered by its own name where it has one below the root.
+        visible = [name for name in folders if name[0] != "."]
+        folders[:] = sorted(visible, key=lambda name: (Path(folder, name).is_symlink(), name))
+        real = os.path.realpath(folder)
+        if real in entered:
             folders.clear()
             continue
         entered.add(real)
         for name in files:
-            if name[0] != "." and (file := _file(place / name, real)):
-                yield (place / name).relative_to(root), file
+            path = Path(folder, name)
+            if name[0] != "." and (file := _describe_file(path, real)):
+                yield path.relative_to(root), file
 
 
-def _file(path: Path, folder: str) -> _File | None:
+def _describe_file(path: Path, folder: str) -> _File | None:
     """A regular file in a folder that is given without links, or a link to one; else None."""
     try:
-        found = os.lstat(path)
-        is_link = stat.S_ISLNK(found.st_mode)
+        status = os.lstat(path)
+        is_link = stat.S_ISLNK(status.st_mode)
         if is_link:
-            found = os.stat(path)
+            status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):  # removed meanwhile, or a link to nothing
         return None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         return None
     real = os.path.realpath(path) if is_link else os.path.join(folder, path.name)
-    return _File(path, found.st_size, real, is_link)
+    return _File(path, status.st_size, real, is_link)
 
 
 def unless_blank(text: str) -> str | None:
@@ -486,33 +498,32 @@ class Corpus:
     @functools.cached_property
     def names(self) -> list[str]:
         """A name of each shard, which no other shard of the corpus has."""
-        named = (FileShard, StoreShard, TextShard)
-        names = [
-            shard.name if isinstance(shard, named) else shard.identity for shard in self.shards
-        ]
+        names = []
         seen: Counter[str] = Counter()
-        for place, name in enumerate(names):
+        for shard in self.shards:
+            has_name = isinstance(shard, (FileShard, StoreShard, TextShard))
+            name = shard.name if has_name else shard.identity
             seen[name] += 1
-            if seen[name] > 1:
-                names[place] = f"{name} ({seen[name]})"
+            names.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
         return names
 
     @functools.cached_property
     def sizes(self) -> list[int]:
         """The size of each shard; 0 for a remote one."""
-        return [
-            shard.size
-            if isinstance(shard, (FileShard, StoreShard))
-            else len(getattr(shard, "text", ""))
-            for shard in self.shards
-        ]
+        sizes = []
+        for shard in self.shards:
+            has_size = isinstance(shard, (FileShard, StoreShard))
+            sizes.append(shard.size if has_size else len(getattr(shard, "text", "")))
+        return sizes
 
     @functools.cached_property
     def hashed(self) -> tuple[int, int]:
         """Bytes up to which a file is hashed whole, and bytes of each sample of a larger one."""
         sizes = [shard.size for shard in self.shards if isinstance(shard, FileShard)]
-        whole = LARGE if sum(size for size in sizes if size <= LARGE) <= AT_ONCE else 0
-        return whole, min(LARGEST, max(SMALLEST, AT_ONCE // (SAMPLES * max(1, len(sizes)))))
+        small = sum(size for size in sizes if size <= LARGE)
+        limit = LARGE if small <= AT_ONCE else 0
+        sample = AT_ONCE // (SAMPLES * max(1, len(sizes)))
+        return limit, min(LARGEST, max(SMALLEST, sample))
 
     def content(self, number: int, hashes: FileHashes | None = None, like: str = "") -> str:
         """A hash of a shard's content, which sees edits that leave the size unchanged.
@@ -533,12 +544,10 @@ class Corpus:
         if not isinstance(shard, FileShard):
             return digest(shard.text) if isinstance(shard, TextShard) else ""
 
-        whole, sample = self.hashed
-        if ":" in like and not is_stated(
-            like
-        ):  # earlier versions did not write how a hash was made
+        limit, sample = self.hashed
+        if ":" in like and not is_stated(like):  # older hashes do not say how they were made
             sample = sample_of(like)
-        elif shard.size <= whole:
+        elif shard.size <= limit:
             sample = WHOLE
         return (hashes or FileHashes()).of(shard.path, sample)
 
@@ -558,16 +567,15 @@ class DocumentStream:
 
     def __init__(self, corpus: Corpus, *, seed: int | str, buffer_size: int, epochs: int | None):
         self.corpus, self.seed, self.epochs = corpus, seed, epochs
-        self.permuted = all(
-            shard.single for shard in corpus.shards
-        )  # permuting shards permutes documents
+        # Where each shard is one document, a permutation of the shards shuffles the documents.
+        self.permuted = all(shard.single for shard in corpus.shards)
         self.ordered = corpus.ordered
         self.buffer_size = 0 if self.permuted or self.ordered else buffer_size
         self.load_state_dict({"epoch": 0, "shard": 0, "cursor": None, "documents": 0, "buffer": []})
 
     def state_dict(self) -> dict:
         """Plain JSON: the epoch, the position in it, and the documents in the buffer."""
-        return {
+        state = {
             "epoch": self.epoch,
             "shard": self.shard,  # position in this epoch's permutation
             "cursor": self.cursor,  # in that shard
@@ -575,21 +583,17 @@ class DocumentStream:
             "documents": self.documents,  # given in this epoch
             "buffer": [list(document) for document in self.buffer],
             **self.left,
-            **(
-                {"order": self.order} if self.order else {}
-            ),  # of this epoch's shards, by their numbers
         }
+        if self.order:  # of this epoch's shards, by their numbers
+            state["order"] = self.order
+        return state
 
     def load_state_dict(self, state: dict) -> None:
         self.epoch, self.shard, self.cursor = state["epoch"], state["shard"], state["cursor"]
-        self.documents, self.buffer = (
-            state["documents"],
-            [Document(*pair) for pair in state["buffer"]],
-        )
-        self.left, self.order = (
-            left_out(state),
-            state.get("order"),
-        )  # left out in all epochs, by kind
+        self.documents = state["documents"]
+        self.buffer = [Document(*pair) for pair in state["buffer"]]
+        self.left = left_out(state)  # in all epochs, by kind
+        self.order = state.get("order")
         # An earlier version's state within a shard has no digest. None: it is not known until the next shard.
         self.digest: str | None = state.get("digest", "" if self.cursor is None else None)
 
@@ -640,15 +644,18 @@ class DocumentStream:
                     blank += not not_blank(document.text)
                     continue
                 document = document._replace(text=text)
+
+                # A full buffer gives a random one of its documents for each new one.
                 if len(self.buffer) < self.buffer_size:
                     self.buffer.append(document)
                     continue
                 if self.buffer:
-                    place = self.draw("document", self.documents) % len(self.buffer)
-                    document, self.buffer[place] = self.buffer[place], document
+                    index = self.draw("document", self.documents) % len(self.buffer)
+                    document, self.buffer[index] = self.buffer[index], document
                 self.documents += 1
                 yield document
             self.shard, self.cursor, self.digest = self.shard + 1, None, ""
+
         while self.buffer:
             document = self.buffer.pop(self.draw("document", self.documents) % len(self.buffer))
             self.documents += 1
@@ -690,17 +697,18 @@ class MixtureShard:
         return " ".join(f"{name}:{corpus.fingerprint}" for name, corpus in self.corpora.items())
 
     def read(self, cursor: int | None) -> Iterator[tuple[Document, int]]:
-        left = {
-            name: iter(DocumentStream(corpus, seed=0, buffer_size=0, epochs=1))
-            for name, corpus in self.corpora.items()
-        }
-        given, number = dict.fromkeys(left, 0), 0
-        while left:
-            name = min(left, key=lambda name: given[name] / self.weights[name])
-            if (document := next(left[name], None)) is None:
-                del left[name]
+        streams = {}
+        for name, corpus in self.corpora.items():
+            streams[name] = iter(DocumentStream(corpus, seed=0, buffer_size=0, epochs=1))
+
+        characters, number = dict.fromkeys(streams, 0), 0
+        while streams:
+            name = min(streams, key=lambda name: characters[name] / self.weights[name])
+            document = next(streams[name], None)
+            if document is None:
+                del streams[name]
                 continue
-            given[name] += len(document.text)
+            characters[name] += len(document.text)
             number += 1
             if number > (cursor or 0):
                 yield document, number

@@ -139,9 +139,9 @@ def _zstandard(path: Path, window: int) -> Iterator[bytes]:
             for start in range(0, len(block), SLICE):
                 chunk = block[start : start + SLICE]
                 while chunk:
-                    frame = (
-                        frame or zstandard.ZstdDecompressor(max_window_size=window).decompressobj()
-                    )
+                    if frame is None:
+                        decompressor = zstandard.ZstdDecompressor(max_window_size=window)
+                        frame = decompressor.decompressobj()
                     try:
                         yield frame.decompress(chunk)
                     except zstandard.ZstdError as error:
@@ -219,9 +219,10 @@ class _Piece:
 
     def take(self) -> bytes | Left:
         """The bytes so far; the next record begins."""
-        found = b"".join(self.parts) if self.size <= self.fields.max_bytes else Left.OVERSIZED
+        fits = self.size <= self.fields.max_bytes
+        content = b"".join(self.parts) if fits else Left.OVERSIZED
         self.parts, self.size = [], 0
-        return found
+        return content
 
 
 def split_lines(blocks: Iterable[bytes], fields: Fields) -> Iterator[tuple[bytes | None, int]]:
@@ -259,35 +260,36 @@ def split_array(blocks: Iterable[bytes], fields: Fields) -> Iterator[bytes | Lef
     depth, in_string, escaped, piece = 0, False, False, _Piece(fields)
     blocks = iter(blocks)
     for block in blocks:
-        start = place = 0
-        while place < len(block):
+        start = position = 0  # of the value, and of the scan, in this block
+        while position < len(block):
             if escaped:
-                escaped, place = False, place + 1
+                escaped, position = False, position + 1
                 continue
 
-            found = (_STRING_END if in_string else _MARK).search(block, place)
-            if not found:
+            match = (_STRING_END if in_string else _MARK).search(block, position)
+            if not match:
                 break
-            mark, place = found[0], found.end()
+            mark, position = match[0], match.end()
             if in_string:
                 escaped, in_string = mark == b"\\", mark == b"\\"
             elif mark == b'"':
                 in_string = True
             elif mark in b"[{":
                 depth += 1
-                start = place if depth == 1 else start
+                start = position if depth == 1 else start
             elif mark in b"]}":
                 depth -= 1
 
             if depth == 0 or (depth == 1 and mark == b"," and not in_string):
-                piece.add(block[start : place - 1])
-                start = place
+                piece.add(block[start : position - 1])
+                start = position
                 value = piece.take()
                 if depth or isinstance(value, Left) or value.strip():
                     yield value
 
             if depth == 0:
-                if any(part.strip() for part in itertools.chain([block[place:]], blocks)):
+                rest = itertools.chain([block[position:]], blocks)
+                if any(content.strip() for content in rest):
                     raise EOFError("text follows the end of the array")
                 return
 
@@ -304,30 +306,30 @@ def split_table(blocks: Iterable[bytes], fields: Fields) -> Iterator[bytes | Lef
     """The rows of a CSV file as bytes, a row that quotes line ends as one. Bounded as `split_array` is."""
     quoted, doubled, begins, piece = False, False, True, _Piece(fields)
     for block in blocks:
-        start = place = 0
-        while place < len(block):
+        start = position = 0  # of the row, and of the scan, in this block
+        while position < len(block):
             if doubled:  # a quote within quotes: their end, or the first of two
-                doubled, quoted = False, block[place : place + 1] == b'"'
-                place += quoted
+                doubled, quoted = False, block[position : position + 1] == b'"'
+                position += quoted
                 continue
 
             if quoted:
-                found = block.find(b'"', place)
-                doubled = found >= 0
-                place = found + 1 if doubled else len(block)
+                quote = block.find(b'"', position)
+                doubled = quote >= 0
+                position = quote + 1 if doubled else len(block)
                 continue
 
-            if begins and block[place : place + 1] == b'"':
-                quoted, begins, place = True, False, place + 1
+            if begins and block[position : position + 1] == b'"':
+                quoted, begins, position = True, False, position + 1
                 continue
 
-            end = _FIELD_END.search(block, place)
+            end = _FIELD_END.search(block, position)
             begins = end is not None
-            place = end.end() if end else len(block)
+            position = end.end() if end else len(block)
             if end and end[0] == b"\n":
-                piece.add(block[start : place - 1])
+                piece.add(block[start : position - 1])
                 yield piece.take()
-                start = place
+                start = position
 
         if not piece.add(block[start:]):
             yield piece.take()
@@ -361,19 +363,19 @@ def read_txt(path: Path, fields: Fields, start: int) -> Rows:
     if start:
         return
     size = None if compression_of(path.name) else path.stat().st_size
-    whole = _Piece(fields)
+    text = _Piece(fields)
     line = 1
     try:
         for block in read_blocks(path, fields):
             line += block.count(b"\n")
-            if not whole.add(block) or whole.size > fields.max_bytes:
+            if not text.add(block) or text.size > fields.max_bytes:
                 break
     except DAMAGE as error:
         raise InputError(
             f"{path}, line {line}: corrupt or truncated ({first_line(error)})"
         ) from None
 
-    content = whole.take()
+    content = text.take()
     if isinstance(content, Left):
         yield fields.oversized(str(path), size), 1
         return
@@ -489,15 +491,14 @@ def read_parquet(path: Path, fields: Fields, start: int) -> Rows:
                     row += 1
                     yield fields.oversized(f"{path}, row {row}"), row
                     continue
-                few, reader = (
-                    max(1, min(256, 4 * fields.max_bytes // max(1, stated))),
-                    nullcontext(file),
-                )
+                at_once = max(1, min(256, 4 * fields.max_bytes // max(1, stated)))
+                reader: Any = nullcontext(file)
                 if large:  # as a dictionary, a value that many rows share is held once
+                    at_once = 256
                     shared = {"metadata": file.metadata, "read_dictionary": [fields.text]}
-                    few, reader = 256, parquet.ParquetFile(handle, **options, **shared)
+                    reader = parquet.ParquetFile(handle, **options, **shared)
                 with reader as opened:
-                    for batch in opened.iter_batches(few, row_groups=[group], columns=columns):
+                    for batch in opened.iter_batches(at_once, row_groups=[group], columns=columns):
                         passed = min(batch.num_rows, max(0, start - row))
                         row += passed
                         for document in _documents(batch.slice(passed), fields, path, row, large):
@@ -511,11 +512,13 @@ def read_parquet(path: Path, fields: Fields, start: int) -> Rows:
 
 def _column_bytes(file: Any, group: int, name: str) -> int:
     """Uncompressed bytes of a column in a row group, as the file's metadata states them."""
-    found = file.metadata.row_group(group)
-    columns = [found.column(i) for i in range(found.num_columns)]
-    return sum(
-        c.total_uncompressed_size for c in columns if f"{c.path_in_schema}.".startswith(f"{name}.")
-    )
+    described = file.metadata.row_group(group)
+    total = 0
+    for number in range(described.num_columns):
+        column = described.column(number)  # a struct has one for each of its fields
+        if f"{column.path_in_schema}.".startswith(f"{name}."):
+            total += column.total_uncompressed_size
+    return total
 
 
 def read_arrow(path: Path, fields: Fields, start: int) -> Rows:
@@ -533,25 +536,25 @@ def read_arrow(path: Path, fields: Fields, start: int) -> Rows:
             size = handle.size()
             schema, batches = _batches(handle, fields)
             kind = pyarrow.struct(list(schema))
-            found = _has(kind, fields.text)
+            has_text = _has(kind, fields.text)
             while True:
-                if (
-                    os.fstat(opened.fileno()).st_size != size
-                ):  # what is missing would end the process
+                # To read a page of the map that the file has lost would end the process.
+                if os.fstat(opened.fileno()).st_size != size:
                     raise EOFError("it was cut short while it was read")
-                if (batch := next(batches, None)) is None:
+                batch = next(batches, None)
+                if batch is None:
                     break
                 passed = min(batch.num_rows, max(0, start - row))
                 row += passed
-                if not found:
+                if not has_text:
                     end = row + batch.num_rows - passed
                     yield from _without_text(path, kind, fields, end, row)
                     row = end
                     continue
-                for place in range(passed, batch.num_rows, 256):
-                    part = batch.slice(place, 256)
-                    large = part.nbytes > fields.max_bytes
-                    for document in _documents(part, fields, path, row, large):
+                for first in range(passed, batch.num_rows, 256):
+                    rows = batch.slice(first, 256)
+                    large = rows.nbytes > fields.max_bytes
+                    for document in _documents(rows, fields, path, row, large):
                         row += 1
                         yield document, row
     except (pyarrow.ArrowException, UnicodeDecodeError, *DAMAGE) as error:
@@ -568,9 +571,11 @@ def _batches(handle: Any, fields: Fields) -> tuple[Any, Iterator[Any]]:
     opened = (ipc.open_file if is_file else ipc.open_stream)(handle)
     schema = opened.schema
     _check_expansion(handle, 8 if is_file else 0, max(WINDOW, 4 * fields.max_bytes))
-    heads = {part for name in (fields.text, fields.source) for part in (name, name.split(".")[0])}
-    wanted = [i for i, name in enumerate(schema.names) if name in heads]
-    options = ipc.IpcReadOptions(included_fields=wanted)
+    columns = set()
+    for name in (fields.text, fields.source):
+        columns |= {name, name.split(".")[0]}  # of a field of a struct, the struct
+    numbers = [number for number, name in enumerate(schema.names) if name in columns]
+    options = ipc.IpcReadOptions(included_fields=numbers)
     handle.seek(0)
 
     def of_file() -> Iterator[Any]:
@@ -580,8 +585,8 @@ def _batches(handle: Any, fields: Fields) -> tuple[Any, Iterator[Any]]:
 
     def of_stream() -> Iterator[Any]:
         yield from ipc.open_stream(handle, options=options)
-        place = handle.tell()
-        if handle.read_at(len(END_OF_STREAM), max(0, place - len(END_OF_STREAM))) != END_OF_STREAM:
+        end = max(0, handle.tell() - len(END_OF_STREAM))
+        if handle.read_at(len(END_OF_STREAM), end) != END_OF_STREAM:
             raise EOFError("the stream has no end")
 
     return schema, of_file() if is_file else of_stream()
@@ -602,10 +607,10 @@ def _check_expansion(handle: Any, start: int, most: int) -> None:
             message = messages.read_next_message()
         except (StopIteration, ArrowException, OSError):  # damage is found by reading
             return
-        if (
-            message.type != "schema"
-            and (size := _expanded(message.metadata.to_pybytes(), message)) > most
-        ):
+        if message.type == "schema":
+            continue
+        size = _expanded(message.metadata.to_pybytes(), message)
+        if size > most:
             raise EOFError(
                 f"a compressed batch of {size:,} bytes, above {most:,}; write smaller batches"
             )
@@ -614,30 +619,37 @@ def _check_expansion(handle: Any, start: int, most: int) -> None:
 def _expanded(data: bytes, message: Any) -> int:
     """Bytes that the compressed buffers of a batch make. (data: a flatbuffer, by Arrow's Message.fbs)"""
 
-    def number(kind: str, place: int) -> int:
-        return struct.unpack_from(f"<{kind}", data, place)[0]
+    def number(kind: str, offset: int) -> int:
+        return struct.unpack_from(f"<{kind}", data, offset)[0]
 
     def field(table: int, index: int) -> int:
-        """The place of a table's field; 0 if it is not there."""
-        names = table - number("i", table)
-        there = 4 + 2 * index < number("H", names) and number("H", names + 4 + 2 * index)
-        return table + there if there else 0
+        """The offset of a table's field; 0 if the table lacks it."""
+        offsets = table - number("i", table)
+        if 4 + 2 * index >= number("H", offsets):
+            return 0
+        within = number("H", offsets + 4 + 2 * index)
+        return table + within if within else 0
 
-    def follow(place: int) -> int:
-        return place + number("I", place)
+    def follow(offset: int) -> int:
+        return offset + number("I", offset)
 
+    # Message.header, which of a DictionaryBatch has the batch in its `data`
     batch = follow(field(follow(0), 2))
     if message.type == "dictionary":
         batch = follow(field(batch, 1))
-    if not field(batch, 3):
+    if not field(batch, 3):  # RecordBatch.compression
         return 0
+
+    # RecordBatch.buffers: a vector of (offset in the body, length), int64 each
     buffers = follow(field(batch, 2))
-    places = [number("q", buffers + 4 + 16 * i) for i in range(number("I", buffers))]
-    sizes = [number("q", buffers + 12 + 16 * i) for i in range(len(places))]
-    heads = [
-        message.body.slice(place, 8) for place, size in zip(places, sizes, strict=True) if size >= 8
-    ]
-    return sum(max(0, int.from_bytes(head.to_pybytes(), "little", signed=True)) for head in heads)
+    total = 0
+    for index in range(number("I", buffers)):
+        entry = buffers + 4 + 16 * index
+        offset, length = number("q", entry), number("q", entry + 8)
+        if length >= 8:  # a buffer begins with its expanded size; -1: it is not compressed
+            head = message.body.slice(offset, 8).to_pybytes()
+            total += max(0, int.from_bytes(head, "little", signed=True))
+    return total
 
 
 def _has(kind: Any, path: str) -> bool:
@@ -645,19 +657,21 @@ def _has(kind: Any, path: str) -> bool:
     return _leaf(kind, path, lambda kind, number: kind.field(number).type) is not None
 
 
-def _leaf(found: Any, path: str, child: Callable[[Any, int], Any]) -> Any:
-    """The field of a struct, or None (`field_of`). child: the field of that number."""
+def _leaf(struct: Any, path: str, child: Callable[[Any, int], Any]) -> Any:
+    """The field of a struct, or None (`field_of`). child: gives the field of a number."""
     from pyarrow import types
 
-    kind = getattr(found, "type", found)
-    if found is None or not types.is_struct(kind):
+    kind = getattr(struct, "type", struct)
+    if struct is None or not types.is_struct(kind):
         return None
-    if (number := kind.get_field_index(path)) >= 0:
-        return child(found, number)
+    number = kind.get_field_index(path)
+    if number >= 0:  # a name with dots comes before a path
+        return child(struct, number)
     head, dot, rest = path.partition(".")
-    if not dot or (number := kind.get_field_index(head)) < 0:
+    number = kind.get_field_index(head)
+    if not dot or number < 0:
         return None
-    return _leaf(child(found, number), rest, child)
+    return _leaf(child(struct, number), rest, child)
 
 
 def _without_text(path: Path, kind: Any, fields: Fields, rows: int, start: int) -> Rows:
@@ -721,30 +735,30 @@ class _Forward:
 
     def __init__(self, blocks: Iterator[bytes], most: int):
         self.blocks, self.most = filter(None, blocks), most
-        self.block, self.used, self.place, self.last = b"", 0, 0, b""
+        self.block, self.used, self.position, self.last = b"", 0, 0, b""
 
     def tell(self) -> int:
-        return self.place
+        return self.position
 
-    def seek(self, place: int) -> None:
-        while self.place < place and self.read(min(BLOCK, place - self.place)):
+    def seek(self, position: int) -> None:
+        while self.position < position and self.read(min(BLOCK, position - self.position)):
             pass
 
     def read(self, size: int) -> bytes:
         if size > self.most:
             raise EOFError(f"a header of {size:,} bytes")
-        parts = []
+        pieces = []
         while size:
             if self.used == len(self.block):
                 self.block, self.used = next(self.blocks, b""), 0
                 if not self.block:
                     break
-            part = self.block[self.used : self.used + size]
-            parts.append(part)
-            self.used += len(part)
-            self.place += len(part)
-            size -= len(part)
-        self.last = b"".join(parts)
+            piece = self.block[self.used : self.used + size]
+            pieces.append(piece)
+            self.used += len(piece)
+            self.position += len(piece)
+            size -= len(piece)
+        self.last = b"".join(pieces)
         return self.last
 
 
@@ -790,23 +804,22 @@ def _samples(path: Path, fields: Fields, start: int) -> Iterator[tuple[int, dict
         with archive:
             while member := archive.next():
                 archive.members.clear()  # it would keep all of them
-                found = _MEMBER.fullmatch(member.name)
-                if not found or not member.isfile():
+                match = _MEMBER.fullmatch(member.name)
+                if not match or not member.isfile():
                     continue
-                if found[1] != key:
+                if match[1] != key:  # the next sample begins
                     if row > start:
                         yield row, sample
-                    row, key, sample = row + 1, found[1], {}
-                ending = found[2].lower()
+                    row, key, sample = row + 1, match[1], {}
+                ending = match[2].lower()
                 if row <= start or ending not in ("txt", "json"):
                     continue
                 if member.size > fields.max_bytes:
                     sample[ending] = Left.OVERSIZED
                 elif content := archive.extractfile(member):
                     sample[ending] = content.read(member.size)
-            if file.last != bytes(
-                tarfile.BLOCKSIZE
-            ):  # a damaged header, or none, is taken for the end
+            # The library takes a damaged header, or none, for the end.
+            if file.last != bytes(tarfile.BLOCKSIZE):
                 raise EOFError("a header is damaged, or the archive has no end")
             for _ in file.blocks:  # so that the compression's own check is made
                 pass
@@ -876,11 +889,11 @@ def suffixes() -> tuple[str, ...]:
 def suffix_of(name: str) -> str:
     """The longest suffix with a reader that `name` ends in, in either case; "" if there is none."""
     name = name.lower()
-    place = name.find(".")
-    while place >= 0:
-        if name[place:] in READERS:
-            return name[place:]
-        place = name.find(".", place + 1)
+    dot = name.find(".")
+    while dot >= 0:
+        if name[dot:] in READERS:
+            return name[dot:]
+        dot = name.find(".", dot + 1)
     return ""
 
 
@@ -890,7 +903,11 @@ def documents_among(names: Iterable[str]) -> set[str]:
     formats = {name: suffix_of(name) for name in names}
     builtin = {suffix for suffix in NOTES if READERS[suffix] is FORMATS[suffix]}
     shards = {suffix for suffix in formats.values() if suffix and suffix not in builtin}
-    notes = builtin if shards else builtin & {".json"} if ".csv" in formats.values() else set()
+    notes: set[str] = set()
+    if shards:
+        notes = builtin
+    elif ".csv" in formats.values():
+        notes = builtin & {".json"}
     return {name for name, suffix in formats.items() if suffix and suffix not in notes}
 
 
