@@ -26,9 +26,9 @@ sleep = time.sleep
 
 
 def describe_error(error: BaseException) -> str:
-    return redact(
-        f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
-    )
+    """The kind of an error and its first line, without secrets."""
+    kind = type(error).__name__
+    return redact(f"{kind}: {first_line(error)}" if str(error) else kind)
 
 
 _TRANSIENT = (ConnectionError, TimeoutError, socket.gaierror, http.client.HTTPException)
@@ -62,49 +62,54 @@ def transient(error: BaseException) -> bool:
     Libraries wrap one another's errors (fsspec turns a dropped connection into FileNotFoundError), so the
     causes count too. A status overrides everything else.
     """
-    chain = [error]
-    while cause := chain[-1].__cause__ or (
-        None if chain[-1].__suppress_context__ else chain[-1].__context__
-    ):
-        if cause in chain:
-            break
-        chain.append(cause)
-    for link in chain:
-        if status := _status(link):
+    causes = _causes(error)
+    for cause in causes:
+        if status := _status(cause):
             return status in (408, 425, 429) or status >= 500
-    if any(
-        isinstance(link, (ssl.SSLCertVerificationError, InputError))
-        or "OfflineModeIsEnabled"
-        in describe_error(link)  # a ConnectionError that waiting cannot fix
-        for link in chain
-    ):
-        return False
-    return any(
-        isinstance(link, _TRANSIENT)
-        or (
-            type(link).__module__.split(".")[0] in _NETWORK_LIBRARIES
-            and not isinstance(link, ValueError)
-        )
-        or (
-            type(link).__module__.split(".")[0] in ("botocore", "azure", "google")
-            and any(base.__name__ in _NO_ANSWER for base in type(link).__mro__)
-        )
-        for link in chain
-    )
+    return any(map(_no_answer, causes)) and not any(map(_is_final, causes))
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The error, and each one that it was raised from or beside."""
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause and cause not in causes:
+        causes.append(cause)
+        beside = None if cause.__suppress_context__ else cause.__context__
+        cause = cause.__cause__ or beside
+    return causes
+
+
+def _is_final(error: BaseException) -> bool:
+    """Whether waiting cannot fix it, although it may be a `ConnectionError`."""
+    if isinstance(error, (ssl.SSLCertVerificationError, InputError)):
+        return True
+    return "OfflineModeIsEnabled" in describe_error(error)
+
+
+def _no_answer(error: BaseException) -> bool:
+    """Whether no whole answer came."""
+    if isinstance(error, _TRANSIENT):
+        return True
+    library = type(error).__module__.split(".")[0]
+    if library in _NETWORK_LIBRARIES:
+        return not isinstance(error, ValueError)
+    names = {base.__name__ for base in type(error).__mro__}
+    return library in ("botocore", "azure", "google") and bool(names & _NO_ANSWER)
 
 
 def _status(error: BaseException) -> int | None:
     """The status of the server's answer, where each library keeps it."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    else:
-        names = ("status", "status_code", "code")  # aiohttp, azure, gcsfs
-        found = (getattr(error, name, None) for name in names)
-        status = getattr(response, "status_code", None) or next(
-            (v for v in found if isinstance(v, int)), None
-        )
-    return status if isinstance(status, int) and status >= 100 else None
+        statuses = [response.get("ResponseMetadata", {}).get("HTTPStatusCode")]
+    else:  # requests; aiohttp, azure, gcsfs
+        statuses = [getattr(response, "status_code", None)]
+        statuses += [getattr(error, name, None) for name in ("status", "status_code", "code")]
+    for status in statuses:
+        if isinstance(status, int) and status:
+            return status if status >= 100 else None
+    return None
 
 
 class Patience:

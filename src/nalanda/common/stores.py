@@ -65,8 +65,9 @@ def check_source(url: str, key: str) -> None:
     """Raises `InputError` for a URL that no documents can be read from. key: the name that it begins with."""
     scheme = scheme_of(url)
     if scheme and scheme not in READ:
-        known = ", ".join(f"{name}://" for name in READ if name != "memory")
-        raise InputError(f"{key}: {redact(url)}: {scheme}:// cannot be read; there are {known}")
+        raise InputError(
+            f"{key}: {redact(url)}: {scheme}:// cannot be read; there are {_list_schemes(READ)}"
+        )
     if is_store(url):
         _check_no_secret(url, key)
 
@@ -75,20 +76,23 @@ def check_output(url: str, key: str) -> None:
     """Raises `InputError` for a URL that nothing can be written to. A local path passes."""
     scheme = scheme_of(url)
     if scheme and scheme not in (*WRITTEN, "file"):
-        known = ", ".join(f"{name}://" for name in WRITTEN if name != "memory")
         raise InputError(
-            f"{key}: {redact(url)}: {scheme}:// cannot be written; name a local folder or one of {known}"
+            f"{key}: {redact(url)}: {scheme}:// cannot be written; name a local folder or one of "
+            f"{_list_schemes(WRITTEN)}"
         )
     if is_store(url):
         _check_no_secret(url, key)
         open_store(url)  # so that a missing package is named before the work
 
 
+def _list_schemes(schemes: tuple[str, ...]) -> str:
+    return ", ".join(f"{name}://" for name in schemes if name != "memory")
+
+
 def _check_no_secret(url: str, key: str) -> None:
-    place = url.partition("://")[2].partition("/")[0]
-    if "@" in place and not scheme_of(url).startswith(
-        ("az", "abfs")
-    ):  # there it is CONTAINER@ACCOUNT
+    host = url.partition("://")[2].partition("/")[0]
+    azure = scheme_of(url).startswith(("az", "abfs"))  # its hosts are CONTAINER@ACCOUNT
+    if "@" in host and not azure:
         names = STORES[scheme_of(url)][2]
         raise InputError(f"{key}: {redact(url)}: a key does not belong in a URL; set {names}")
 
@@ -113,20 +117,18 @@ def reachable(do: Callable[[], T], url: str, fails: str = "cannot be read") -> T
         raise
     except Exception as error:  # the libraries of stores and the system share no base class
         if no_room(error):
-            place = getattr(error, "filename", None) or cache()
+            folder = getattr(error, "filename", None) or cache()
             raise DiskFull(
-                f"{redact(url)}: no space left in {place}; make room, and start again"
+                f"{redact(url)}: no space left in {folder}; make room, and start again"
             ) from None
         why = describe_error(error)
-        if is_store(url) and isinstance(error, FileNotFoundError):
+        if not is_store(url):
+            raise InputError(f"{redact(url)}: {fails} ({why})") from None
+        if isinstance(error, FileNotFoundError):
             why = "it does not exist"
-        elif is_store(url) and (
-            isinstance(error, PermissionError) or "Credential" in type(error).__name__
-        ):
+        elif isinstance(error, PermissionError) or "Credential" in type(error).__name__:
             why += f"; set {STORES[scheme_of(url)][2]} in the environment"
-        raise InputError(
-            f"{redact(url)}: {fails}: {why}" if is_store(url) else f"{redact(url)}: {fails} ({why})"
-        ) from None
+        raise InputError(f"{redact(url)}: {fails}: {why}") from None
 
 
 def ask(do: Callable[[Any, str], T], url: str, retries: int, fails: str = "cannot be read") -> T:
@@ -136,9 +138,11 @@ def ask(do: Callable[[Any, str], T], url: str, retries: int, fails: str = "canno
         SourceUnavailable: the store still fails.
         InputError: another try cannot help; the message is one line.
     """
-    return reachable(
-        lambda: persist(lambda: do(*open_store(url)), redact(url), retries), url, fails
-    )
+
+    def try_again() -> T:
+        return persist(lambda: do(*open_store(url)), redact(url), retries)
+
+    return reachable(try_again, url, fails)
 
 
 # ------------------------------ looking
@@ -146,40 +150,37 @@ def ask(do: Callable[[Any, str], T], url: str, retries: int, fails: str = "canno
 
 def file_at(url: str, retries: int) -> StoreFile | None:
     """A file, or None for a folder. Raises `InputError` if there is neither."""
-    found = ask(lambda fs, path: fs.info(path), url, retries)
-    return _stored(url, found) if found["type"] == "file" else None
+    info = ask(lambda fs, path: fs.info(path), url, retries)
+    return _stored(url, info) if info["type"] == "file" else None
 
 
 def exists(url: str, retries: int) -> bool:
     """Whether there is a file. (fsspec's own `exists` takes a dead server for a missing file.)"""
 
-    def found(fs: Any, path: str) -> bool:
+    def is_file(fs: Any, path: str) -> bool:
         with contextlib.suppress(FileNotFoundError):
             return fs.info(path)["type"] == "file"
         return False
 
-    return ask(found, url, retries)
+    return ask(is_file, url, retries)
 
 
 def list_folder(url: str, retries: int) -> dict[str, StoreFile]:
     """The files below a folder by name, sorted; {} if it does not exist."""
 
-    def find(fs: Any, path: str) -> dict[str, Any]:
+    def find(fs: Any, path: str) -> list[tuple[str, dict]]:
         try:
-            return {
-                name[len(path.rstrip("/")) + 1 :]: info
-                for name, info in fs.find(path, detail=True).items()
-            }
+            infos = fs.find(path, detail=True)
         except FileNotFoundError:
-            return {}
+            return []
+        below = len(path.rstrip("/")) + 1
+        return sorted((name[below:], info) for name, info in infos.items() if name[below:])
 
-    found = ask(find, url, retries)
-    root = url.rstrip("/")
-    return {
-        name: _stored(f"{root}/{name}", info)
-        for name, info in sorted(found.items())
-        if name and info["type"] == "file"
-    }
+    root, files = url.rstrip("/"), {}
+    for name, info in ask(find, url, retries):
+        if info["type"] == "file":
+            files[name] = _stored(f"{root}/{name}", info)
+    return files
 
 
 def match(url: str, retries: int) -> list[StoreFile]:
@@ -234,18 +235,19 @@ def staging(url: str) -> Path:
 def download_file(stored: StoreFile, file: Path, retries: int) -> None:
     """Downloads a file, which appears once it is whole."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
 
     def get(fs: Any, path: str) -> None:
-        fs.get_file(path, str(part))
-        if (size := part.stat().st_size) != stored.size:
+        fs.get_file(path, str(partial))
+        size = partial.stat().st_size
+        if size != stored.size:
             raise Incomplete(f"{size} of {stored.size} bytes came")
 
     try:
         ask(get, stored.url, retries, "cannot be downloaded")
-        part.replace(file)
+        partial.replace(file)
     finally:
-        part.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def upload_file(file: Path, url: str, retries: int) -> None:

@@ -50,7 +50,7 @@ from nalanda.data.documents import (
 )
 from nalanda.data.readers import documents_among, refuse_two_kinds
 from nalanda.data.token_set import FORMAT, SPLITS
-from nalanda.data.urls import UrlShard, cached, is_list, list_urls, name_of, split_urls
+from nalanda.data.urls import UrlShard, cached, is_list, list_urls, name_of, read_copy, split_urls
 
 AT_ONCE = 16
 """Files that a store is asked for, or given, at a time."""
@@ -104,11 +104,7 @@ class StoreShard:
 
     def read(self, cursor: int | None) -> Iterator[tuple[Document | Left, int]]:
         path = cached(repr(self.stored), self.url.rpartition("/")[2], self._download)
-        try:
-            yield from FileShard(path, self.name, self.fields).read(cursor)
-        except InputError as error:
-            path.unlink(missing_ok=True)  # so that a repaired one is downloaded
-            raise InputError(str(error).replace(str(path), redact(self.url))) from None
+        yield from read_copy(FileShard(path, self.name, self.fields), redact(self.url), cursor)
 
     def _download(self, file: Path) -> None:
         if file_at(self.url, self.retries) != self.stored:
@@ -135,85 +131,82 @@ def open_urls(
             several belongs to no split.
         SourceUnavailable: a server or store keeps failing.
     """
-    parts, counts = list_parts(source, data.retries)
-    if not (files := files_of(parts, split)):
+    splits, counts = list_splits(source, data.retries)
+    files = files_of(splits, split)
+    if not files:
         raise InputError(
             f"{name_of(source)}: no shard for {split}; add some, or name another source"
         )
-    taken = {
-        *(
-            files
-            if data.validation_source
-            else files_of(parts, "train") + files_of(parts, "validation")
-        )
-    }
-    every = itertools.chain(*parts.values())
-    if isinstance(source, list) and (
-        lost := next((file for file in every if file not in taken), None)
-    ):
-        raise InputError(
-            f"{redact(lost.url)}: by its name and those of the other URLs neither a training nor a "
-            "validation shard, so it would not be read; leave it out, or list it apart as "
-            "data.validation_source"
-        )
+
+    if isinstance(source, list):  # each was named, so each must be read
+        others = [] if data.validation_source else ["train", "validation"]
+        read = {*files, *(file for name in others for file in files_of(splits, name))}
+        for file in itertools.chain(*splits.values()):
+            if file not in read:
+                raise InputError(
+                    f"{redact(file.url)}: by its name and those of the other URLs neither a training nor a "
+                    "validation shard, so it would not be read; leave it out, or list it apart as "
+                    "data.validation_source"
+                )
+
     fields = Fields.of(data)
+
+    def shard_of(file: Named) -> Shard:
+        if stored := _look(file, data.retries):
+            return StoreShard(file.name, stored, fields, data.retries)
+        return UrlShard(file.url, fields, data.retries)
+
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        stored = [*pool.map(lambda file: _look(file, data.retries), files)]
-    shards: list[Shard] = [
-        StoreShard(file.name, found, fields, data.retries)
-        if found
-        else UrlShard(file.url, fields, data.retries)
-        for file, found in zip(files, stored, strict=True)
-    ]
-    return shards, counts
+        return [*pool.map(shard_of, files)], counts
 
 
 def _look(file: Named, retries: int) -> StoreFile | None:
+    """Asks the store for a file that it has not listed; None for http(s)."""
     if not is_store(file.url) or file.stored:
         return file.stored
-    if (found := file_at(file.url, retries)) is None:
+    stored = file_at(file.url, retries)
+    if stored is None:
         raise InputError(
             f"{redact(file.url)}: a folder; name it alone as data.source, or name its files"
         )
-    return found
+    return stored
 
 
-def list_parts(
+def list_splits(
     source: str | list[str], retries: int
 ) -> tuple[dict[str, list[Named]], Counter[str]]:
     """A source's files by split, and `Corpus.counts`."""
     counts: Counter[str] = Counter()
+    splits: dict[str, list[Named]] = {split: [] for split in (*NAMES, "")}
     if not isinstance(source, str) or not is_store(source) or is_list(source):
-        urls = split_urls(list_urls(source, retries))
-        parts = {
-            part: [Named(url, url * is_store(url)) for url in found] for part, found in urls.items()
-        }
+        for split, urls in split_urls(list_urls(source, retries)).items():
+            splits[split] = [Named(url, url * is_store(url)) for url in urls]
     elif has_magic(source):
-        files = [Named(stored.url, stored.url, stored) for stored in match(source, retries)]
-        parts = {**{part: [] for part in NAMES}, "": [_readable(file) for file in files]}
+        splits[""] = [_readable(stored) for stored in match(source, retries)]
     elif not source.endswith("/") and (stored := file_at(source, retries)):
-        parts = {**{part: [] for part in NAMES}, "": [_readable(Named(source, source, stored))]}
+        splits[""] = [_readable(stored)]
     else:
-        parts = _folder_parts(source, retries, counts)
-    counts.update({part: len(found) for part, found in parts.items()})
-    if not any(parts.values()):
+        _list_folder(source, retries, splits, counts)
+    counts.update({split: len(files) for split, files in splits.items()})
+    if not any(splits.values()):
         raise InputError(
             f"{name_of(source)}: no documents; files may end in {', '.join(suffixes())}"
         )
-    return parts, counts
+    return splits, counts
 
 
-def _readable(file: Named) -> Named:
-    if not suffix_of(file.name):
+def _readable(stored: StoreFile) -> Named:
+    if not suffix_of(stored.url):
         raise InputError(
-            f"{redact(file.url)}: no reader for this suffix; files may end in {', '.join(suffixes())}"
+            f"{redact(stored.url)}: no reader for this suffix; files may end in {', '.join(suffixes())}"
         )
-    return file
+    return Named(stored.url, stored.url, stored)
 
 
-def _folder_parts(source: str, retries: int, counts: Counter[str]) -> dict[str, list[Named]]:
-    """The files of a folder by split, as of a local one: the outermost folder that names a split decides."""
-    parts: dict[str, list[Named]] = {part: [] for part in (*NAMES, "")}
+def _list_folder(
+    source: str, retries: int, splits: dict[str, list[Named]], counts: Counter[str]
+) -> None:
+    """Adds a folder's files to their splits, as of a local one: the outermost folder that names one decides."""
     names = list_folder(source, retries)
     if "index.json" in names and any(name.endswith(".tokens") for name in names):
         raise InputError(
@@ -221,19 +214,19 @@ def _folder_parts(source: str, retries: int, counts: Counter[str]) -> dict[str, 
         )
     if not names:
         raise InputError(f"{redact(source)}: it does not exist, or has no file")
-    shown = [name for name in names if not any(step.startswith(".") for step in name.split("/"))]
-    read = documents_among(shown)
-    for name in shown:
+
+    visible = [name for name in names if not any(step[:1] == "." for step in name.split("/"))]
+    with_documents = documents_among(visible)
+    for name in visible:
         stored = names[name]
         *folders, file = name.split("/")
-        if name in read and not stored.size and not is_single(file):
-            counts[EMPTY] += 1
-        elif name in read:
-            parts[split_of(folders, file)].append(Named(stored.url, name, stored))
-        else:
+        if name not in with_documents:
             counts[Path(file).suffix or "."] += 1
-    refuse_two_kinds(redact(source), (file.name for found in parts.values() for file in found))
-    return parts
+        elif not stored.size and not is_single(file):
+            counts[EMPTY] += 1
+        else:
+            splits[split_of(folders, file)].append(Named(stored.url, name, stored))
+    refuse_two_kinds(redact(source), (file.name for file in itertools.chain(*splits.values())))
 
 
 # ------------------------------ token sets
@@ -254,16 +247,16 @@ def with_local_sets(config: RunConfig) -> RunConfig:
     """
     retries = config.data.retries
 
-    def local(section: Any) -> Any:
-        sources = {key: getattr(section, key) for key in ("source", "validation_source")}
-        found = {
-            key: str(copy_set(source, retries))
-            for key, source in sources.items()
-            if is_stored_set(source, retries)
-        }
-        return replace(section, **found) if found else section
+    def with_copies(section: Any) -> Any:
+        copies = {}
+        for key in ("source", "validation_source"):
+            source = getattr(section, key)
+            if is_stored_set(source, retries):
+                copies[key] = str(copy_set(source, retries))
+        return replace(section, **copies) if copies else section
 
-    data = replace(local(config.data), mixture=[local(part) for part in config.data.mixture])
+    components = [with_copies(component) for component in config.data.mixture]
+    data = replace(with_copies(config.data), mixture=components)
     return config if data == config.data else replace(config, data=data)
 
 
@@ -272,28 +265,19 @@ def copy_set(url: str, retries: int, to: Path | None = None) -> Path:
 
     Raises `InputError` if the disk has too little room."""
     root = url.rstrip("/")
-    content = read_bytes(f"{root}/index.json", retries)
-    try:
-        index = json.loads(content)
-        wanted = [
-            StoreFile(f"{root}/{split}/{shard['name']}.{kind}", shard["files"][kind][0])
-            for split in SPLITS
-            for shard in index[split]["shards"]
-            for kind in ("tokens", "docs")
-        ]
-    except (ValueError, KeyError, TypeError):
-        raise InputError(
-            f"{redact(root)}/index.json: damaged; copy or prepare the set again"
-        ) from None
-    wanted += list_folder(f"{root}/tokenizer", retries).values()
-    folder = to or cache() / "sets" / digest(root + content.decode())
+    index = read_bytes(f"{root}/index.json", retries)
+    stored_files = _files_of_set(root, index)
+    stored_files += list_folder(f"{root}/tokenizer", retries).values()
+    folder = to or cache() / "sets" / digest(root + index.decode())
     folder.mkdir(parents=True, exist_ok=True)
+
     with FileLock(f"{folder}.lock"):
-        missing = [
-            stored
-            for stored in wanted
-            if not _is_there(folder / stored.url[len(root) + 1 :], stored)
-        ]
+        missing = []
+        for stored in stored_files:
+            file = folder / stored.url[len(root) + 1 :]
+            if not file.is_file() or file.stat().st_size != stored.size:
+                missing.append(stored)
+
         need, free = sum(stored.size for stored in missing), shutil.disk_usage(folder).free
         if need > free:
             raise DiskFull(
@@ -308,12 +292,25 @@ def copy_set(url: str, retries: int, to: Path | None = None) -> Path:
             )
         for stored in missing:
             download_file(stored, folder / stored.url[len(root) + 1 :], retries)
-        (folder / "index.json").write_bytes(content)
+        (folder / "index.json").write_bytes(index)
     return folder
 
 
-def _is_there(file: Path, stored: StoreFile) -> bool:
-    return file.is_file() and file.stat().st_size == stored.size
+def _files_of_set(root: str, index: bytes) -> list[StoreFile]:
+    """The files of a set's shards, with the sizes in its index."""
+    files = []
+    try:
+        content = json.loads(index)
+        for split in SPLITS:
+            for shard in content[split]["shards"]:
+                for kind in ("tokens", "docs"):
+                    url = f"{root}/{split}/{shard['name']}.{kind}"
+                    files.append(StoreFile(url, shard["files"][kind][0]))
+    except (ValueError, KeyError, TypeError):
+        raise InputError(
+            f"{redact(root)}/index.json: damaged; copy or prepare the set again"
+        ) from None
+    return files
 
 
 def make_in_store(url: str, make: Callable[[str], dict], say: Callable[[str], None]) -> dict:
@@ -324,27 +321,29 @@ def make_in_store(url: str, make: Callable[[str], dict], say: Callable[[str], No
     """
     root, folder, retries = url.rstrip("/"), staging(url), DataConfig.retries
     say(f"{root}: is made in {folder} and copied from there")
-    there = list_folder(root, retries)
-    if "index.json" in there and not (folder / "index.json").is_file():
+    stored = list_folder(root, retries)
+    if "index.json" in stored and not (folder / "index.json").is_file():
         copy_set(root, retries, folder)
-    elif any(name.partition("/")[0] not in PARTS for name in there):
+    elif any(name.partition("/")[0] not in PARTS for name in stored):
         raise InputError(f"{root}: not empty and not a token set; name another folder")
-    made = make(str(folder))
+    description = make(str(folder))
 
-    index = folder / "index.json"
-    same = "index.json" in there and read_bytes(f"{root}/index.json", retries) == index.read_bytes()
-    if "index.json" in there and not same:
-        remove_file(f"{root}/index.json", retries)
+    index, stored_index = folder / "index.json", f"{root}/index.json"
+    has_index = "index.json" in stored
+    same = has_index and read_bytes(stored_index, retries) == index.read_bytes()
+    if has_index and not same:
+        remove_file(stored_index, retries)
+
     missing = []
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
         if not file.is_file() or file.name[0] == "." or name.partition("/")[0] not in PARTS[1:]:
             continue
-        if not same or name not in there or there[name].size != file.stat().st_size:
+        if not same or name not in stored or stored[name].size != file.stat().st_size:
             missing.append(name)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         [*pool.map(lambda name: upload_file(folder / name, f"{root}/{name}", retries), missing)]
     if not same or missing:
-        upload_file(index, f"{root}/index.json", retries)
+        upload_file(index, stored_index, retries)
     say(f"{root}: {len(missing)} files copied")
-    return made
+    return description

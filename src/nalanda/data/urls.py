@@ -84,11 +84,20 @@ def list_urls(source: str | list[str], retries: int) -> list[str]:
         named += [
             _join(url, line.strip()) for line in lines if line.strip() and line.strip()[0] != "#"
         ]
-    found: list[str] = []
+
+    urls: list[str] = []
     for url in named:
-        found += _files_at(url, retries) if is_store(url) else [url]
-    known: dict[str, str] = {}
-    for url in found:
+        urls += _files_at(url, retries) if is_store(url) else [url]
+    if not urls:
+        raise InputError(f"{name_of(source)}: lists no shard; give one URL a line")
+    _check_urls(urls)
+    return urls
+
+
+def _check_urls(urls: list[str]) -> None:
+    """Raises `InputError` for a URL that cannot be read, or one that is listed twice."""
+    by_identity: dict[str, str] = {}
+    for url in urls:
         if not is_url(url):
             raise InputError(
                 f"{url}: not a URL; a list has URLs only; for files give a directory or a glob"
@@ -98,17 +107,13 @@ def list_urls(source: str | list[str], retries: int) -> list[str]:
             raise InputError(
                 f"{redact(url)}: not the URL of a file that can be read; it may end in {kinds}"
             )
-        if (name := identity_of(url)) in known:
-            how = (
-                "listed twice"
-                if known[name] == url
-                else "another URL differs from it only in a password or signature"
-            )
+        identity = identity_of(url)
+        if identity in by_identity:
+            how = "another URL differs from it only in a password or signature"
+            if by_identity[identity] == url:
+                how = "listed twice"
             raise InputError(f"{redact(url)}: {how}; name a file once")
-        known[name] = url
-    if not found:
-        raise InputError(f"{name_of(source)}: lists no shard; give one URL a line")
-    return found
+        by_identity[identity] = url
 
 
 def is_list(url: str) -> bool:
@@ -139,11 +144,12 @@ def _files_at(url: str, retries: int) -> list[str]:
 def split_urls(urls: list[str]) -> dict[str, list[str]]:
     """URLs by the split that the innermost folder or else the file's name tells, "" for none. A lone URL has
     none, since nothing is beside it."""
-    parts: dict[str, list[str]] = {part: [] for part in (*NAMES, "")}
+    splits: dict[str, list[str]] = {split: [] for split in (*NAMES, "")}
     for url in urls:
         *folders, file = path_of(url).split("/")
-        parts[split_of(reversed(folders), file) if len(urls) > 1 else ""].append(url)
-    return parts
+        split = split_of(reversed(folders), file) if len(urls) > 1 else ""
+        splits[split].append(url)
+    return splits
 
 
 def identity_of(url: str) -> str:
@@ -152,13 +158,12 @@ def identity_of(url: str) -> str:
         return redact(url)
     parts, query = urlsplit(url), parse_qsl(urlsplit(url).query)
     azure = any(key.lower() == "sig" for key, _ in query)
-    kept = sorted(
-        (key, value)
-        for key, value in query
-        if not (_SECRET.fullmatch(key) or (azure and _SHARED_ACCESS.fullmatch(key)))
-    )
-    which = f"?{digest(repr(kept))}" if kept else ""
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}{which}"
+    lasting = []
+    for key, value in sorted(query):
+        if not (_SECRET.fullmatch(key) or (azure and _SHARED_ACCESS.fullmatch(key))):
+            lasting.append((key, value))
+    suffix = f"?{digest(repr(lasting))}" if lasting else ""
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}{suffix}"
 
 
 def name_of(source: str | list[str]) -> str:
@@ -201,27 +206,31 @@ class UrlShard:
 
     def read(self, cursor: list[int] | None) -> Iterator[tuple[Document | Left, list[int]]]:
         name = urlsplit(self.url).path.rpartition("/")[2]
-        path = reachable(
-            lambda: cached(
-                self.identity, name, lambda file: download(self.url, file, self.retries)
-            ),
-            self.url,
-            FAILS,
-        )
+
+        def fetch(file: Path) -> None:
+            download(self.url, file, self.retries)
+
+        path = reachable(lambda: cached(self.identity, name, fetch), self.url, FAILS)
         size = path.stat().st_size
         if cursor and cursor[0] != size:
             raise InputError(
                 f"{self.identity}: {size} bytes, and {cursor[0]} when the run stopped in it; "
                 "restore it, or start a new run from the checkpoint's weights with model.init_from"
             )
-        try:
-            for document, row in FileShard(path, self.identity, self.fields).read(
-                cursor[1] if cursor else None
-            ):
-                yield document, [size, row]
-        except InputError as error:
-            path.unlink(missing_ok=True)  # so that a repaired one is downloaded
-            raise InputError(str(error).replace(str(path), self.identity)) from None
+        file = FileShard(path, self.identity, self.fields)
+        for document, row in read_copy(file, self.identity, cursor[1] if cursor else None):
+            yield document, [size, row]
+
+
+def read_copy(
+    file: FileShard, location: str, row: int | None
+) -> Iterator[tuple[Document | Left, int]]:
+    """Reads a downloaded file on behind `row`. Its errors name `location`, where it came from."""
+    try:
+        yield from file.read(row)
+    except InputError as error:
+        file.path.unlink(missing_ok=True)  # so that a repaired one is downloaded
+        raise InputError(str(error).replace(str(file.path), location)) from None
 
 
 def cached(identity: str, name: str, get: Callable[[Path], None]) -> Path:
@@ -241,14 +250,14 @@ def cached(identity: str, name: str, get: Callable[[Path], None]) -> Path:
 
 def _prune(folder: Path, newest: Path) -> None:
     # A process that reads a removed file has it open and is not disturbed.
-    files = {
-        path: _age(path) for path in folder.iterdir() if path != newest and _CACHED.match(path.name)
-    }
-    shards = sorted(
-        (p for p in files if suffix_of(p.name) and p.name[0] != "."), key=files.__getitem__
-    )
-    halves = [p for p in files if p.name.endswith(".partial") and files[p] > STALE]
-    for path in [*shards[CACHED_SHARDS - 1 :], *halves]:
+    ages = {}
+    for path in folder.iterdir():
+        if path != newest and _CACHED.match(path.name):
+            ages[path] = _age(path)
+    shards = [path for path in ages if suffix_of(path.name) and path.name[0] != "."]
+    oldest = sorted(shards, key=ages.__getitem__)[CACHED_SHARDS - 1 :]
+    stale = [path for path in ages if path.name.endswith(".partial") and ages[path] > STALE]
+    for path in [*oldest, *stale]:
         path.unlink(missing_ok=True)
 
 
@@ -268,16 +277,17 @@ def download(url: str, path: Path, retries: int) -> None:
         SourceUnavailable: after `retries` tries in a row without a new byte.
         Exception: of requests, urllib3 or the system, if another try cannot help.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     patience, validator, furthest = Patience(redact(url), retries), "", 0
 
     def receive() -> None:
         import requests
 
         nonlocal validator
-        start = part.stat().st_size if validator and part.exists() else 0
+        start = partial.stat().st_size if validator and partial.exists() else 0
         headers = {"Accept-Encoding": "identity"}
-        headers |= {"Range": f"bytes={start}-", "If-Range": validator} if start else {}
+        if start:  # the server sends all if the file is another one now
+            headers |= {"Range": f"bytes={start}-", "If-Range": validator}
         with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply:
             if reply.status_code == 416:
                 validator = ""
@@ -290,14 +300,15 @@ def download(url: str, path: Path, retries: int) -> None:
                 raise Incomplete("the server resumed at another byte")
             etag = reply.headers.get("ETag", "")
             validator = etag if etag[:1] == '"' else reply.headers.get("Last-Modified", "")
-            with part.open("ab" if start else "wb") as file:
+            with partial.open("ab" if start else "wb") as file:
                 # Small chunks, since a stall loses one; stored bytes, so that .gz stays .gz.
                 for chunk in reply.raw.stream(1 << 16, decode_content=False):
                     file.write(chunk)
                 size, length = file.tell(), reply.headers.get("Content-Length")
             if length and size != start + int(length):
                 raise Incomplete(f"{size} of {start + int(length)} bytes came")
-            if (checksum := _checksum(reply.headers)) and _digest(part, checksum[0]) != checksum[1]:
+            checksum = _checksum(reply.headers)
+            if checksum and _digest(partial, checksum[0]) != checksum[1]:
                 validator = ""
                 raise Incomplete(f"the bytes do not have the server's {checksum[0]}")
 
@@ -307,13 +318,13 @@ def download(url: str, path: Path, retries: int) -> None:
                 receive()
                 break
             except Exception as error:
-                size = part.stat().st_size if part.exists() else 0
+                size = partial.stat().st_size if partial.exists() else 0
                 if size > furthest:
                     patience.failures, furthest = 0, size
                 patience.failed(error)
-        part.replace(path)
+        partial.replace(path)
     finally:
-        part.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def _checksum(headers: Any) -> tuple[str, str] | None:
