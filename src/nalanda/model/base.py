@@ -62,7 +62,7 @@ StateSpec = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 class RowState:
     """A layer's states for the rows of a batch, `[B, …]` each.
 
-    It is no dict, because sharding wrappers cast the tensors in dicts to their compute precision.
+    Not a dict: FSDP casts tensors inside dicts to the compute dtype.
     """
 
     def __init__(self, tensors: State):
@@ -89,25 +89,26 @@ def convolve(
         return [*outputs, F.silu(last) if silu else last], None
     if seq.parts is not None:
         xs, states = seq.parts.conv_states(xs, convs[0].width - 1, states)
-    weights = [conv.weight.squeeze(1) for conv in convs]
-    weights = [
-        w.repeat(c.copies, 1) if c.copies > 1 else w for w, c in zip(weights, convs, strict=True)
-    ]
-    if not weights[0].is_meta:  # an offloaded one is in memory only while its own module runs
+
+    filters = [conv.weight.squeeze(1) for conv in convs]
+    if not filters[0].is_meta:  # an offloaded one is in memory only while its own module runs
+        for i, conv in enumerate(convs):
+            if conv.copies > 1:
+                filters[i] = filters[i].repeat(conv.copies, 1)
         served = by_kernel(
-            *("short_convs", "auto", xs[0], xs, weights, states),
+            *("short_convs", "auto", xs[0], xs, filters, states),
             cu_seqlens=seq.cu_seqlens,
             activations=[None] * (len(xs) - 1) + ["silu" if silu else None],
             output_final_state=carry,
         )
         if served is not None:
             return served
+
     past = states or [None] * len(xs)
-    done = [conv(x, seq, state, carry) for conv, x, state in zip(convs, xs, past, strict=True)]
-    *outputs, last = [y for y, _ in done]
-    return [*outputs, F.silu(last) if silu else last], [
-        state for _, state in done
-    ] if carry else None
+    results = [conv(x, seq, state, carry) for conv, x, state in zip(convs, xs, past, strict=True)]
+    *outputs, last = [y for y, _ in results]
+    outputs.append(F.silu(last) if silu else last)
+    return outputs, [state for _, state in results] if carry else None
 
 
 class Mixer(FusedLinears):
@@ -155,56 +156,68 @@ class Mixer(FusedLinears):
         v_heads: int | None = None,
         taps: int | None = None,
     ):
-        """k_heads, v_heads: by default those of q. taps: of the convolutions; by default the config decides,
-        and the class attribute."""
+        """k_heads, v_heads: default: those of q. taps: convolution width; default: the config's, else the
+        class's `conv_size`, but none in encoders."""
         super().__init__()
         # Read here, because sharding wrappers make a module's class a subclass.
         self._states_rule = "step_rule" in vars(type(self))
-        D, H, bias = config.hidden_size, config.num_heads, config.use_bias
-        HK, HV = k_heads or H, v_heads or H
         self.both = not config.is_decoder
-        self.layer_idx, self.num_heads, self.num_v_heads = layer_idx, H, HV
+        self.layer_idx = layer_idx
+        self.num_heads, self.num_v_heads = config.num_heads, v_heads or config.num_heads
         self.K, self.V = config.key_dim, config.value_dim
-        self.q_proj = nn.Linear(D, H * self.K, bias=bias)
-        if not self.shared_qk:
-            self.k_proj = nn.Linear(D, self.steps * HK * self.K, bias=bias)
-        self.v_proj = nn.Linear(D, self.steps * HV * self.V, bias=bias)
+
+        self._add_projections(config, k_heads or self.num_heads)
         if taps is None and self.conv_size is not None:
             default = 0 if self.both else self.conv_size
             taps = default if config.conv_size is None else config.conv_size
         self.conv_size = taps
-        conv = partial(ShortConv, image=config.image_size is not None)
-        if self.conv_size:
-            self.q_conv1d = conv(H * self.K, self.conv_size)
-            if not self.shared_qk:
-                self.k_conv1d = conv(self.k_proj.out_features, self.conv_size)
-            self.v_conv1d = conv(self.v_proj.out_features, self.conv_size)
-        if config.value_conv is not None:
-            self.value_conv = config.value_conv
-        if self.value_conv:
-            if self.steps > 1:
-                raise ValueError(
-                    f"value_conv={self.value_conv}: a token has {self.steps} values; leave it out"
-                )
-            shape = (
-                (self.V, self.value_conv, HV)
-                if self.shared_filters
-                else (HV * self.V, self.value_conv)
-            )
-            self.dwc = conv(*shape)
+        self._add_convolutions(config)
+
         if self.map_name is not None:
             self.map_name = config.feature_map or self.map_name
             self.feature_map = self.build_map(config)
+        self._add_output(config)
+
+    def _add_projections(self, config, k_heads: int) -> None:
+        D, bias = config.hidden_size, config.use_bias
+        self.q_proj = nn.Linear(D, self.num_heads * self.K, bias=bias)
+        if not self.shared_qk:
+            self.k_proj = nn.Linear(D, self.steps * k_heads * self.K, bias=bias)
+        self.v_proj = nn.Linear(D, self.steps * self.num_v_heads * self.V, bias=bias)
+
+    def _add_convolutions(self, config) -> None:
+        """The short convolutions of q, k and v, and the one of v that is added to the output."""
+        conv = partial(ShortConv, image=config.image_size is not None)
+        if self.conv_size:
+            for name, projection in self.projections().items():
+                setattr(self, f"{name}_conv1d", conv(projection.out_features, self.conv_size))
+
+        if config.value_conv is not None:
+            self.value_conv = config.value_conv
+        if not self.value_conv:
+            return
+        if self.steps > 1:
+            raise ValueError(
+                f"value_conv={self.value_conv}: a token has {self.steps} values; leave it out"
+            )
+        if self.shared_filters:
+            self.dwc = conv(self.V, self.value_conv, self.num_v_heads)
+        else:
+            self.dwc = conv(self.num_v_heads * self.V, self.value_conv)
+
+    def _add_output(self, config) -> None:
+        """The output's gate, norm and projection."""
+        D, bias = config.hidden_size, config.use_bias
+        width = max(self.num_heads, self.num_v_heads) * self.V
         if self.gated is not None and config.use_gate is not None:
             self.gated = config.use_gate
-        out = max(H, HV) * self.V
         if self.gated:
-            self.g_proj = nn.Linear(D, out, bias=bias)
+            self.g_proj = nn.Linear(D, width, bias=bias)
         if self.norm == "head":
             self.o_norm = RMSNorm(self.V, config.norm_eps)
         elif self.norm == "layer":
-            self.o_norm = LayerNorm(out, config.norm_eps)
-        self.o_proj = nn.Linear(out, D, bias=bias)
+            self.o_norm = LayerNorm(width, config.norm_eps)
+        self.o_proj = nn.Linear(width, D, bias=bias)
 
     def forward(
         self, x: Tensor, seq: Sequences, state: State | RowState | None = None
