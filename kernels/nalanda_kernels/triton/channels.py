@@ -18,7 +18,7 @@ from nalanda_kernels.triton.chunk import (
     load_chunk,
     load_gate,
     load_rows,
-    square,
+    square_at,
     store_rows,
     unit_lower_inverse,
 )
@@ -41,13 +41,13 @@ def load_decays(g, row, rows, h, HV, F: tl.constexpr, i_f, BT: tl.constexpr, BC:
 
 
 @triton.jit
-def sums(of, a, b, c):
+def sums(mask, a, b, c):
     """Σ_u of_tu x_u for a mask `of` and x in thirds: exact products on tensor cores, and no differences.
 
     A difference of two γ would lose the digits that an earlier strong decay takes from both.
     """
-    of = of.to(tl.bfloat16)
-    return tl.dot(of, a, tl.dot(of, b, tl.dot(of, c)))
+    mask = mask.to(tl.bfloat16)
+    return tl.dot(mask, a, tl.dot(mask, b, tl.dot(mask, c)))
 
 
 @triton.jit
@@ -112,7 +112,9 @@ def prepare_channels(
     BC: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """As `prepare`, and eᵞ ⊙ q, e^{γ_C − γ} ⊙ k, eᵞ ⊙ erase ⊙ k and e^{γ_C}, which the other kernels read.
+    """As `prepare`; also stores the four products that the other kernels read.
+
+        q_in = eᵞ ⊙ q,    k_out = e^{γ_C − γ} ⊙ k,    reads = eᵞ ⊙ erase ⊙ k,    channel_decays = e^{γ_C}
 
     PAIRS: whether P and (I + A)⁻¹ are wanted; the backward has them already.
     """
@@ -123,37 +125,52 @@ def prepare_channels(
     i, j = t[:, None], t[None, :]
     p = tl.zeros([BT, BT], tl.float32)
     a = tl.zeros([BT, BT], tl.float32)
+
+    # A tile of BC channels at a time: what they add to P and A, and their decays.
     for i_f in range(0, tl.cdiv(F, BC)):
-        x = load_rows(q, row, rows, h // (HV // H), H, F, i_f, BT, BC)
-        y, r = load_keys(k, erase, row, rows, h, H, HV, F, ERASE, i_f, BT, BC)
+        q_tile = load_rows(q, row, rows, h // (HV // H), H, F, i_f, BT, BC)
+        k_tile, read = load_keys(k, erase, row, rows, h, H, HV, F, ERASE, i_f, BT, BC)
         g1, g2, g3 = load_decays(g, row, rows, h, HV, F, i_f, BT, BC)
-        f = tl.exp(sums(j <= i, g1, g2, g3))
-        store_rows(q_in, x.to(tl.float32) * f, row, rows, h, HV, F, i_f, BT, BC)
+
+        # From the chunk's start to a token.
+        factor = tl.exp(sums(j <= i, g1, g2, g3))
+        store_rows(q_in, q_tile.to(tl.float32) * factor, row, rows, h, HV, F, i_f, BT, BC)
         if DELTA:
-            store_rows(reads, r.to(tl.float32) * f, row, rows, h, HV, F, i_f, BT, BC)
+            store_rows(reads, read.to(tl.float32) * factor, row, rows, h, HV, F, i_f, BT, BC)
+
+        # Through the whole chunk; padding does not decay.
         c = i_f * BC + tl.arange(0, BC)
-        last = tl.sum(tl.where(i == BT - 1, f, 0.0), 0)  # padding does not decay
+        last = tl.sum(tl.where(i == BT - 1, factor, 0.0), 0)
         tl.store(channel_decays + (i_c.to(tl.int64) * HV + h) * F + c, last, mask=c < F)
-        f = tl.exp(sums(j > i, g1, g2, g3))
-        store_rows(k_out, y.to(tl.float32) * f, row, rows, h, HV, F, i_f, BT, BC)
+
+        # From a token to the chunk's end.
+        factor = tl.exp(sums(j > i, g1, g2, g3))
+        store_rows(k_out, k_tile.to(tl.float32) * factor, row, rows, h, HV, F, i_f, BT, BC)
+
+        # Pairs i = j, then i > j span by span.
         if PAIRS:
-            p += tl.where(i == j, tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)[:, None], 0.0)
+            p += tl.where(
+                i == j, tl.sum(q_tile.to(tl.float32) * k_tile.to(tl.float32), 1)[:, None], 0.0
+            )
             for n in range(0, LEVELS):
-                f = tl.exp(sums(between(i, j, n), g1, g2, g3))
+                factor = tl.exp(sums(between(i, j, n), g1, g2, g3))
                 # f⊤ is a product of its own, because compilers have erred with a product's transpose.
-                of = between(j, i, n).to(tl.bfloat16)
-                f_t = tl.dot(tl.trans(g1), of, tl.dot(tl.trans(g2), of, tl.dot(tl.trans(g3), of)))
-                early = (tl.trans(y).to(tl.float32) * tl.exp(f_t)).to(y.dtype)
-                late = (x.to(tl.float32) * f).to(x.dtype)
+                mask = between(j, i, n).to(tl.bfloat16)
+                log_factor = tl.dot(
+                    tl.trans(g1), mask, tl.dot(tl.trans(g2), mask, tl.dot(tl.trans(g3), mask))
+                )
+                early = (tl.trans(k_tile).to(tl.float32) * tl.exp(log_factor)).to(k_tile.dtype)
+                late = (q_tile.to(tl.float32) * factor).to(q_tile.dtype)
                 p += tl.where(paired(i, j, n), tl.dot(late, early, input_precision=PREC), 0.0)
                 if DELTA:
-                    late = (r.to(tl.float32) * f).to(x.dtype)
+                    late = (read.to(tl.float32) * factor).to(q_tile.dtype)
                     a += tl.where(paired(i, j, n), tl.dot(late, early, input_precision=PREC), 0.0)
+
     if PAIRS:
-        tl.store(square(scores, i_c, h, HV, BT), (p * scale).to(scores.dtype.element_ty))
+        tl.store(square_at(scores, i_c, h, HV, BT), (p * scale).to(scores.dtype.element_ty))
         if DELTA:
             a = unit_lower_inverse(a * load_gate(beta, row, rows, h, HV, BT)[None, :], BT)
-            tl.store(square(inverse, i_c, h, HV, BT), a.to(inverse.dtype.element_ty))
+            tl.store(square_at(inverse, i_c, h, HV, BT), a.to(inverse.dtype.element_ty))
 
 
 @triton.jit
@@ -190,10 +207,10 @@ def channel_gradients(
     BV: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Gradients of a tile of channels of q, k, g and erase, and that tile's share for β.
+    """Computes the gradients of a tile of channels of q, k, g and erase, and that tile's share for β.
 
-    The gradient of g_u sums what passes through e^g_u: reads of S by i ≥ u, writes of j < u to S', S
-    itself, and pairs j < u ≤ i, found span by span. What k writes is βk.
+    The gradient of g_u sums all that passes through e^g_u. S itself, reads of S by i ≥ u and writes by j < u
+    pass it, and pairs j < u ≤ i. k writes βk.
     """
     LEVELS: tl.constexpr = 4 + (BT > 16) + (BT > 32)
     i_f, i_c = tl.program_id(0) % tl.cdiv(F, BC), tl.program_id(0) // tl.cdiv(F, BC)
@@ -201,82 +218,98 @@ def channel_gradients(
     row, rows = load_chunk(start, count, i_c, BT)
     t, c = tl.arange(0, BT), i_f * BC + tl.arange(0, BC)
     i, j = t[:, None], t[None, :]
+
+    # [BT, BC] each. carried: S · dS' of each channel [BC].
     dq = tl.zeros([BT, BC], tl.float32)
-    dw = tl.zeros([BT, BC], tl.float32)  # of βk as what is written
-    dr = tl.zeros([BT, BC], tl.float32)  # of erase ⊙ k as what is read
+    d_written = tl.zeros([BT, BC], tl.float32)  # of βk as what is written
+    d_read = tl.zeros([BT, BC], tl.float32)  # of erase ⊙ k as what is read
     carried = tl.zeros([BC], tl.float32)
+
     for i_v in range(0, tl.cdiv(V, BV)):
         v = i_v * BV + tl.arange(0, BV)
         at = ((i_c.to(tl.int64) * HV + h) * F + c)[:, None] * V + v[None, :]
         inside = (c < F)[:, None] & (v < V)[None, :]
         before = tl.load(s + at, mask=inside, other=0.0)
         after = tl.load(d_s + at, mask=inside, other=0.0)
+
         x = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV)
         dq = tl.dot(x, tl.trans(before), dq, input_precision=PREC)
         x = load_rows(e, row, rows, h, HV, V, i_v, BT, BV)
-        dw = tl.dot(x, tl.trans(after), dw, input_precision=PREC)
+        d_written = tl.dot(x, tl.trans(after), d_written, input_precision=PREC)
         if DELTA:
             x = load_rows(d_v, row, rows, h, HV, V, i_v, BT, BV)
-            dr = tl.dot(x, tl.trans(before), dr, input_precision=PREC)
+            d_read = tl.dot(x, tl.trans(before), d_read, input_precision=PREC)
+
         carried += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
 
     x = load_rows(q, row, rows, h // (HV // H), H, F, i_f, BT, BC)
-    y, r = load_keys(k, erase, row, rows, h, H, HV, F, ERASE, i_f, BT, BC)
+    k_tile, read = load_keys(k, erase, row, rows, h, H, HV, F, ERASE, i_f, BT, BC)
+
     dtype = x.dtype
-    x, w, r = x.to(tl.float32), y.to(tl.float32), r.to(tl.float32)
+    x, written, read = x.to(tl.float32), k_tile.to(tl.float32), read.to(tl.float32)
     b = tl.full([BT], 1.0, tl.float32)
     if DELTA:
         b = load_gate(beta, row, rows, h, HV, BT)
-        w *= b[:, None]
+        written *= b[:, None]
+
+    # Reads of S, through the decay from the chunk's start.
     g1, g2, g3 = load_decays(g, row, rows, h, HV, F, i_f, BT, BC)
-    f = tl.exp(sums(j <= i, g1, g2, g3))
-    dq *= f * scale
-    share = x * dq
+    factor = tl.exp(sums(j <= i, g1, g2, g3))
+    dq *= factor * scale
+    shared = x * dq
+
     if DELTA:
-        dr *= -f
-        share += r * dr
-    s1, s2, s3 = thirds(share)
+        d_read *= -factor
+        shared += read * d_read
+    s1, s2, s3 = thirds(shared)
     dg = sums(j >= i, s1, s2, s3)
-    dg += (carried * tl.sum(tl.where(i == BT - 1, f, 0.0), 0))[None, :]
-    dw *= tl.exp(sums(j > i, g1, g2, g3))
-    s1, s2, s3 = thirds(w * dw)
+
+    # S itself through the whole chunk, and writes, through the decay to its end.
+    dg += (carried * tl.sum(tl.where(i == BT - 1, factor, 0.0), 0))[None, :]
+    d_written *= tl.exp(sums(j > i, g1, g2, g3))
+    s1, s2, s3 = thirds(written * d_written)
     dg += sums(j < i, s1, s2, s3)
 
-    d_p = tl.load(square(d_scores, i_c, h, HV, BT))
-    d_a = tl.load(square(d_keys, i_c, h, HV, BT))
+    d_p = tl.load(square_at(d_scores, i_c, h, HV, BT))
+    d_a = tl.load(square_at(d_keys, i_c, h, HV, BT))
+
+    # Pairs i = j, then i > j span by span. A pair shares its decay among the tokens between.
     diagonal = tl.sum(tl.where(i == j, d_p.to(tl.float32), 0.0), 1)[:, None]
-    dq += diagonal * w
-    dw += diagonal * x
+    dq += diagonal * written
+    d_written += diagonal * x
     for n in range(0, LEVELS):
-        f = tl.exp(sums(between(i, j, n), g1, g2, g3))
-        early, late = (w * f).to(dtype), (x * f).to(dtype)
+        factor = tl.exp(sums(between(i, j, n), g1, g2, g3))
+        early, late = (written * factor).to(dtype), (x * factor).to(dtype)
+
         block = tl.where(paired(i, j, n), d_p, 0.0).to(dtype)
-        z = f * tl.dot(block, early, input_precision=PREC)
-        dq += z
-        share = x * z
-        z = tl.dot(tl.trans(block), late, input_precision=PREC)
+        d_pair = factor * tl.dot(block, early, input_precision=PREC)
+        dq += d_pair
+        shared = x * d_pair
+        d_pair = tl.dot(tl.trans(block), late, input_precision=PREC)
         if DELTA:
-            late = (r * f).to(dtype)
+            late = (read * factor).to(dtype)
             block = tl.where(paired(i, j, n), d_a, 0.0).to(dtype)
-            z = tl.dot(tl.trans(block), late, z, input_precision=PREC)
-            through = f * tl.dot(block, early, input_precision=PREC)
-            dr += through
-            share += r * through
-        z *= f
-        dw += z
-        s1, s2, s3 = thirds(share + w * z)
+            d_pair = tl.dot(tl.trans(block), late, d_pair, input_precision=PREC)
+            through = factor * tl.dot(block, early, input_precision=PREC)
+            d_read += through
+            shared += read * through
+
+        d_pair *= factor
+        d_written += d_pair
+        s1, s2, s3 = thirds(shared + written * d_pair)
         dg += sums(between(j, i, n), s1, s2, s3)
 
     store_rows(d_q, dq, row, rows, h, HV, F, i_f, BT, BC)
-    y = y.to(tl.float32)
-    dk = dw
+    k_tile = k_tile.to(tl.float32)
+
+    dk = d_written
     if DELTA:
         shares = (i_f.to(tl.int64) * tokens + row + t) * HV + h
-        tl.store(d_beta + shares, tl.sum(dw * y, 1), mask=rows)
+        tl.store(d_beta + shares, tl.sum(d_written * k_tile, 1), mask=rows)
         dk *= b[:, None]
         if ERASE:
-            store_rows(d_erase, dr * y, row, rows, h, HV, F, i_f, BT, BC)
-            dr *= load_rows(erase, row, rows, h, HV, F, i_f, BT, BC).to(tl.float32)
-        dk += dr
+            store_rows(d_erase, d_read * k_tile, row, rows, h, HV, F, i_f, BT, BC)
+            d_read *= load_rows(erase, row, rows, h, HV, F, i_f, BT, BC).to(tl.float32)
+        dk += d_read
     store_rows(d_k, dk, row, rows, h, HV, F, i_f, BT, BC)
     store_rows(d_g, dg, row, rows, h, HV, F, i_f, BT, BC)

@@ -72,8 +72,10 @@ def load_features(
 
     swap: 1 exchanges stored halves.
     """
+
     c = tl.arange(0, BK)
     m = rows[:, None] & (c < K)[None, :]
+
     if MAP.name == "stored":
         p = x + ((row + tl.arange(0, BT)) * H + h)[:, None] * (K * MAP.halves) + c[None, :]
         f1 = tl.load(p + swap * K, mask=m, other=0.0)
@@ -99,10 +101,11 @@ def load_rows(x, row, rows, h, H, V: tl.constexpr, i_v, BT: tl.constexpr, BV: tl
 
 
 @triton.jit
-def store_rows(x, y, row, rows, h, H, V: tl.constexpr, i_v, BT: tl.constexpr, BV: tl.constexpr):
+def store_rows(x, tile, row, rows, h, H, V: tl.constexpr, i_v, BT: tl.constexpr, BV: tl.constexpr):
+    """Stores a tile [BT, BV] into a tensor [tokens, H, V]."""
     c = i_v * BV + tl.arange(0, BV)
     p = x + ((row + tl.arange(0, BT)) * H + h)[:, None] * V + c[None, :]
-    tl.store(p, y.to(x.dtype.element_ty), mask=rows[:, None] & (c < V)[None, :])
+    tl.store(p, tile.to(x.dtype.element_ty), mask=rows[:, None] & (c < V)[None, :])
 
 
 @triton.jit
@@ -130,15 +133,14 @@ def load_decays(g, row, rows, h, H, GATED: tl.constexpr, BT: tl.constexpr):
     else:
         gamma = tl.zeros([BT], tl.float32)
     last = tl.min(gamma, 0)  # γ never rises, and padding does not change it
-    return (
-        tl.exp(gamma.to(tl.float32)),
-        tl.exp((last - gamma).to(tl.float32)),
-        tl.exp(last.to(tl.float32)),
-    )
+    decay_in = tl.exp(gamma.to(tl.float32))  # from the chunk's start to a token
+    decay_out = tl.exp((last - gamma).to(tl.float32))  # from a token to the chunk's end
+    decay_all = tl.exp(last.to(tl.float32))
+    return decay_in, decay_out, decay_all
 
 
 @triton.jit
-def square(x, i_c, h, H, BT: tl.constexpr):
+def square_at(x, i_c, h, H, BT: tl.constexpr):
     """Pointers to the [BT, BT] of a chunk and head."""
     t = tl.arange(0, BT)
     return x + (i_c.to(tl.int64) * H + h) * BT * BT + t[:, None] * BT + t[None, :]
@@ -169,24 +171,25 @@ def identity(half, K: tl.constexpr, V: tl.constexpr, i_v, BK: tl.constexpr, BV: 
 
 
 @triton.jit
-def vector(i, half, N: tl.constexpr, HALVES: tl.constexpr, BN: tl.constexpr):
+def vector_at(i, half, N: tl.constexpr, HALVES: tl.constexpr, BN: tl.constexpr):
     """Offsets and mask of one half of the i-th vector [HALVES · N], which has an entry for each state row."""
     c = tl.arange(0, BN)
     return i.to(tl.int64) * (HALVES * N) + half * N + c, c < N
 
 
 @triton.jit
-def load_channel_decays(whole, i, K: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr):
+def load_channel_decays(channel_decays, i, K: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr):
     """Both halves of e^{γ_C} of the i-th chunk and head, as columns [BK, 1]."""
-    at, m = vector(i, 0, K, HALVES, BK)
-    w1 = tl.load(whole + at, mask=m, other=0.0)[:, None]
-    return w1, tl.load(whole + at + (HALVES - 1) * K, mask=m, other=0.0)[:, None]
+    at, m = vector_at(i, 0, K, HALVES, BK)
+    decay1 = tl.load(channel_decays + at, mask=m, other=0.0)[:, None]
+    decay2 = tl.load(channel_decays + at + (HALVES - 1) * K, mask=m, other=0.0)[:, None]
+    return decay1, decay2
 
 
 @triton.jit
 def store_sum(x, f1, f2, weights, i, K: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr):
     """Stores Σ_t weights_t f_t of a chunk as the i-th vector of x, to spare the sequential pass that work."""
-    at, m = vector(i, 0, K, HALVES, BK)
+    at, m = vector_at(i, 0, K, HALVES, BK)
     tl.store(x + at, tl.sum(f1.to(tl.float32) * weights[:, None], 0), mask=m)
     if HALVES == 2:
         tl.store(x + at + K, tl.sum(f2.to(tl.float32) * weights[:, None], 0), mask=m)
@@ -201,21 +204,21 @@ def swapped(h, READ: tl.constexpr):
 @triton.jit
 def tokens_read(positions, P, row, rows, BT: tl.constexpr):
     """t of each token in fp32, from 1; 1 for padding. Rows of a batch share P positions."""
-    places = tl.load(positions + (row + tl.arange(0, BT)) % P, mask=rows, other=0)
-    return (places + 1).to(tl.float32)
+    position = tl.load(positions + (row + tl.arange(0, BT)) % P, mask=rows, other=0)
+    return (position + 1).to(tl.float32)
 
 
 @triton.jit
 def weigh(den, t, READ: tl.constexpr):
-    """1/D, c, w and a of o = w (r + a Σv)."""
+    """1/D, c, the weight w and MALA's share a of o = w (r + a Σv)."""
     inverse = 1 / (den + EPS * t)
     c = tl.zeros_like(t)
     if READ.name == "mala":
         c += 1.0
         if READ.magnitude != "literal":
             c = READ.root / t
-    w = inverse + c
-    return inverse, c, w, -c * den / (t * w)
+    weight = inverse + c
+    return inverse, c, weight, -c * den / (t * weight)
 
 
 @triton.jit
@@ -231,8 +234,8 @@ def diagonal_blocks(a, below: tl.constexpr, BT: tl.constexpr, S: tl.constexpr):
     """The diagonal blocks [S, S] of a [BT, BT], `below` (0 or 1) blocks below the diagonal: [BT/S, S, S]."""
     N: tl.constexpr = BT // S
     n = tl.arange(0, N)
-    here = n[:, None, None, None] == (n + below)[None, None, :, None]
-    return tl.sum(tl.where(here, tl.reshape(a, [N, S, N, S]), 0.0), 2)
+    on_block = n[:, None, None, None] == (n + below)[None, None, :, None]
+    return tl.sum(tl.where(on_block, tl.reshape(a, [N, S, N, S]), 0.0), 2)
 
 
 @triton.jit
@@ -243,14 +246,16 @@ def doubled(inverse, a, BT: tl.constexpr, S: tl.constexpr):
     _, y = tl.split(
         tl.permute(tl.reshape(diagonal_blocks(a, 1, BT, S), [P, 2, S, S]), (0, 2, 3, 1))
     )
-    if P == 1:  # the compiler refuses a batch of one
+
+    # −Z⁻¹YX⁻¹; the compiler refuses a batch of one.
+    if P == 1:
         y = tl.dot(tl.reshape(y, [S, S]), tl.reshape(x, [S, S]), input_precision="ieee")
         y = tl.reshape(tl.dot(tl.reshape(z, [S, S]), y, input_precision="ieee"), [P, S, S])
     else:
         y = tl.dot(z, tl.dot(y, x, input_precision="ieee"), input_precision="ieee")
-    rows = tl.join(
-        tl.join(x, tl.zeros_like(x)), tl.join(-y, z)
-    )  # [P, row, column, block column, block row]
+
+    # Axes [P, row, column, block column, block row].
+    rows = tl.join(tl.join(x, tl.zeros_like(x)), tl.join(-y, z))
     return tl.reshape(tl.permute(rows, (0, 4, 1, 3, 2)), [P, 2 * S, 2 * S])
 
 
@@ -264,10 +269,13 @@ def unit_lower_inverse(a, BT: tl.constexpr):
     r = tl.arange(0, 16)
     blocks = diagonal_blocks(a, 0, BT, 16)
     inverse = tl.where(r[:, None] == r[None, :], 1.0, 0.0)[None, :, :] + tl.zeros_like(blocks)
+
+    # Row i of an inverse is that of I, less line i of the block times the rows above.
     for i in range(1, 16):
-        here = (r == i)[None, :, None]
-        line = tl.sum(tl.where(here, blocks, 0.0), 1)  # [BT/16, 16]
-        inverse -= tl.where(here, tl.sum(line[:, :, None] * inverse, 1)[:, None, :], 0.0)
+        is_row = (r == i)[None, :, None]
+        line = tl.sum(tl.where(is_row, blocks, 0.0), 1)  # [BT/16, 16]
+        inverse -= tl.where(is_row, tl.sum(line[:, :, None] * inverse, 1)[:, None, :], 0.0)
+
     if BT > 16:
         inverse = doubled(inverse, a, BT, 16)
     if BT > 32:
@@ -316,15 +324,20 @@ def prepare(
     BK: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """The parts of a chunk that do not need S: P = scale · tril(Δ QK⊤), and (I + tril(Δ KK⊤, −1) diag β)⁻¹.
+    """Computes the parts of a chunk that do not need S.
+
+        P = scale · tril(Δ QK⊤),        (I + A)⁻¹ with A = tril(Δ KK⊤, −1) diag β
 
     It also stores what later passes read: φ(k), unless k is "stored" already, and the chunk's sum for z.
     """
     i_c, h = tl.program_id(0), tl.program_id(1)
     row, rows = load_chunk(start, count, i_c, BT)
     hk = h // (HV // H)
+
     k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
     t = tl.arange(0, BT)
+
+    # φ(k) for the passes to come; one head of v stores it for its group.
     if MAP.name != "stored":
         c = tl.arange(0, BK)
         m = rows[:, None] & (c < K)[None, :] & (h % (HV // H) == 0)
@@ -332,30 +345,34 @@ def prepare(
         tl.store(at, k1, mask=m)
         if MAP.halves == 2:
             tl.store(at + K, k2, mask=m)
+
     q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK, swapped(h, READ))
     if READ.name != "":
         weights = tl.full([BT], 1.0, tl.float32)
         if GATED:
             _, weights, _ = load_decays(g, row, rows, h, HV, True, BT)
         store_sum(z_sums, k1, k2, weights, i_c * HV + h, K, MAP.halves, BK)
+
+    # Δ_ij = e^{γ_i − γ_j} for i ≥ j, [BT, BT].
     if GATED:
         delta = decays(load_gamma(g, row, rows, h, HV, BT), BT)
     else:
         delta = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
+
     p = tl.dot(q1, tl.trans(k1), input_precision=PREC)
     if MAP.halves == 2:
         p = tl.dot(q2, tl.trans(k2), p, input_precision=PREC)
-    tl.store(square(scores, i_c, h, HV, BT), (p * delta * scale).to(scores.dtype.element_ty))
+    tl.store(square_at(scores, i_c, h, HV, BT), (p * delta * scale).to(scores.dtype.element_ty))
+
+    # A_ij = β_j Δ_ij k_i·k_j for i > j.
     if DELTA:
         a = tl.dot(k1, tl.trans(k1), input_precision=PREC)
         if MAP.halves == 2:
             a = tl.dot(k2, tl.trans(k2), a, input_precision=PREC)
-        a = (
-            tl.where(t[:, None] > t[None, :], a * delta, 0.0)
-            * load_gate(beta, row, rows, h, HV, BT)[None, :]
-        )
+        a = tl.where(t[:, None] > t[None, :], a * delta, 0.0)
+        a *= load_gate(beta, row, rows, h, HV, BT)[None, :]
         a = unit_lower_inverse(a, BT)
-        tl.store(square(inverse, i_c, h, HV, BT), a.to(inverse.dtype.element_ty))
+        tl.store(square_at(inverse, i_c, h, HV, BT), a.to(inverse.dtype.element_ty))
 
 
 @triton.jit
@@ -398,12 +415,14 @@ def states(
     BV: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """The sequential pass: S before each chunk, and the error E of its prediction of v.
+    """Runs through the chunks of a sequence; stores S before each chunk, and the error E of its prediction of v.
 
-    If the readout needs them, also z = Σk, with the decay of S, and u = Σv.
+        E = (I + A)⁻¹ (V − eᵞ K S),        S ← e^{γ_C} S + (e^{γ_C − γ} β K)⊤ E
+
+    Linear attention has E = V and β = 1. If the readout needs them, also z = Σk, with the decay of S, and u = Σv.
 
     AFFINE: only what each sequence does to any S before it, S' = M S + U. The pass over [v, 0] from [0, I]
-    ends with [U, M], F × (V + F); without the delta rule it ends with U, and `decay` is M.
+    ends with [U, M], F × (V + F). Without the delta rule it ends with U, and `decay` is M.
 
     CHANNELS: decays per key channel, with e^{γ_C} in `channel_decays`. `reads` are the keys that read S, k
     those that write to it, both with their decays.
@@ -414,6 +433,8 @@ def states(
     hk = h // (HV // H)
     bos, chunk = tl.load(bounds + n), tl.load(first + n)
     length = tl.load(bounds + n + 1) - bos
+
+    # S in fp32, one tile [BK, BV] for each half of the features.
     offsets1, inside = state_tile(i_s, 0, K, W, MAP.halves, i_v, BK, BV)
     offsets2, _ = state_tile(i_s, MAP.halves - 1, K, W, MAP.halves, i_v, BK, BV)
     if START:
@@ -422,71 +443,82 @@ def states(
     else:
         s1 = identity(0, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
         s2 = identity(1, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
+
     total = 1.0  # the decay of all chunks
     if READ.name != "":
         z1 = tl.zeros([BK], tl.float32)
         z2 = tl.zeros([BK], tl.float32)
         u = tl.zeros([BV], tl.float32)
-        at_z, mz = vector(i_s, 0, K, MAP.halves, BK)
+        at_z, mz = vector_at(i_s, 0, K, MAP.halves, BK)
         mz &= i_v == 0  # one program has z
         second = (MAP.halves - 1) * K
         at_u = i_s.to(tl.int64) * V + i_v * BV + tl.arange(0, BV)
         mu = i_v * BV + tl.arange(0, BV) < V
+
         if START:
             z1 = tl.load(z_start + at_z, mask=mz, other=0.0)
             z2 = tl.load(z_start + at_z + second, mask=mz, other=0.0)
             if READ.name == "mala":
                 u = tl.load(u_start + at_u, mask=mu, other=0.0)
-    for i in tl.range(
-        0, tl.load(first + n + 1) - chunk, disable_licm=True
-    ):  # hoisted, addresses spill
-        here = (chunk + i).to(tl.int64) * HV + h
+
+    chunks = tl.load(first + n + 1) - chunk
+    for i in tl.range(0, chunks, disable_licm=True):  # hoisted, addresses spill
+        index = (chunk + i).to(tl.int64) * HV + h
+
+        # S, z and u before the chunk.
         if not AFFINE:
-            o1, _ = state_tile(here, 0, K, V, MAP.halves, i_v, BK, BV)
+            o1, _ = state_tile(index, 0, K, V, MAP.halves, i_v, BK, BV)
             tl.store(s + o1, s1.to(s.dtype.element_ty), mask=inside)
             if MAP.halves == 2:
-                o2, _ = state_tile(here, 1, K, V, MAP.halves, i_v, BK, BV)
+                o2, _ = state_tile(index, 1, K, V, MAP.halves, i_v, BK, BV)
                 tl.store(s + o2, s2.to(s.dtype.element_ty), mask=inside)
         if READ.name != "":
-            oz, _within = vector(here, 0, K, MAP.halves, BK)
+            oz, _within = vector_at(index, 0, K, MAP.halves, BK)
             tl.store(zs + oz, z1, mask=mz)
             if MAP.halves == 2:
                 tl.store(zs + oz + K, z2, mask=mz)
             if READ.name == "mala":
-                tl.store(us + here * V + i_v * BV + tl.arange(0, BV), u, mask=mu)
+                tl.store(us + index * V + i_v * BV + tl.arange(0, BV), u, mask=mu)
+
+        # The keys that write (k) and read (r), and how S decays through the chunk.
         row = bos + i * BT
         rows = row + tl.arange(0, BT) < bos + length
-        into, out, whole = load_decays(g, row, rows, h, HV, GATED, BT)
-        total *= whole
+        decay_in, decay_out, decay_all = load_decays(g, row, rows, h, HV, GATED, BT)
+        total *= decay_all
         k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
-        r1, r2, whole1, whole2 = k1, k2, whole, whole
+        r1, r2, decay1, decay2 = k1, k2, decay_all, decay_all
         if CHANNELS:
-            whole1, whole2 = load_channel_decays(channel_decays, here, K, MAP.halves, BK)
+            decay1, decay2 = load_channel_decays(channel_decays, index, K, MAP.halves, BK)
             if DELTA:
                 r1, r2 = load_features(reads, row, rows, hk, H, K, MAP, False, BT, BK)
-        w = load_rows(v, row, rows, h, HV, V, i_v, BT, BV)
-        dtype = w.dtype
+
+        # What is written, [BT, BV].
+        v_new = load_rows(v, row, rows, h, HV, V, i_v, BT, BV)
+        dtype = v_new.dtype
         if DELTA:
             read = tl.dot(r1, s1.to(dtype), input_precision=PREC)
             if MAP.halves == 2:
                 read = tl.dot(r2, s2.to(dtype), read, input_precision=PREC)
-            r = (w.to(tl.float32) - into[:, None] * read).to(dtype)
-            error = apply(tl.load(square(inverse, chunk + i, h, HV, BT)), r, PREC)
+            residual = (v_new.to(tl.float32) - decay_in[:, None] * read).to(dtype)
+            error = apply(tl.load(square_at(inverse, chunk + i, h, HV, BT)), residual, PREC)
             if not AFFINE:
                 store_rows(e, error, row, rows, h, HV, V, i_v, BT, BV)
-            out *= load_gate(beta, row, rows, h, HV, BT)
-            w = (error * out[:, None]).to(dtype)
+            decay_out *= load_gate(beta, row, rows, h, HV, BT)
+            v_new = (error * decay_out[:, None]).to(dtype)
         else:
             if READ.name == "mala":
-                u += tl.sum(w.to(tl.float32), 0)
-            w = (w.to(tl.float32) * out[:, None]).to(dtype)
+                u += tl.sum(v_new.to(tl.float32), 0)
+            v_new = (v_new.to(tl.float32) * decay_out[:, None]).to(dtype)
+
         if READ.name != "":
-            z1 = z1 * whole + tl.load(z_sums + oz, mask=mz, other=0.0)
+            z1 = z1 * decay_all + tl.load(z_sums + oz, mask=mz, other=0.0)
             if MAP.halves == 2:
-                z2 = z2 * whole + tl.load(z_sums + oz + K, mask=mz, other=0.0)
-        s1 = tl.dot(tl.trans(k1), w, s1 * whole1, input_precision=PREC)
+                z2 = z2 * decay_all + tl.load(z_sums + oz + K, mask=mz, other=0.0)
+
+        s1 = tl.dot(tl.trans(k1), v_new, s1 * decay1, input_precision=PREC)
         if MAP.halves == 2:
-            s2 = tl.dot(tl.trans(k2), w, s2 * whole2, input_precision=PREC)
+            s2 = tl.dot(tl.trans(k2), v_new, s2 * decay2, input_precision=PREC)
+
     if AFFINE and not DELTA:
         tl.store(decay + i_s, total, mask=i_v == 0)
     if END:
@@ -520,7 +552,7 @@ def compose(
     BV: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """S before each segment and S after all, from what each segment does to a state: S' = M S + U.
+    """Computes S before each segment and S after all, from what each segment does to a state: S' = M S + U.
 
     affine: [U, M] of each segment, or U alone with `decay` as M. parts: each sequence's first segment.
     REVERSE: from the last segment to the first.
@@ -530,6 +562,8 @@ def compose(
     n, h = i_s // HV, i_s % HV
     first, last = tl.load(parts + n).to(tl.int64), tl.load(parts + n + 1).to(tl.int64) - 1
     r, c = tl.arange(0, BF), i_v * BV + tl.arange(0, BV)
+
+    # S before the first segment, in tiles of BF rows.
     i = last if REVERSE else first
     for f in range(0, F, BF):
         m, at = (f + r < F)[:, None] & (c < V)[None, :], (f + r)[:, None] * V + c[None, :]
@@ -537,24 +571,30 @@ def compose(
         if START:
             s = tl.load(s_start + i_s * F * V + at, mask=m, other=0.0).to(tl.float32)
         tl.store(starts + (i * HV + h) * F * V + at, s, mask=m)
+
+    # Then S before the next one; after the last it is the end.
     for _ in range(first, last + 1):
         tl.debug_barrier()  # S, stored by all threads of the program, is read by all
-        here = i * HV + h
+        index = i * HV + h
         i += -1 if REVERSE else 1
         inside = (i >= first) & (i <= last)
         for f in range(0, F, BF):
             m, at = (f + r < F)[:, None] & (c < V)[None, :], (f + r)[:, None] * V + c[None, :]
-            row = affine + (here * F + f + r)[:, None] * W
+            row = affine + (index * F + f + r)[:, None] * W
             s = tl.load(row + c[None, :], mask=m, other=0.0)
+
             if DELTA:
                 for x in range(0, F, BF):
                     mm = (f + r < F)[:, None] & (x + r < F)[None, :]
                     M = tl.load(row + (V + x + r)[None, :], mask=mm, other=0.0)
-                    of_s = starts + here * F * V + (x + r)[:, None] * V + c[None, :]
+                    of_s = starts + index * F * V + (x + r)[:, None] * V + c[None, :]
                     before = tl.load(of_s, mask=(x + r < F)[:, None] & (c < V)[None, :], other=0.0)
                     s = tl.dot(M, before, s, input_precision=PREC)
             else:
-                s += tl.load(decay + here) * tl.load(starts + here * F * V + at, mask=m, other=0.0)
+                s += tl.load(decay + index) * tl.load(
+                    starts + index * F * V + at, mask=m, other=0.0
+                )
+
             tl.store(starts + (i * HV + h) * F * V + at, s, mask=m & inside)
             if END:
                 tl.store(s_end + i_s * F * V + at, s, mask=m & ~inside)
@@ -590,29 +630,32 @@ def outputs(
     BV: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """O = scale · eᵞ Q S + P diag(β) E; with a readout, its o and its denominator d.
+    """Computes O = scale · eᵞ Q S + P diag(β) E; with a readout, its o and its denominator d.
 
     It computes O⊤: then loaded tiles are the first operands of products, and those formed here the second.
     """
     i_v, i_c = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     h = tl.program_id(1)
     row, rows = load_chunk(start, count, i_c, BT)
+
+    # S of earlier chunks: scale · eᵞ Q S, transposed [BV, BT].
     q1, q2 = load_features(q, row, rows, h // (HV // H), H, K, MAP, True, BT, BK, swapped(h, READ))
     o1, inside = state_tile(i_c * HV + h, 0, K, V, MAP.halves, i_v, BK, BV)
-    y = tl.dot(
-        tl.trans(tl.load(s + o1, mask=inside, other=0.0)), tl.trans(q1), input_precision=PREC
-    )
+    s1 = tl.load(s + o1, mask=inside, other=0.0)
+    o_tile = tl.dot(tl.trans(s1), tl.trans(q1), input_precision=PREC)
     if MAP.halves == 2:
         s2 = tl.load(s + o1 + K * V, mask=inside, other=0.0)
-        y = tl.dot(tl.trans(s2), tl.trans(q2), y, input_precision=PREC)
-    y *= scale
+        o_tile = tl.dot(tl.trans(s2), tl.trans(q2), o_tile, input_precision=PREC)
+    o_tile *= scale
     if GATED:
         grown = tl.exp(tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0))
-        y *= grown[None, :]
-    p = tl.load(square(scores, i_c, h, HV, BT))
+        o_tile *= grown[None, :]
+
+    # Tokens of this chunk: P, and the readout.
+    p = tl.load(square_at(scores, i_c, h, HV, BT))
     dtype = p.dtype
     if READ.name != "":
-        oz, mz = vector(i_c * HV + h, 0, K, MAP.halves, BK)
+        oz, mz = vector_at(i_c * HV + h, 0, K, MAP.halves, BK)
         d = tl.sum(q1.to(tl.float32) * tl.load(zs + oz, mask=mz, other=0.0)[None, :], 1)
         if MAP.halves == 2:
             d += tl.sum(q2.to(tl.float32) * tl.load(zs + oz + K, mask=mz, other=0.0)[None, :], 1)
@@ -624,15 +667,17 @@ def outputs(
         if READ.name == "mala":
             t, c = tl.arange(0, BT), i_v * BV + tl.arange(0, BV)
             u = tl.load(us + (i_c.to(tl.int64) * HV + h) * V + c, mask=c < V, other=0.0)
-            y += share[None, :] * u[:, None]
+            o_tile += share[None, :] * u[:, None]
             p = tl.where(t[:, None] >= t[None, :], p.to(tl.float32) + share[:, None], 0.0).to(dtype)
+
     if DELTA:
         p = (p.to(tl.float32) * load_gate(beta, row, rows, h, HV, BT)[None, :]).to(dtype)
-    w = load_rows(e, row, rows, h, HV, V, i_v, BT, BV)
-    y = tl.dot(tl.trans(w), tl.trans(p), y, input_precision=PREC)
+    error = load_rows(e, row, rows, h, HV, V, i_v, BT, BV)
+    o_tile = tl.dot(tl.trans(error), tl.trans(p), o_tile, input_precision=PREC)
+
     if READ.name != "":
-        y *= weight[None, :]
-    store_rows(o, tl.trans(y), row, rows, h, HV, V, i_v, BT, BV)
+        o_tile *= weight[None, :]
+    store_rows(o, tl.trans(o_tile), row, rows, h, HV, V, i_v, BT, BV)
 
 
 # -------------------------------------------------------------------------------------------------- backward
@@ -668,33 +713,41 @@ def readout_gradients(
     BV: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Gradients of r and of the denominator d, MALA's a, and the chunk's sums for the gradients of z and u.
+    """Computes the gradients of r and of the denominator d, MALA's a, and the chunk's sums for those of z and u.
 
-    All other gradients follow from these.
+    The formulas are those of this module's docstring. All other gradients follow from these.
     """
     i_c, h = tl.program_id(0), tl.program_id(1)
     row, rows = load_chunk(start, count, i_c, BT)
     gates = (row + tl.arange(0, BT)) * HV + h
     t = tokens_read(positions, P, row, rows, BT)
     inverse, c, weight, share = weigh(tl.load(den + gates, mask=rows, other=0.0), t, READ)
+
+    # by_o = dO·O and by_u = dO·u, [BT].
     by_o = tl.zeros([BT], tl.float32)
     by_u = tl.zeros([BT], tl.float32)
     for i_v in range(0, tl.cdiv(V, BV)):
-        y = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV).to(tl.float32)
-        by_o += tl.sum(y * load_rows(o, row, rows, h, HV, V, i_v, BT, BV).to(tl.float32), 1)
+        d_out = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV).to(tl.float32)
+        by_o += tl.sum(d_out * load_rows(o, row, rows, h, HV, V, i_v, BT, BV).to(tl.float32), 1)
+
         if READ.name == "mala":
             x = load_rows(v, row, rows, h, HV, V, i_v, BT, BV)
             j = i_v * BV + tl.arange(0, BV)
             at = (i_c.to(tl.int64) * HV + h) * V + j
             u = tl.load(us + at, mask=j < V, other=0.0)[None, :] + tl.cumsum(x.to(tl.float32), 0)
-            by_u += tl.sum(y * u, 1)
-            tl.store(du_sums + at, tl.sum(y * (weight * share)[:, None], 0), mask=j < V)
-        store_rows(d_r, y * weight[:, None], row, rows, h, HV, V, i_v, BT, BV)
+            by_u += tl.sum(d_out * u, 1)
+            tl.store(du_sums + at, tl.sum(d_out * (weight * share)[:, None], 0), mask=j < V)
+
+        store_rows(d_r, d_out * weight[:, None], row, rows, h, HV, V, i_v, BT, BV)
+
+    # dO·R, and the gradient of d.
     by_r = by_o / weight - share * by_u
     d = -by_r * inverse * inverse - c / t * by_u
     tl.store(d_den + gates, d, mask=rows)
     if READ.name == "mala":
         tl.store(shares + gates, share, mask=rows)
+
+    # The chunk's sum for the gradient of z.
     if GATED:
         d *= tl.exp(tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0))
     q1, q2 = load_features(q, row, rows, h // (HV // H), H, K, MAP, True, BT, BK, swapped(h, READ))
@@ -745,10 +798,12 @@ def state_gradients(
     BV: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """The sequential pass backwards: gradients of S, z and u after each chunk, and of v.
+    """Runs through the chunks of a sequence backwards: gradients of S, z and u after each chunk, and of v.
 
-    It starts from gradients of the last state and ends with those of the first. AFFINE and CHANNELS: as in
-    `states`; q has its decays too.
+        dV = (I + A)⁻⊤ β (e^{γ_C − γ} K dS + P⊤ dO),        dS ← e^{γ_C} dS + (scale · eᵞ Q)⊤ dO − (eᵞ K)⊤ dV
+
+    Linear attention has dV without (I + A)⁻⊤ and β, and dS without its last term. The pass starts from gradients
+    of the last state and ends with those of the first. AFFINE and CHANNELS: as in `states`; q has its decays too.
     """
     W: tl.constexpr = V + K * MAP.halves if AFFINE and DELTA else V  # columns of the state
     i_v, i_s = tl.program_id(0) % tl.cdiv(W, BV), tl.program_id(0) // tl.cdiv(W, BV)
@@ -756,6 +811,8 @@ def state_gradients(
     hk = h // (HV // H)
     bos, chunk = tl.load(bounds + n), tl.load(first + n)
     end = tl.load(bounds + n + 1)
+
+    # dS in fp32, one tile [BK, BV] for each half of the features.
     offsets1, inside = state_tile(i_s, 0, K, W, MAP.halves, i_v, BK, BV)
     offsets2, _ = state_tile(i_s, MAP.halves - 1, K, W, MAP.halves, i_v, BK, BV)
     if START:
@@ -764,83 +821,99 @@ def state_gradients(
     else:
         s1 = identity(0, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
         s2 = identity(1, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
+
     total = 1.0  # the decay of all chunks
     if READ.name != "":
         z1 = tl.zeros([BK], tl.float32)
         z2 = tl.zeros([BK], tl.float32)
         u = tl.zeros([BV], tl.float32)
-        at_z, mz = vector(i_s, 0, K, MAP.halves, BK)
+        at_z, mz = vector_at(i_s, 0, K, MAP.halves, BK)
         mz &= i_v == 0  # one program has z
         second = (MAP.halves - 1) * K
         at_u = i_s.to(tl.int64) * V + i_v * BV + tl.arange(0, BV)
         mu = i_v * BV + tl.arange(0, BV) < V
+
         if START:
             z1 = tl.load(z_start + at_z, mask=mz, other=0.0)
             z2 = tl.load(z_start + at_z + second, mask=mz, other=0.0)
             if READ.name == "mala":
                 u = tl.load(u_start + at_u, mask=mu, other=0.0)
+
     chunks = tl.load(first + n + 1) - chunk
     for j in tl.range(0, chunks, disable_licm=True):  # hoisted, addresses spill
         i = chunks - 1 - j
-        here = (chunk + i).to(tl.int64) * HV + h
+        index = (chunk + i).to(tl.int64) * HV + h
+
+        # dS, dz and du after the chunk.
         if not AFFINE:
-            o1, _ = state_tile(here, 0, K, V, MAP.halves, i_v, BK, BV)
+            o1, _ = state_tile(index, 0, K, V, MAP.halves, i_v, BK, BV)
             tl.store(d_s + o1, s1.to(d_s.dtype.element_ty), mask=inside)
             if MAP.halves == 2:
-                o2, _ = state_tile(here, 1, K, V, MAP.halves, i_v, BK, BV)
+                o2, _ = state_tile(index, 1, K, V, MAP.halves, i_v, BK, BV)
                 tl.store(d_s + o2, s2.to(d_s.dtype.element_ty), mask=inside)
         if READ.name != "":
-            oz, _within = vector(here, 0, K, MAP.halves, BK)
+            oz, _within = vector_at(index, 0, K, MAP.halves, BK)
             tl.store(d_zs + oz, z1, mask=mz)
             if MAP.halves == 2:
                 tl.store(d_zs + oz + K, z2, mask=mz)
+
         row = bos + i * BT
         rows = row + tl.arange(0, BT) < end
-        y = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV)
-        dtype = y.dtype
-        into, out, whole = load_decays(g, row, rows, h, HV, GATED, BT)
-        total *= whole
+        d_out = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV)
+        dtype = d_out.dtype
+        decay_in, decay_out, decay_all = load_decays(g, row, rows, h, HV, GATED, BT)
+        total *= decay_all
+
+        # The gradient of what k wrote, [BT, BV].
         k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
-        w = tl.dot(k1, s1.to(dtype), input_precision=PREC)
+        d_new = tl.dot(k1, s1.to(dtype), input_precision=PREC)
         if MAP.halves == 2:
-            w = tl.dot(k2, s2.to(dtype), w, input_precision=PREC)
-        w *= out[:, None]
-        p = tl.load(square(scores, chunk + i, h, HV, BT))
+            d_new = tl.dot(k2, s2.to(dtype), d_new, input_precision=PREC)
+        d_new *= decay_out[:, None]
+
+        p = tl.load(square_at(scores, chunk + i, h, HV, BT))
         if READ.name == "mala":
             t, share = tl.arange(0, BT), load_gate(shares, row, rows, h, HV, BT)
             p = tl.where(t[:, None] >= t[None, :], p.to(tl.float32) + share[:, None], 0.0).to(
                 p.dtype
             )
-            w += u[None, :]
+            d_new += u[None, :]
             c = i_v * BV + tl.arange(0, BV)
-            u += tl.load(du_sums + here * V + c, mask=mu, other=0.0)
-        w = tl.dot(tl.trans(p), y, w, input_precision=PREC)
+            u += tl.load(du_sums + index * V + c, mask=mu, other=0.0)
+        d_new = tl.dot(tl.trans(p), d_out, d_new, input_precision=PREC)
+
         if DELTA:
-            w = (w * load_gate(beta, row, rows, h, HV, BT)[:, None]).to(dtype)
-            w = apply(tl.trans(tl.load(square(inverse, chunk + i, h, HV, BT))), w, PREC)
+            d_new = (d_new * load_gate(beta, row, rows, h, HV, BT)[:, None]).to(dtype)
+            d_new = apply(tl.trans(tl.load(square_at(inverse, chunk + i, h, HV, BT))), d_new, PREC)
         if not AFFINE:
-            store_rows(d_v, w, row, rows, h, HV, V, i_v, BT, BV)
-        whole1, whole2 = whole, whole
+            store_rows(d_v, d_new, row, rows, h, HV, V, i_v, BT, BV)
+
+        # dS before the chunk: its decay, what k read of it, and what q read.
+        decay1, decay2 = decay_all, decay_all
         if CHANNELS:
-            whole1, whole2 = load_channel_decays(channel_decays, here, K, MAP.halves, BK)
+            decay1, decay2 = load_channel_decays(channel_decays, index, K, MAP.halves, BK)
             if DELTA:
                 k1, k2 = load_features(reads, row, rows, hk, H, K, MAP, False, BT, BK)
-        s1 *= whole1
-        s2 *= whole2
+        s1 *= decay1
+        s2 *= decay2
+
         if DELTA:
-            w = (w * -into[:, None]).to(dtype)
-            s1 = tl.dot(tl.trans(k1), w, s1, input_precision=PREC)
+            d_new = (d_new * -decay_in[:, None]).to(dtype)
+            s1 = tl.dot(tl.trans(k1), d_new, s1, input_precision=PREC)
             if MAP.halves == 2:
-                s2 = tl.dot(tl.trans(k2), w, s2, input_precision=PREC)
-        y = (y.to(tl.float32) * (into * scale)[:, None]).to(dtype)
+                s2 = tl.dot(tl.trans(k2), d_new, s2, input_precision=PREC)
+
+        d_out = (d_out.to(tl.float32) * (decay_in * scale)[:, None]).to(dtype)
         q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK, swapped(h, READ))
         if READ.name != "":
-            z1 = z1 * whole + tl.load(dz_sums + oz, mask=mz, other=0.0)
+            z1 = z1 * decay_all + tl.load(dz_sums + oz, mask=mz, other=0.0)
             if MAP.halves == 2:
-                z2 = z2 * whole + tl.load(dz_sums + oz + K, mask=mz, other=0.0)
-        s1 = tl.dot(tl.trans(q1), y, s1, input_precision=PREC)
+                z2 = z2 * decay_all + tl.load(dz_sums + oz + K, mask=mz, other=0.0)
+
+        s1 = tl.dot(tl.trans(q1), d_out, s1, input_precision=PREC)
         if MAP.halves == 2:
-            s2 = tl.dot(tl.trans(q2), y, s2, input_precision=PREC)
+            s2 = tl.dot(tl.trans(q2), d_out, s2, input_precision=PREC)
+
     if AFFINE and not DELTA:
         tl.store(decay + i_s, total, mask=i_v == 0)
     if END:
@@ -886,7 +959,7 @@ def pair_gradients(
     BV: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Gradients of QK⊤ and of KK⊤ (summed with its transpose) within a chunk.
+    """Computes the gradients of QK⊤ and of KK⊤ (summed with its transpose) within a chunk.
 
     Also the shares of β_j and of the decays between j and i that come from pairs (i, j). CHANNELS: only the
     gradients, without β and decays, and KK⊤'s without its transpose.
@@ -896,32 +969,41 @@ def pair_gradients(
     t = tl.arange(0, BT)
     pairs_o = tl.zeros([BT, BT], tl.float32)  # dO E⊤
     pairs_v = tl.zeros([BT, BT], tl.float32)  # dV E⊤
+
     for i_v in range(0, tl.cdiv(V, BV)):
-        w = tl.trans(load_rows(e, row, rows, h, HV, V, i_v, BT, BV))
-        y = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV)
-        pairs_o = tl.dot(y, w, pairs_o, input_precision=PREC)
+        error = tl.trans(load_rows(e, row, rows, h, HV, V, i_v, BT, BV))
+        d_out = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV)
+        pairs_o = tl.dot(d_out, error, pairs_o, input_precision=PREC)
         if DELTA:
-            y = load_rows(d_v, row, rows, h, HV, V, i_v, BT, BV)
-            pairs_v = tl.dot(y, w, pairs_v, input_precision=PREC)
+            d_out = load_rows(d_v, row, rows, h, HV, V, i_v, BT, BV)
+            pairs_v = tl.dot(d_out, error, pairs_v, input_precision=PREC)
+
     if READ.name != "":
         pairs_o += load_gate(d_den, row, rows, h, HV, BT)[:, None]
+
     if GATED:
         delta = decays(load_gamma(g, row, rows, h, HV, BT), BT)
     else:
         delta = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
+
     b = tl.full([BT], 1.0, tl.float32)
     if DELTA and not CHANNELS:
         b = load_gate(beta, row, rows, h, HV, BT)
-    at = square(d_scores, i_c, h, HV, BT)
+
+    # dP = Δ ∘ dO E⊤ · β · scale, the gradient of QK⊤.
+    at = square_at(d_scores, i_c, h, HV, BT)
     tl.store(at, (pairs_o * delta * (b * scale)[None, :]).to(d_scores.dtype.element_ty))
+
     if CHANNELS:
         if DELTA:
             d_kk = tl.where(t[:, None] > t[None, :], -pairs_v, 0.0)
-            tl.store(square(d_keys, i_c, h, HV, BT), d_kk.to(d_keys.dtype.element_ty))
+            tl.store(square_at(d_keys, i_c, h, HV, BT), d_kk.to(d_keys.dtype.element_ty))
     elif DELTA or GATED:
-        p = tl.load(square(scores, i_c, h, HV, BT)).to(tl.float32)
+        p = tl.load(square_at(scores, i_c, h, HV, BT)).to(tl.float32)
         pairs = tl.where(t[:, None] >= t[None, :], pairs_o * p, 0.0)
         gates = (row + t) * HV + h
+
+        # That of KK⊤, with its transpose, and what β and Δ share of these pairs.
         if DELTA:
             d_kk = tl.where(t[:, None] > t[None, :], pairs_v * delta, 0.0)
             k1, k2 = load_features(k, row, rows, h // (HV // H), H, K, MAP, False, BT, BK)
@@ -930,9 +1012,10 @@ def pair_gradients(
                 kk = tl.dot(k2, tl.trans(k2), kk, input_precision=PREC)
             pairs -= d_kk * kk
             d_kk *= -b[None, :]
-            at = square(d_keys, i_c, h, HV, BT)
+            at = square_at(d_keys, i_c, h, HV, BT)
             tl.store(at, (d_kk + tl.trans(d_kk)).to(d_keys.dtype.element_ty))
             tl.store(d_beta + gates, tl.sum(pairs, 0), mask=rows)
+
         if GATED:
             pairs = tl.where(t[:, None] > t[None, :], pairs * b[None, :], 0.0)
             pairs = tl.cumsum(pairs, 0, reverse=True)  # Σ over i ≥ t
@@ -977,26 +1060,33 @@ def input_gradients(
     BV: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Gradients of one half of the features of q and k, and that half's shares for β and g.
+    """Computes the gradients of one half of the features of q and k, and that half's shares for β and g.
 
-    With one half, gradients of the raw q and k: the backward of map and norm is the epilogue.
+        dQ = scale · eᵞ dO S⊤ + dP K,        dK = e^{γ_C − γ} β E dS'⊤ − eᵞ dV S⊤ + dP⊤ Q + d(KK⊤) K
+
+    S is the state before the chunk, dS' the gradient of the one after it. With one half, gradients of the raw q
+    and k: the backward of map and norm is the epilogue.
     """
     half, i_c = tl.program_id(0) % MAP.halves, tl.program_id(0) // MAP.halves
     h = tl.program_id(1)
     row, rows = load_chunk(start, count, i_c, BT)
     hk = h // (HV // H)
-    into, out, whole = load_decays(g, row, rows, h, HV, GATED, BT)
+    decay_in, decay_out, decay_all = load_decays(g, row, rows, h, HV, GATED, BT)
+
+    # [BT, BK], and `carried`, S·dS' of each feature [BK].
     dq = tl.zeros([BT, BK], tl.float32)
     dk = tl.zeros([BT, BK], tl.float32)  # through what k writes to the next state
     dk_read = tl.zeros([BT, BK], tl.float32)  # through what k reads of the last state
     carried = tl.zeros([BK], tl.float32)
+
     if READ.name != "":
-        oz, mz = vector(i_c * HV + h, half, K, MAP.halves, BK)
+        oz, mz = vector_at(i_c * HV + h, half, K, MAP.halves, BK)
         z = tl.load(zs + oz, mask=mz, other=0.0)
         dz = tl.load(d_zs + oz, mask=mz, other=0.0)
         dq += load_gate(d_den, row, rows, h, HV, BT)[:, None] * z[None, :]
         dk += dz[None, :]
         carried += z * dz
+
     for i_v in range(0, tl.cdiv(V, BV)):
         at, inside = state_tile(i_c * HV + h, half, K, V, MAP.halves, i_v, BK, BV)
         before = tl.load(s + at, mask=inside, other=0.0)
@@ -1013,33 +1103,40 @@ def input_gradients(
             dk,
             input_precision=PREC,
         )
+
         if DELTA:
             x = load_rows(d_v, row, rows, h, HV, V, i_v, BT, BV)
             dk_read = tl.dot(x, tl.trans(before), dk_read, input_precision=PREC)
         if GATED:
             carried += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
-    d_p = tl.load(square(d_scores, i_c, h, HV, BT))
+    d_p = tl.load(square_at(d_scores, i_c, h, HV, BT))
 
     k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
     if MAP.halves == 2:
         k1 = tl.where(half == 0, k1, k2)
-    dq *= (into * scale)[:, None]
-    dk *= out[:, None]
+
+    dq *= (decay_in * scale)[:, None]
+    dk *= decay_out[:, None]
+
+    # The shares for β, and for the decays: what k writes and reads.
     if DELTA or GATED:
         gates = (half.to(tl.int64) * tokens + row + tl.arange(0, BT)) * HV + h
         writes = tl.sum(dk * k1.to(tl.float32), 1)
         reads = tl.zeros([BT], tl.float32)
         if DELTA:
-            dk_read *= into[:, None]
+            dk_read *= decay_in[:, None]
             reads -= tl.sum(dk_read * k1.to(tl.float32), 1)
             tl.store(d_beta + gates, writes, mask=rows)
             b = load_gate(beta, row, rows, h, HV, BT)
             writes *= b
             dk = dk * b[:, None] - dk_read
+
     swap = swapped(h, READ)
     q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK, swap)
     if MAP.halves == 2:
         q1 = tl.where(half == 0, q1, q2)
+
+    # g_t has a share of all that passes token t.
     if GATED:
         reads += tl.sum(dq * q1.to(tl.float32), 1)
         t = tl.arange(0, BT)
@@ -1047,12 +1144,14 @@ def input_gradients(
             t[:, None] > t[None, :], writes[None, :], 0.0
         )  # no difference of sums: the token's own write may be far larger
         d_gamma = tl.cumsum(reads, 0, reverse=True) + tl.sum(earlier, 1)
-        tl.store(d_g + gates, d_gamma + whole * tl.sum(carried, 0), mask=rows)
+        tl.store(d_g + gates, d_gamma + decay_all * tl.sum(carried, 0), mask=rows)
+
+    # Pairs within the chunk.
     dq = tl.dot(d_p, k1, dq, input_precision=PREC)
     store_gradient(d_q, dq, q, row, rows, h, H, HV, half ^ swap, K, MAP, True, BT, BK)
     dk = tl.dot(tl.trans(d_p), q1, dk, input_precision=PREC)
     if DELTA:
-        dk = tl.dot(tl.load(square(d_keys, i_c, h, HV, BT)), k1, dk, input_precision=PREC)
+        dk = tl.dot(tl.load(square_at(d_keys, i_c, h, HV, BT)), k1, dk, input_precision=PREC)
     store_gradient(d_k, dk, k, row, rows, h, H, HV, half, K, MAP, False, BT, BK)
 
 

@@ -111,7 +111,7 @@ class Options(NamedTuple):
         return Options(Map.parse(map), Readout.parse(read), *rest)
 
 
-class Kept(NamedTuple):
+class Saved(NamedTuple):
     """The output, and the other tensors of the forward that the backward reads; absent ones have no elements."""
 
     o: Tensor  # [B, T, HV, V]
@@ -189,7 +189,7 @@ class Pass(NamedTuple):
     """A pass over a call, forward or backward."""
 
     inputs: Inputs
-    kept: Kept
+    saved: Saved
     form: Form
     chunks: Chunks
 
@@ -227,7 +227,7 @@ def _form_of(inputs: Inputs, options: Options) -> Form:
 
 def _empty_results(
     v: Tensor, form: Form, options: Options, total: int, sequences: int
-) -> tuple[States, Kept]:
+) -> tuple[States, Saved]:
     """The final states and the tensors to keep, not yet filled. total: chunks of all sequences."""
     HV, F, V = form.HV, form.F, form.V
     last = sequences if options.final else 0
@@ -246,7 +246,7 @@ def _empty_results(
         e = torch.empty_like(v)
     zs, us = sums(total)
 
-    kept = Kept(
+    saved = Saved(
         o=torch.empty_like(v),
         scores=scores,
         s=v.new_empty(total, HV, F, V),
@@ -256,7 +256,7 @@ def _empty_results(
         us=us,
         den=v.new_empty(v.shape[:3] if form.mean else (0,), dtype=torch.float32),
     )
-    return finals, kept
+    return finals, saved
 
 
 # -------------------------------------------------------------------------------------------------- launches
@@ -400,15 +400,15 @@ class Features(NamedTuple):
     channel_decays: Tensor | None = None  # e^{γ_C} [chunks, HV, F]
 
 
-def _forward(inputs: Inputs, options: Options) -> tuple[States, Kept]:
+def _forward(inputs: Inputs, options: Options) -> tuple[States, Saved]:
     """The final states, without elements unless they are wanted, and what is kept, o among it."""
     v, form = inputs.v, _form_of(inputs, options)
     chunks = chunks_of((form.B, form.T), inputs.cu_seqlens, form.BT, v.device)
-    finals, kept = _empty_results(v, form, options, chunks.total, chunks.sequences)
-    run = Pass(inputs, kept, form, chunks)
+    finals, saved = _empty_results(v, form, options, chunks.total, chunks.sequences)
+    run = Pass(inputs, saved, form, chunks)
 
     # Within each chunk: P, (I + A)⁻¹, and the features that the next step reads.
-    z_sums = torch.empty_like(kept.zs)
+    z_sums = torch.empty_like(saved.zs)
     if form.channels:
         features = _decay_channels(run, pairs=True)
     else:
@@ -423,13 +423,13 @@ def _forward(inputs: Inputs, options: Options) -> tuple[States, Kept]:
         "v": v,
         "beta": inputs.beta,
         "g": inputs.g,
-        "inverse": kept.inverse,
+        "inverse": saved.inverse,
         "z_sums": z_sums,
         # what it stores
-        "s": kept.s,
-        "e": kept.e,
-        "zs": kept.zs,
-        "us": kept.us,
+        "s": saved.s,
+        "e": saved.e,
+        "zs": saved.zs,
+        "us": saved.us,
     }
     _scan(states, run, tensors, inputs.starts, finals if options.final else States())
 
@@ -442,24 +442,24 @@ def _forward(inputs: Inputs, options: Options) -> tuple[States, Kept]:
         q=features.q,
         MAP=form.map,
         H=features.heads,
-        e=kept.e if form.delta else v,
+        e=saved.e if form.delta else v,
         beta=inputs.beta,
         g=inputs.g,
-        scores=kept.scores,
-        s=kept.s,
-        zs=kept.zs,
-        us=kept.us,
+        scores=saved.scores,
+        s=saved.s,
+        zs=saved.zs,
+        us=saved.us,
         **_positions(inputs),
         # what it stores
-        o=kept.o,
-        den=kept.den,
+        o=saved.o,
+        den=saved.den,
     )
-    return finals, kept
+    return finals, saved
 
 
 def _prepare_chunks(run: Pass, z_sums: Tensor) -> Features:
     """The raw q and the features of k; fills P, (I + A)⁻¹ and the chunks' sums for z."""
-    inputs, kept, form, chunks = run
+    inputs, saved, form, chunks = run
     k = k_features = inputs.k
     if form.map.name != "stored":
         k_features = k.new_empty(*k.shape[:3], form.F)
@@ -474,8 +474,8 @@ def _prepare_chunks(run: Pass, z_sums: Tensor) -> Features:
         beta=inputs.beta,
         g=inputs.g,
         # what it stores
-        inverse=kept.inverse,
-        scores=kept.scores,
+        inverse=saved.inverse,
+        scores=saved.scores,
         k_features=k_features,
         z_sums=z_sums,
     )
@@ -484,7 +484,7 @@ def _prepare_chunks(run: Pass, z_sums: Tensor) -> Features:
 
 def _decay_channels(run: Pass, pairs: bool) -> Features:
     """q and k with their decays, `[B, T, HV, F]`. pairs: whether to fill P and (I + A)⁻¹ too."""
-    inputs, kept, form, chunks = run
+    inputs, saved, form, chunks = run
     q, shape = inputs.q, (*inputs.v.shape[:3], form.F)
     q_in, k_out = q.new_empty(shape), q.new_empty(shape)
     reads = torch.empty_like(k_out) if form.delta else k_out
@@ -502,8 +502,8 @@ def _decay_channels(run: Pass, pairs: bool) -> Features:
         ERASE=inputs.erase is not None,
         PAIRS=pairs,
         # what it stores
-        inverse=kept.inverse if pairs else None,
-        scores=kept.scores if pairs else None,
+        inverse=saved.inverse if pairs else None,
+        scores=saved.scores if pairs else None,
         q_in=q_in,
         k_out=k_out,
         reads=reads,
@@ -548,14 +548,14 @@ class PairGradients(NamedTuple):
 
 
 def _backward(
-    d_o: Tensor, d_finals: States, inputs: Inputs, kept: Kept, options: Options
+    d_o: Tensor, d_finals: States, inputs: Inputs, saved: Saved, options: Options
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, β, g, erase, the first S, z and Σv; those of absent inputs have no elements."""
-    form = _form_of(inputs, options)._replace(BT=kept.scores.shape[-1])
+    form = _form_of(inputs, options)._replace(BT=saved.scores.shape[-1])
     chunks = chunks_of((form.B, form.T), inputs.cu_seqlens, form.BT, d_o.device)
     if not form.delta:
-        kept = kept._replace(e=inputs.v)  # nothing is erased: what is written is v
-    run = Pass(inputs, kept, form, chunks)
+        saved = saved._replace(e=inputs.v)  # nothing is erased: what is written is v
+    run = Pass(inputs, saved, form, chunks)
 
     # The features again, which the forward did not keep.
     q, k = inputs.q, inputs.k
@@ -586,13 +586,13 @@ def _backward(
 
 
 def _readout_gradients(run: Pass, features: Features, d_o: Tensor) -> ReadoutGradients:
-    inputs, kept, form, chunks = run
+    inputs, saved, form, chunks = run
     gradients = ReadoutGradients(
         d_r=torch.empty_like(d_o),
-        d_den=torch.empty_like(kept.den),
-        shares=torch.empty_like(kept.den),
-        dz_sums=torch.empty_like(kept.zs),
-        du_sums=torch.empty_like(kept.us),
+        d_den=torch.empty_like(saved.den),
+        shares=torch.empty_like(saved.den),
+        dz_sums=torch.empty_like(saved.zs),
+        du_sums=torch.empty_like(saved.us),
     )
     _launch(
         readout_gradients,
@@ -601,11 +601,11 @@ def _readout_gradients(run: Pass, features: Features, d_o: Tensor) -> ReadoutGra
         chunks,
         q=features.q,
         d_o=d_o,
-        o=kept.o,
+        o=saved.o,
         v=inputs.v,
         g=inputs.g,
-        us=kept.us,
-        den=kept.den,
+        us=saved.us,
+        den=saved.den,
         **_positions(inputs),
         **gradients._asdict(),
     )
@@ -616,14 +616,14 @@ def _state_gradients(
     run: Pass, features: Features, readout: ReadoutGradients, d_finals: States
 ) -> StateGradients:
     """The sequential pass backwards, from the gradients of the final states."""
-    inputs, kept, _, _ = run
+    inputs, saved, _, _ = run
 
     def gradient_of(start: Tensor | None) -> Tensor | None:
         return None if start is None else torch.empty_like(start, dtype=torch.float32)
 
     gradients = StateGradients(
-        s=torch.empty_like(kept.s),
-        z=torch.empty_like(kept.zs),
+        s=torch.empty_like(saved.s),
+        z=torch.empty_like(saved.zs),
         v=torch.empty_like(inputs.v),
         starts=States(*map(gradient_of, inputs.starts)),
     )
@@ -639,8 +639,8 @@ def _state_gradients(
         "du_sums": readout.du_sums,
         "beta": inputs.beta,
         "g": inputs.g,
-        "inverse": kept.inverse,
-        "scores": kept.scores,
+        "inverse": saved.inverse,
+        "scores": saved.scores,
         # what it stores
         "d_s": gradients.s,
         "d_zs": gradients.z,
@@ -654,7 +654,7 @@ def _pair_gradients(
     run: Pass, features: Features, readout: ReadoutGradients, d_states: StateGradients
 ) -> PairGradients:
     """Gradients of the products within a chunk, and the last of the shares for β and g."""
-    inputs, kept, form, chunks = run
+    inputs, saved, form, chunks = run
     shares = form.map.halves + 1
     if form.channels:
         BC = blocks("channel_gradients", form.itemsize, form.features)["BC"]
@@ -664,7 +664,7 @@ def _pair_gradients(
         shape = (shares, form.B, form.T, form.HV) if present else (1, 0)
         return inputs.v.new_empty(shape, dtype=torch.float32)
 
-    d_scores = torch.empty_like(kept.scores)
+    d_scores = torch.empty_like(saved.scores)
     gradients = PairGradients(
         scores=d_scores,
         keys=torch.empty_like(d_scores) if form.delta else d_scores,
@@ -677,13 +677,13 @@ def _pair_gradients(
         form,
         chunks,
         k=features.k,
-        e=kept.e,
+        e=saved.e,
         d_o=readout.d_r,
         d_den=readout.d_den,
         d_v=d_states.v,
         beta=inputs.beta,
         g=inputs.g,
-        scores=kept.scores,
+        scores=saved.scores,
         # what it stores
         d_scores=gradients.scores,
         d_keys=gradients.keys,
@@ -701,7 +701,7 @@ def _input_gradients(
     d_pairs: PairGradients,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and k; adds the other shares for β and g to `d_pairs`."""
-    inputs, kept, form, chunks = run
+    inputs, saved, form, chunks = run
     # With one tile of features the kernel applies the map's backward itself.
     inside = form.map.halves == 1 and form.map.name != "stored"
     d_q, d_k = (inputs.q.new_empty(form.B, form.T, form.HV, form.F) for _ in range(2))
@@ -713,15 +713,15 @@ def _input_gradients(
         q=inputs.q if inside else features.q,
         k=inputs.k if inside else features.k,
         MAP=form.map if inside else form.stored,
-        e=kept.e,
+        e=saved.e,
         d_o=readout.d_r,
         d_den=readout.d_den,
         d_v=d_states.v,
         beta=inputs.beta,
         g=inputs.g,
         # the states before and after each chunk
-        s=kept.s,
-        zs=kept.zs,
+        s=saved.s,
+        zs=saved.zs,
         d_s=d_states.s,
         d_zs=d_states.z,
         d_scores=d_pairs.scores,
@@ -742,7 +742,7 @@ def _channel_gradients(
     run: Pass, readout: ReadoutGradients, d_states: StateGradients, d_pairs: PairGradients
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, g and erase, where gates are per channel; adds the shares for β to `d_pairs`."""
-    inputs, kept, form, chunks = run
+    inputs, saved, form, chunks = run
     d_q, d_k = (inputs.q.new_empty(form.B, form.T, form.HV, form.F) for _ in range(2))
     d_g = torch.empty_like(inputs.g)
     d_erase = None if inputs.erase is None else torch.empty_like(inputs.erase)
@@ -753,14 +753,14 @@ def _channel_gradients(
         chunks,
         q=inputs.q,
         k=inputs.k,
-        e=kept.e,
+        e=saved.e,
         d_o=readout.d_r,
         d_v=d_states.v,
         beta=inputs.beta,
         g=inputs.g,
         erase=inputs.erase,
         ERASE=inputs.erase is not None,
-        s=kept.s,
+        s=saved.s,
         d_s=d_states.s,
         d_scores=d_pairs.scores,
         d_keys=d_pairs.keys,
@@ -787,24 +787,24 @@ def _sum_groups(d_x: Tensor, form: Form) -> Tensor:
 # Both edges are flat: the tensors of `Inputs`, then the options.
 
 _INPUTS = len(Inputs._fields)
-_KEPT = len(Kept._fields)
-_FINALS = slice(1, 4)  # of the results o, S, z, Σv, and the rest of `Kept`
+_SAVED = len(Saved._fields)
+_FINALS = slice(1, 4)  # of the results o, S, z, Σv, and the rest of `Saved`
 
 
 def _unflatten(flat: tuple) -> tuple[Inputs, Options]:
     return Inputs(*flat[:_INPUTS]), Options.parse(*flat[_INPUTS:])
 
 
-def _flatten(finals: States, kept: Kept) -> tuple[Tensor, ...]:
-    """o, the final S, z and Σv, and the rest of `Kept`; absent ones have no elements."""
-    return kept.o, *finals, *kept[1:]
+def _flatten(finals: States, saved: Saved) -> tuple[Tensor, ...]:
+    """o, the final S, z and Σv, and the rest of `Saved`; absent ones have no elements."""
+    return saved.o, *finals, *saved[1:]
 
 
 def _flat_backward(d_o: Tensor, d_s, d_z, d_u, *flat) -> tuple[Tensor, ...]:
     """Gradients of the nine inputs that have one."""
-    inputs, kept = Inputs(*flat[:_INPUTS]), Kept(*flat[_INPUTS : _INPUTS + _KEPT])
-    options = Options.parse(*flat[_INPUTS + _KEPT :])
-    return _backward(d_o, States(d_s, d_z, d_u), inputs, kept, options)
+    inputs, saved = Inputs(*flat[:_INPUTS]), Saved(*flat[_INPUTS : _INPUTS + _SAVED])
+    options = Options.parse(*flat[_INPUTS + _SAVED :])
+    return _backward(d_o, States(d_s, d_z, d_u), inputs, saved, options)
 
 
 class _Chunkwise(torch.autograd.Function):
@@ -832,20 +832,20 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _gradients(backward, ctx, d_o, *others) -> tuple[Tensor | None, ...]:
     """Gradients of the flat inputs, by `_flat_backward` or its operator."""
-    saved = ctx.saved_tensors  # once: activation checkpointing refuses to unpack twice
-    tensors = Inputs(*saved[:_INPUTS])
-    d_o = torch.zeros_like(tensors.v) if d_o is None else d_o.contiguous()
+    tensors = ctx.saved_tensors  # once: activation checkpointing refuses to unpack twice
+    inputs = Inputs(*tensors[:_INPUTS])
+    d_o = torch.zeros_like(inputs.v) if d_o is None else d_o.contiguous()
 
     d_finals = [None] * len(ctx.finals)
     others = others[: len(ctx.finals)]
     if any(x is not None and x.numel() for x in others):  # all or none
-        zeros = [tensors.v.new_zeros(shape, dtype=torch.float32) for shape in ctx.finals]
+        zeros = [inputs.v.new_zeros(shape, dtype=torch.float32) for shape in ctx.finals]
         d_finals = [
             zero if x is None else x.contiguous() for x, zero in zip(others, zeros, strict=True)
         ]
 
-    grads = backward(d_o, *d_finals, *saved, ctx.map, ctx.read, ctx.scale)
-    grads = [None if x is None else d_x for x, d_x in zip(tensors, grads, strict=False)]
+    grads = backward(d_o, *d_finals, *tensors, ctx.map, ctx.read, ctx.scale)
+    grads = [None if x is None else d_x for x, d_x in zip(inputs, grads, strict=False)]
     without = [None] * (_INPUTS - len(grads) + len(Options._fields))
     return *grads, *without
 
@@ -913,7 +913,8 @@ def delta_rule(
     if write is not None:
         v = (v * write).to(v.dtype)
     inputs = Inputs(q, k, v, beta, g, erase, initial_state, cu_seqlens=cu_seqlens)
-    return _chunkwise(inputs, Rule(**options))[:2]
+    o, final = _chunkwise(inputs, Rule(**options))
+    return o, final.s
 
 
 def linear_attention(
@@ -921,7 +922,8 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """See `nalanda.model.ops.linear_attention`."""
     inputs = Inputs(q, k, v, None, g, None, initial_state, cu_seqlens=cu_seqlens)
-    return _chunkwise(inputs, Rule(**options))[:2]
+    o, final = _chunkwise(inputs, Rule(**options))
+    return o, final.s
 
 
 def normalized_attention(
@@ -962,12 +964,13 @@ def normalized_attention(
     Raises:
         Unsupported: float64, more than 512 features, a decay by key channel or under a magnitude.
     """
-    if g is not None and magnitude is not None:
+    weighted = magnitude is not None
+    if g is not None and weighted:
         raise Unsupported("a decay under a magnitude")
     S = z = u = None
     if initial_state is not None:
         S, z = initial_state[..., :-1].float(), initial_state[..., -1].float()
-        if magnitude is not None:
+        if weighted:
             assert initial_sum is not None, (
                 "initial_sum: missing; a state under a magnitude needs it"
             )
@@ -979,16 +982,18 @@ def normalized_attention(
     read = Readout("mala" if magnitude else "mean", magnitude or "", root, mirrored)
     inputs = Inputs(q, k, v, None, g, None, S, z, u, positions, cu_seqlens)
     rule = Rule(feature_map, scale=1.0, output_final_state=output_final_state, read=read)
-    o, state, z, total = _chunkwise(inputs, rule)
+    o, final = _chunkwise(inputs, rule)
 
-    if state is None or z is None or total is None:
+    if final.s is None or final.z is None:
         return o, None, None
-    state = torch.cat([state, z[..., None]], -1)
-    return o, state, None if magnitude is None else total[:, :, None]
+    state = torch.cat([final.s, final.z[..., None]], -1)
+    if not weighted or final.u is None:
+        return o, state, None
+    return o, state, final.u[:, :, None]
 
 
-def _chunkwise(inputs: Inputs, rule: Rule) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
-    """o in v's dtype, and the final S, z and Σv, or None. Without β it is linear attention."""
+def _chunkwise(inputs: Inputs, rule: Rule) -> tuple[Tensor, States]:
+    """o in v's dtype, and the final states or None. Without β it is linear attention."""
     v, g, erase, read = inputs.v, inputs.g, inputs.erase, rule.read
     dtype = _computed_dtype(inputs)
     channels = erase is not None or (g is not None and g.ndim == 4)
@@ -1008,7 +1013,7 @@ def _chunkwise(inputs: Inputs, rule: Rule) -> tuple[Tensor, *tuple[Tensor | None
     options = map.text(), read.text(), scale, rule.output_final_state, rule.allow_neg_eigval
     call = _forward_op if torch.compiler.is_compiling() else _Chunkwise.apply
     o, *finals = call(*tensors, cu_seqlens, *options)[: _FINALS.stop]
-    return o.to(v.dtype), *(finals if rule.output_final_state else States())
+    return o.to(v.dtype), States(*finals) if rule.output_final_state else States()
 
 
 def _computed_dtype(inputs: Inputs) -> torch.dtype:

@@ -42,20 +42,22 @@ def load_taps(weight, c, D: tl.constexpr, W: tl.constexpr):
 @triton.jit
 def load_input(x, state, stride, row, rows, n, first, end, c, D: tl.constexpr, W: tl.constexpr):
     """[BT, BD] of x at `row` [BT]; up to W − 1 places before the sequence, of the state; elsewhere 0."""
-    m, of = (c < D)[None, :], rows & (row >= first) & (row < end)
-    y = tl.load(x + row[:, None] * stride + c[None, :], mask=of[:, None] & m, other=0.0)
+    m = (c < D)[None, :]
+    inside = rows & (row >= first) & (row < end)
+    y = tl.load(x + row[:, None] * stride + c[None, :], mask=inside[:, None] & m, other=0.0)
+
     if state is not None:
-        place = row - first + (W - 1)
-        of = rows & (place >= 0) & (row < first)
-        p = state + (n * (W - 1) + place)[:, None] * D + c[None, :]
-        y += tl.load(p, mask=of[:, None] & m, other=0.0).to(tl.float32)
+        past = row - first + (W - 1)
+        inside = rows & (past >= 0) & (row < first)
+        p = state + (n * (W - 1) + past)[:, None] * D + c[None, :]
+        y += tl.load(p, mask=inside[:, None] & m, other=0.0).to(tl.float32)
     return y
 
 
 @triton.jit
-def load_place(places, i):
+def load_block(blocks, i):
     """The block's sequence, that sequence's first token and end, and the block's first token; int64."""
-    p = places + 4 * i
+    p = blocks + 4 * i
     return tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
 
 
@@ -66,7 +68,7 @@ def forward_kernel(
     state,
     y,
     stride,
-    places,
+    blocks,
     D: tl.constexpr,
     W: tl.constexpr,
     SILU: tl.constexpr,
@@ -74,6 +76,7 @@ def forward_kernel(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
+    """y of SIZE tokens and BD channels of one of the convolutions; each argument is a tuple of theirs."""
     i_c = tl.program_id(1)
     for p in tl.static_range(len(D)):
         if (i_c >= 0) & (i_c < tl.cdiv(D[p], BD)):
@@ -83,7 +86,7 @@ def forward_kernel(
                 state[p],
                 y[p],
                 stride[p],
-                places,
+                blocks,
                 i_c,
                 D[p],
                 W,
@@ -102,7 +105,7 @@ def forward_block(
     state,
     y,
     stride,
-    places,
+    blocks,
     i_c,
     D: tl.constexpr,
     W: tl.constexpr,
@@ -111,18 +114,23 @@ def forward_block(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    n, first, end, start = load_place(places, tl.program_id(0))
+    """y_t = act(Σ_i w_i ⊙ x_{t−W+1+i}) of a block of one convolution, BT tokens at a time."""
+    n, first, end, start = load_block(blocks, tl.program_id(0))
     c = i_c * BD + tl.arange(0, BD)
     w = load_taps(weight, c, D, W)
     count = tl.minimum(end - start, SIZE).to(tl.int32)
+
     for i_t in range(0, count, BT):
         t = i_t + tl.arange(0, BT)
         row, rows = start + t, t < count
+
+        # [BT, BD]
         z = tl.zeros([BT, BD], dtype=tl.float32)
         for i in tl.static_range(W):
             z += w[i] * load_input(
                 x, state, stride, row + (i - W + 1), rows, n, first, end, c, D, W
             )
+
         if SILU:
             z = z * tl.sigmoid(z)
         p = y + row[:, None] * D + c[None, :]
@@ -151,6 +159,8 @@ def d_input(
 ):
     """The gradient of the input at `row` [BT, BD]; rows may lie before the sequence.
 
+        dx_s = Σ_j w_{W−1−j} ⊙ dz_{s+j},        dz = dy ⊙ act'(z)
+
     With DW also the W tiles [BD] of Σ dz_row ⊙ x_{row−W+1+i}.
     """
     inputs = ()  # x from `row` − W + 1 on, in its own dtype to save registers
@@ -158,18 +168,22 @@ def d_input(
         inputs = inputs + (  # noqa: RUF005
             load_input(x, state, stride, row + (j - W + 1), rows, n, first, end, c, D, W),
         )
+
     dx = tl.zeros([BT, BD], dtype=tl.float32)
     dw = ()
     for s in tl.static_range(W):
-        of = rows & (row + s >= first) & (row + s < end)
+        inside = rows & (row + s >= first) & (row + s < end)
         p = d_y + (row + s)[:, None] * D + c[None, :]
-        dz = tl.load(p, mask=of[:, None] & (c < D)[None, :], other=0.0).to(tl.float32)
+        dz = tl.load(p, mask=inside[:, None] & (c < D)[None, :], other=0.0).to(tl.float32)
+
+        # z again, from the inputs; then SiLU'.
         if SILU:
             z = tl.zeros([BT, BD], dtype=tl.float32)
             for i in tl.static_range(W):
                 z += w[i] * inputs[s + i]
-            half = tl.sigmoid(z)
-            dz *= half * (1.0 + z * (1.0 - half))
+            sigmoid = tl.sigmoid(z)
+            dz *= sigmoid * (1.0 + z * (1.0 - sigmoid))
+
         dx += w[W - 1 - s] * dz
         if DW and s == 0:
             for i in tl.static_range(W):
@@ -186,7 +200,7 @@ def backward_kernel(
     d_x,
     d_weight,
     stride,
-    places,
+    blocks,
     ALL,
     D: tl.constexpr,
     W: tl.constexpr,
@@ -195,6 +209,7 @@ def backward_kernel(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
+    """dx, and partial sums of dweight, of one block of one of the convolutions."""
     i_c, before = tl.program_id(1), 0
     for p in tl.static_range(len(D)):
         if (i_c >= 0) & (i_c < tl.cdiv(D[p], BD)):
@@ -206,7 +221,7 @@ def backward_kernel(
                 d_x[p],
                 d_weight + before,
                 stride[p],
-                places,
+                blocks,
                 ALL,
                 i_c,
                 D[p],
@@ -229,7 +244,7 @@ def backward_block(
     d_x,
     d_weight,
     stride,
-    places,
+    blocks,
     ALL,
     i_c,
     D: tl.constexpr,
@@ -241,25 +256,30 @@ def backward_block(
 ):
     """dx, in rows of all ALL channels, and the program's partial sums of dweight [blocks, W, ALL]."""
     i = tl.program_id(0)
-    n, first, end, start = load_place(places, i)
+    n, first, end, start = load_block(blocks, i)
     c = i_c * BD + tl.arange(0, BD)
     w = load_taps(weight, c, D, W)
     count = tl.minimum(end - start, SIZE).to(tl.int32)
+
+    # Sums over the block's tokens, W tiles [BD] in registers.
     dw = ()
     for _ in tl.static_range(W):
         dw = dw + (tl.zeros([BD], dtype=tl.float32),)  # noqa: RUF005
+
     for i_t in range(0, count, BT):
         t = i_t + tl.arange(0, BT)
         row, rows = start + t, t < count
-        dx, part = d_input(
+        dx, dw_tile = d_input(
             x, w, state, d_y, stride, row, rows, n, first, end, c, D, W, SILU, True, BT, BD
         )
         p = d_x + row[:, None] * ALL + c[None, :]
         tl.store(p, dx.to(d_x.dtype.element_ty), mask=rows[:, None] & (c < D)[None, :])
+
         total = ()
         for i_w in tl.static_range(W):
-            total = total + (dw[i_w] + part[i_w],)  # noqa: RUF005
+            total = total + (dw[i_w] + dw_tile[i_w],)  # noqa: RUF005
         dw = total
+
     for i_w in tl.static_range(W):
         tl.store(d_weight + (i.to(tl.int64) * W + i_w) * ALL + c, dw[i_w], mask=c < D)
 
@@ -285,41 +305,46 @@ def state_kernel(
     n, rows = i // (W - 1), i < N * (W - 1)
     first = tl.load(bounds + n, mask=rows, other=0)
     end = tl.load(bounds + n + 1, mask=rows, other=0)
+
+    # The place, counted over the batch; it lies before its sequence.
     row, i_c = first - (W - 1) + i % (W - 1), tl.program_id(1)
-    for k in tl.static_range(len(D)):
-        if (i_c >= 0) & (i_c < tl.cdiv(D[k], BD)):
+
+    for p in tl.static_range(len(D)):
+        if (i_c >= 0) & (i_c < tl.cdiv(D[p], BD)):
             c = i_c * BD + tl.arange(0, BD)
-            w = load_taps(weight[k], c, D[k], W)
+            w = load_taps(weight[p], c, D[p], W)
+
             dx, _ = d_input(
-                x[k],
+                x[p],
                 w,
-                state[k],
-                d_y[k],
-                stride[k],
+                state[p],
+                d_y[p],
+                stride[p],
                 row,
                 rows,
                 n,
                 first,
                 end,
                 c,
-                D[k],
+                D[p],
                 W,
-                SILU[k],
+                SILU[p],
                 False,
                 BT,
                 BD,
             )
-            p = d_state[k] + i[:, None] * D[k] + c[None, :]
+
+            at = d_state[p] + i[:, None] * D[p] + c[None, :]
             tl.store(
-                p, dx.to(d_state[k].dtype.element_ty), mask=rows[:, None] & (c < D[k])[None, :]
+                at, dx.to(d_state[p].dtype.element_ty), mask=rows[:, None] & (c < D[p])[None, :]
             )
-        i_c -= tl.cdiv(D[k], BD)
+        i_c -= tl.cdiv(D[p], BD)
 
 
 # -------------------------------------------------------------------------------------------------- launches
 
 
-class Places(NamedTuple):
+class BlockTable(NamedTuple):
     """Where the blocks lie, on the device.
 
     blocks: int64 [blocks, 4]: the sequence, its first token, its end, and the block's first token.
@@ -330,23 +355,23 @@ class Places(NamedTuple):
     bounds: Tensor
 
 
-def places_of(x: Tensor, cu_seqlens: Tensor | None) -> Places:
-    """The places of x `[B, T, D]`. Raises ValueError if cu_seqlens does not rise from 0 to T."""
+def block_table(x: Tensor, cu_seqlens: Tensor | None) -> BlockTable:
+    """The table of x `[B, T, D]`. Raises ValueError if cu_seqlens does not rise from 0 to T."""
     batch, length, _ = x.shape
     if cu_seqlens is not None and batch != 1:
         raise ValueError(f"cu_seqlens: B = {batch}; flatten the batch into one row, B = 1")
     bounds = None if cu_seqlens is None else bounds_of(cu_seqlens, length)
-    return _places(batch, length, bounds, x.device)
+    return _block_table(batch, length, bounds, x.device)
 
 
 @functools.lru_cache(maxsize=32)  # all layers ask for the same one, forward and backward
-def _places(
+def _block_table(
     batch: int, length: int, bounds: tuple[int, ...] | None, device: torch.device
-) -> Places:
+) -> BlockTable:
     start, count, cu, first, *_ = chunks_between(batch, length, bounds, SIZE, torch.device("cpu"))
     n = torch.arange(len(first) - 1).repeat_interleave(first.diff())
     table = torch.stack([n, cu[n], start + count, start], 1)
-    return Places(table.to(device, non_blocking=True), cu.to(device, non_blocking=True))
+    return BlockTable(table.to(device, non_blocking=True), cu.to(device, non_blocking=True))
 
 
 def _tiles(kernel: str, D: int, W: int, silu: bool) -> dict[str, int]:
@@ -362,13 +387,15 @@ def _tiles(kernel: str, D: int, W: int, silu: bool) -> dict[str, int]:
 
 
 def _launch(
-    kernel, name: str, rows: int, weights: Sequence[Tensor], silu: Sequence[bool], *args, **options
+    kernel, name: str, rows: int, weights: Sequence[Tensor], silu: Sequence[bool], **values
 ):
-    sizes, W = tuple(map(len, weights)), weights[0].shape[1]
-    tiles = _tiles(name, max(sizes), W, any(silu))
-    blocks = sum(triton.cdiv(D, tiles["BD"]) for D in sizes)
+    """Launches a kernel of all convolutions for so many rows. name: as in `_tiles`."""
+    widths, W = tuple(map(len, weights)), weights[0].shape[1]
+    tiles = _tiles(name, max(widths), W, any(silu))
+    blocks = sum(triton.cdiv(D, tiles["BD"]) for D in widths)
+
     grid = (rows if name != "state" else triton.cdiv(rows, tiles["BT"]), blocks)
-    kernel[grid](*args, D=sizes, W=W, SILU=tuple(silu), **options, **tiles)
+    kernel[grid](**values, weight=tuple(weights), D=widths, W=W, SILU=tuple(silu), **tiles)
 
 
 def _forward(
@@ -378,10 +405,18 @@ def _forward(
     cu_seqlens: Tensor | None,
     silu: Sequence[bool],
 ) -> list[Tensor]:
-    ys, blocks = [x.new_empty(x.shape) for x in xs], places_of(xs[0], cu_seqlens).blocks
+    ys, blocks = [x.new_empty(x.shape) for x in xs], block_table(xs[0], cu_seqlens).blocks
     _launch(
-        *(forward_kernel, "forward", len(blocks), weights, silu),
-        *(tuple(xs), tuple(weights), _or_none(states, xs), tuple(ys), _strides(xs), blocks),
+        forward_kernel,
+        "forward",
+        len(blocks),
+        weights,
+        silu,
+        x=tuple(xs),
+        state=_or_none(states, xs),
+        y=tuple(ys),
+        stride=_strides(xs),
+        blocks=blocks,
         SIZE=SIZE,
     )
     return ys
@@ -404,21 +439,36 @@ def _backward(
     silu: Sequence[bool],
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """dx `[B, T, ΣD]` and dweight `[ΣD, W]` of all convolutions side by side, and a list of dstates."""
-    sizes, (blocks, bounds) = [*map(len, weights)], places_of(xs[0], cu_seqlens)
-    d_ys, W = tuple(d.contiguous() for d in d_ys), weights[0].shape[1]
-    d_x = xs[0].new_empty(*xs[0].shape[:2], sum(sizes))
-    d_weight = d_x.new_empty(len(blocks), W, sum(sizes), dtype=torch.float32)
-    inputs = tuple(xs), tuple(weights), _or_none(states, xs), d_ys
+    widths, W = [*map(len, weights)], weights[0].shape[1]
+    blocks, bounds = block_table(xs[0], cu_seqlens)
+    d_x = xs[0].new_empty(*xs[0].shape[:2], sum(widths))
+    d_weight = d_x.new_empty(len(blocks), W, sum(widths), dtype=torch.float32)  # a block's sums
+    shared = {
+        "x": tuple(xs),
+        "state": _or_none(states, xs),
+        "d_y": tuple(d.contiguous() for d in d_ys),
+        "stride": _strides(xs),
+    }
     _launch(
-        *(backward_kernel, "backward", len(blocks), weights, silu),
-        *(*inputs, d_x.split(sizes, -1), d_weight, _strides(xs), blocks, sum(sizes)),
+        backward_kernel,
+        "backward",
+        len(blocks),
+        weights,
+        silu,
+        **shared,
+        d_x=d_x.split(widths, -1),
+        d_weight=d_weight,
+        blocks=blocks,
+        ALL=sum(widths),
         SIZE=SIZE,
     )
+
     d_states = [torch.empty_like(state) for state in states]
     if states:
         N = len(states[0])
-        rest = tuple(d_states), _strides(xs), bounds, N
-        _launch(state_kernel, "state", N * (W - 1), weights, silu, *inputs, *rest)
+        rows = N * (W - 1)
+        more = {"d_state": tuple(d_states), "bounds": bounds, "N": N}
+        _launch(state_kernel, "state", rows, weights, silu, **shared, **more)
     d_weight = d_weight.sum(0).T.to(weights[0].dtype).contiguous()
     return d_x, d_weight, d_states
 
@@ -440,11 +490,8 @@ class _ShortConvs(torch.autograd.Function):
     def forward(ctx, count, cu_seqlens, silu, *tensors):
         ctx.count, ctx.cu_seqlens, ctx.silu = count, cu_seqlens, silu
         ctx.save_for_backward(*tensors)
-        return tuple(
-            _forward(
-                tensors[:count], tensors[count : 2 * count], tensors[2 * count :], cu_seqlens, silu
-            )
-        )
+        xs, weights, states = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
+        return tuple(_forward(xs, weights, states, cu_seqlens, silu))
 
     @staticmethod
     @once_differentiable
@@ -514,12 +561,12 @@ def short_convs(
     Returns each y in the dtype of x, and the new states if output_final_state. Sums are fp32.
     Raises Unsupported for other dtypes or widths, inputs or weights that differ in theirs, or no tokens.
     """
-    dtypes, widths = (
-        ({x.dtype for x in xs}, {w.dtype for w in weights}),
-        {w.shape[1] for w in weights},
-    )
-    if any(len(types) > 1 or not types.issubset(DTYPES) for types in dtypes):
-        raise Unsupported(f"{_names(dtypes[0])} inputs with {_names(dtypes[1])} weights")
+    input_dtypes, weight_dtypes = {x.dtype for x in xs}, {w.dtype for w in weights}
+    for dtypes in (input_dtypes, weight_dtypes):
+        if len(dtypes) > 1 or not dtypes.issubset(DTYPES):
+            inputs, others = _names(input_dtypes), _names(weight_dtypes)
+            raise Unsupported(f"{inputs} inputs with {others} weights")
+    widths = {w.shape[1] for w in weights}
     if len(widths) > 1 or not 2 <= min(widths) <= 8:
         raise Unsupported(f"{', '.join(map(str, sorted(widths)))} taps: from 2 to 8")
     if not set(activations) <= {None, "silu"}:
@@ -527,6 +574,7 @@ def short_convs(
         raise Unsupported(f"the activation {unknown!r}")
     if not xs[0].numel():
         raise Unsupported("inputs without tokens")
+
     past = [state.to(xs[0].dtype).contiguous() for state in states or ()]
     xs, weights = [*map(_rows, xs)], [weight.contiguous() for weight in weights]
     silu = [activation == "silu" for activation in activations]
@@ -534,12 +582,12 @@ def short_convs(
         ys = _forward_op(xs, weights, past, cu_seqlens, silu)
     else:
         ys = _ShortConvs.apply(len(xs), cu_seqlens, silu, *xs, *weights, *past)
+
     if not output_final_state:
         return [*ys], None
     gap = weights[0].shape[1] - 1
-    return [*ys], [
-        _last(x, s, gap, cu_seqlens) for x, s in zip(xs, past or [None] * len(xs), strict=True)
-    ]
+    states = past or [None] * len(xs)
+    return [*ys], [_last(x, state, gap, cu_seqlens) for x, state in zip(xs, states, strict=True)]
 
 
 def _names(dtypes: set[torch.dtype]) -> str:
@@ -565,5 +613,5 @@ def _last(x: Tensor, state: Tensor | None, past: int, cu_seqlens: Tensor | None)
     inside = inside.to(x.device, non_blocking=True)[..., None]
     if state is None:
         return taken.where(inside, 0.0)
-    place = (row - first + past).clamp(0, past - 1).to(x.device, non_blocking=True)
-    return taken.where(inside, state.gather(1, place[..., None].expand(-1, -1, x.shape[2])))
+    index = (row - first + past).clamp(0, past - 1).to(x.device, non_blocking=True)
+    return taken.where(inside, state.gather(1, index[..., None].expand(-1, -1, x.shape[2])))

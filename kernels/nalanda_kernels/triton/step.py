@@ -22,6 +22,7 @@ from nalanda_kernels.triton.common import name_of, power_of_two, rows_of
 from nalanda_kernels.triton.feature_maps import EPS, describe, features
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COLUMNS = ("q", "k", "v", "b", "w", "a", "gate")  # inputs that may be columns of wider rows
 
 
 @triton.jit
@@ -35,13 +36,14 @@ def softplus(x):
 
 @triton.jit
 def convolved(x, stride, weight, past, new, n, c, m, owns, D: tl.constexpr, W: tl.constexpr):
-    """Channels c [BD] of x [N, D], its rows `stride` apart, after the convolution, in fp32.
+    """Channels c [BD] of x [N, D] after the convolution Σ_i w_i x_{t−W+1+i}, in fp32; W = 0 is none.
 
-    If `owns`, stores the new state too.
+    x has rows `stride` apart. past, new: its last W − 1 inputs [N, W−1, D]; new is stored if `owns`.
     """
     last = tl.load(x + n * stride + c, mask=m, other=0.0)
     y = last.to(tl.float32)
     if W > 0:
+        # The last tap is the token's own; the others read the state.
         y *= tl.load(weight + c * W + (W - 1), mask=m, other=0.0).to(tl.float32)
         for i in tl.static_range(W - 1):
             p = (n * (W - 1) + i) * D + c
@@ -49,7 +51,7 @@ def convolved(x, stride, weight, past, new, n, c, m, owns, D: tl.constexpr, W: t
             y += before.to(tl.float32) * tl.load(weight + c * W + i, mask=m, other=0.0).to(
                 tl.float32
             )
-            if i > 0:
+            if i > 0:  # the new state has moved on by one token
                 tl.store(new + p - D, before.to(new.dtype.element_ty), mask=m & owns)
         tl.store(new + (n * (W - 1) + W - 2) * D + c, last.to(new.dtype.element_ty), mask=m & owns)
     return y
@@ -62,14 +64,17 @@ def column(f, BK: tl.constexpr):
 
 
 @triton.jit
-def share(logits, p, m):
+def load_sigmoid(logits, p, m):
     """σ of logits, in fp32."""
     return tl.sigmoid(tl.load(logits + p, mask=m, other=0.0).to(tl.float32))
 
 
 @triton.jit
 def decay_of(g, a, A_log, dt_bias, i, h_v, f, m, G: tl.constexpr, DECAY: tl.constexpr):
-    """e^g of a head (G = 1), or of its channels f, [BK, 1]. a: of the head's sequence."""
+    """e^g of a head (G = 1), or of its channels f, [BK, 1]. a: of the head's sequence.
+
+    g is "given", or −exp(A_log) softplus(a + dt_bias).
+    """
     if G == 1:
         f, m = 0, True
     if DECAY == "given":
@@ -86,6 +91,7 @@ def decay_of(g, a, A_log, dt_bias, i, h_v, f, m, G: tl.constexpr, DECAY: tl.cons
 
 @triton.jit
 def gated(o, gate, p, m, GATE: tl.constexpr):
+    """o times its gate's σ or SiLU, or o itself."""
     if GATE != "none":
         g = tl.load(gate + p, mask=m, other=0.0).to(tl.float32)
         o *= tl.sigmoid(g)
@@ -96,11 +102,9 @@ def gated(o, gate, p, m, GATE: tl.constexpr):
 
 @triton.jit
 def normed(o, weight, c, m, eps, V: tl.constexpr):
-    return (
-        o
-        * tl.rsqrt(tl.sum(o * o, 0) / V + eps)
-        * tl.load(weight + c, mask=m, other=0.0).to(tl.float32)
-    )
+    """RMSNorm of a head's output o, 0 outside its V columns: o / √(mean o² + ε) ⊙ weight."""
+    root = tl.rsqrt(tl.sum(o * o, 0) / V + eps)
+    return o * root * tl.load(weight + c, mask=m, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -159,30 +163,40 @@ def step_kernel(
     GATE: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    WHOLE: tl.constexpr,
+    ALL: tl.constexpr,
 ):
+    """BV columns of a head's new state and output, for one token of one sequence.
+
+        S ← Diag(e^g) S;    for each step of the rule  S ← S + φ(k) u⊤;    o = gate ⊙ norm(scale · S⊤φ(q))
+
+    where u is v (linear attention), β (v − S⊤φ(k)) (delta rule), or σ(w) ⊙ v − S⊤(σ(b) ⊙ φ(k)) (ERASE).
+    q, k and v are taken after their convolutions. F = HALVES · K features, ALL ≥ V columns of a whole head.
+    """
     i, i_v = tl.program_id(0), tl.program_id(1)  # the second axis ends at 65 535
     n, h_v = (i // HV).to(tl.int64), i % HV
     f, c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     in_K, in_V = f < K, c < V
+    h = h_v // GROUP  # the head of q and k
+    H: tl.constexpr = HV // GROUP
     HALVES: tl.constexpr = MAP.halves  # pyrefly: ignore[missing-attribute]
     F: tl.constexpr = K * HALVES
     COLUMNS: tl.constexpr = V + 1 if DENOMINATOR else V
+
+    # The state first, because it is the longest load: [BK, BV] of each half of the features.
     tile = i.to(tl.int64) * (F * COLUMNS) + f[:, None] * COLUMNS + c[None, :]
     m = in_K[:, None] & in_V[None, :]
-    s1 = tl.load(state + tile, mask=m, other=0.0)  # [BK, BV]; first, because it is the longest load
+    s1 = tl.load(state + tile, mask=m, other=0.0)
     if HALVES == 2:
         s2 = tl.load(state + tile + K * COLUMNS, mask=m, other=0.0)
     else:
         s2 = s1
 
-    # q of the head; its features after the loop, which needs the registers
-    h, row = h_v // GROUP, in_K[None, :]
-    owns = (i_v == 0) & (h_v % GROUP == 0)
-    H: tl.constexpr = HV // GROUP
+    # q of the head; its features are formed after the loop, which needs the registers.
+    row = in_K[None, :]
+    owns = (i_v == 0) & (h_v % GROUP == 0)  # one program of a head stores its convolution's state
     x_q = convolved(q, q_stride, q_weight, q_past, q_new, n, h * K + f, in_K, owns, H * K, W)
 
-    # the state: decay, then for each step of the rule read by k (delta rule) and write
+    # For each step of the rule: read by k (delta rule) and write. The decay precedes the first.
     decay1, decay2 = 1.0, 1.0
     for j in tl.static_range(STEPS):
         at_k, at_v = (j * H + h) * K + f, (j * HV + h_v) * V + c
@@ -192,6 +206,7 @@ def step_kernel(
             u *= tl.sigmoid(u)
         k1, k2 = features(x_k[None, :], row, MAP, False)
         k1, k2 = column(k1, BK), column(k2, BK)
+
         if j == 0 and DECAY != "none":
             a_n = a + n * a_stride if DECAY == "softplus" else a
             decay1 = decay_of(g, a_n, A_log, dt_bias, i, h_v, f, in_K, G, DECAY)
@@ -201,23 +216,28 @@ def step_kernel(
                 if G > 1:
                     decay2 = decay_of(g, a_n, A_log, dt_bias, i, h_v, K + f, in_K, G, DECAY)
                 s2 *= decay2
+
         if DELTA:
+            # `held`: the value that S stores under the key, [BV].
             erased1, erased2 = k1, k2
             at_b = n * b_stride + (j * HV + h_v) * (F if ERASE else 1)
             if ERASE:
-                erased1 *= beta_scale * share(b, at_b + f, in_K)[:, None]
+                erased1 *= beta_scale * load_sigmoid(b, at_b + f, in_K)[:, None]
                 if HALVES == 2:
-                    erased2 *= beta_scale * share(b, at_b + K + f, in_K)[:, None]
+                    erased2 *= beta_scale * load_sigmoid(b, at_b + K + f, in_K)[:, None]
             held = tl.sum(erased1 * s1, 0)
             if HALVES == 2:
                 held += tl.sum(erased2 * s2, 0)
             if ERASE:
-                u = u * share(w, n * w_stride + at_v, in_V) - held
+                u = u * load_sigmoid(w, n * w_stride + at_v, in_V) - held
             else:
-                u = (u - held) * (beta_scale * share(b, at_b, True))
+                u = (u - held) * (beta_scale * load_sigmoid(b, at_b, True))
+
         s1 += k1 * u[None, :]
         if HALVES == 2:
             s2 += k2 * u[None, :]
+
+    # The readout, [BV].
     tl.store(new_state + tile, s1, mask=m)
     q1, q2 = features(x_q[None, :], row, MAP, True)
     q1, q2 = column(q1, BK), column(q2, BK)
@@ -226,6 +246,7 @@ def step_kernel(
         tl.store(new_state + tile + K * COLUMNS, s2, mask=m)
         y += tl.sum(q2 * s2, 0)
     y *= scale
+
     if DENOMINATOR:  # the state's last column, Σφ(k): all programs read it, the first writes it
         p = i.to(tl.int64) * (F * COLUMNS) + f[:, None] * COLUMNS + V
         z = tl.load(state + p, mask=in_K[:, None], other=0.0) * decay1 + k1
@@ -238,7 +259,7 @@ def step_kernel(
         count = (tl.load(positions + n * position_stride) + 1).to(tl.float32)
         y /= total * scale + EPS * count
 
-    # norm and gate
+    # Norm and gate. A program with all columns of the head applies them itself.
     heads, gates = i.to(tl.int64) * V, n * gate_stride + h_v * V
     if not NORM:
         y = gated(y, gate, gates + c, in_V, GATE)
@@ -247,15 +268,16 @@ def step_kernel(
         y = gated(normed(y, norm_weight, c, in_V, eps, V), gate, gates + c, in_V, GATE)
         tl.store(o + heads + c, y.to(o.dtype.element_ty), mask=in_V)
     else:
+        # Else the program with the last ticket does, for the columns of all.
         tl.store(o_raw + heads + c, y, mask=in_V)
         tl.debug_barrier()  # all threads have stored before the ticket
         if tl.atomic_add(tickets + i, 1, sem="acq_rel") == tl.num_programs(1) - 1:
-            all_c = tl.arange(0, WHOLE)
+            all_c = tl.arange(0, ALL)
             in_all = all_c < V
-            whole = tl.load(o_raw + heads + all_c, mask=in_all, other=0.0, cache_modifier=".cg")
-            whole = normed(whole, norm_weight, all_c, in_all, eps, V)
-            whole = gated(whole, gate, gates + all_c, in_all, GATE)
-            tl.store(o + heads + all_c, whole.to(o.dtype.element_ty), mask=in_all)
+            y_all = tl.load(o_raw + heads + all_c, mask=in_all, other=0.0, cache_modifier=".cg")
+            y_all = normed(y_all, norm_weight, all_c, in_all, eps, V)
+            y_all = gated(y_all, gate, gates + all_c, in_all, GATE)
+            tl.store(o + heads + all_c, y_all.to(o.dtype.element_ty), mask=in_all)
             tl.store(tickets + i, 0)  # for the next launch
 
 
@@ -339,70 +361,111 @@ def step(
     Raises Unsupported for float64, maps that kernels cannot form, states not in fp32, K > 256 and V > 512.
     """
     MAP, parameters = describe(feature_map, qk_norm, key_dim)
-    old, filters = state["recurrent"], filters or {}
     if parameters:
         raise Unsupported(f"the parameters of the feature map {MAP.name!r}")
-    if dtype not in DTYPES or old.dtype != torch.float32:
-        raise Unsupported(f"{name_of(dtype)} outputs with a state in {name_of(old.dtype)}")
-    if key_dim > 256 or value_dim > 512:
-        raise Unsupported(f"heads of {key_dim} keys and {value_dim} values: at most 256 and 512")
-    columns = ("q", "k", "v", "b", "w", "a", "gate")
-    x = {
-        name: rows_of(y, y.numel() // len(y)) if name in columns else y.contiguous()
-        for name, y in inputs().items()
-    }
-    strides = [x[name].stride(0) if name in x else 0 for name in columns]
-    q, N = x["q"], len(x["q"])
-    old, taps, past = old.contiguous(), {}, {}
-    for name, weight in filters.items():
-        taps[name], past[name] = weight.contiguous(), state[f"conv_{name}"].contiguous()
-    new = out or {f"conv_{n}": torch.empty_like(p, dtype=x[n].dtype) for n, p in past.items()}
-    new = new if out else new | {"recurrent": torch.empty_like(old)}
+    _check_sizes(dtype, state["recurrent"].dtype, key_dim, value_dim)
+
+    x = {name: _rows_or_tensor(name, y) for name, y in inputs().items()}
+    N, old = len(x["q"]), state["recurrent"].contiguous()
+    convolutions, new = _convolutions(filters or {}, state, x)
+    new = out or {**new, "recurrent": torch.empty_like(old)}
+    o = x["q"].new_empty(N, 1, num_v_heads, value_dim, dtype=dtype)
     blocks = tiles(N, num_v_heads, key_dim, value_dim, MAP.halves)
-    o = q.new_empty(N, 1, num_v_heads, value_dim, dtype=dtype)
-    apart = norm is not None and blocks["BV"] < value_dim
-    scale = (key_dim * MAP.halves) ** -0.5 if scale is None else scale
-    A_log, dt_bias = decay or (None, None)
-    weight, eps = norm or (None, 0.0)
-    positions, gates = x.get("positions"), x.get("g", x.get("a", o))
+    buffer = new["recurrent"] if out else None
+
     kernel: Any = step_kernel
     kernel[(N * num_v_heads, triton.cdiv(value_dim, blocks["BV"]))](
-        *(x[name] for name in "qkv"),
-        *(taps.get(name) for name in "qkv"),
-        *(past.get(name) for name in "qkv"),
-        *(new.get(f"conv_{name}") for name in "qkv"),
-        *(
-            x.get("b"),
-            x.get("w"),
-            x.get("a"),
-            A_log,
-            dt_bias,
-            x.get("g"),
-            positions,
-            old,
-            new["recurrent"],
-            weight,
-        ),
-        *(x.get("gate"), o, torch.empty_like(o, dtype=torch.float32) if apart else None),
-        tickets_of(q, N * num_v_heads, new["recurrent"] if out else None) if apart else None,
-        *(*strides, int(positions is not None and len(positions) > 1)),
-        *(float(scale), float(beta_scale), float(eps)),
+        # the projections, and their rows' strides
+        **{name: x.get(name) for name in (*COLUMNS, "g", "positions")},
+        **_strides(x),
+        # steps around the rule
+        **convolutions,
+        **{f"{name}_new": new.get(f"conv_{name}") for name in "qkv"},
+        **_decay(x, decay, num_v_heads),
+        **_norm(norm, o, blocks["BV"], buffer),
+        GATE=gate_activation if "gate" in x else "none",
+        SILU=silu,
+        # the state and the output
+        state=old,
+        new_state=new["recurrent"],
+        o=o,
+        # the rule
+        MAP=MAP,
+        scale=float((key_dim * MAP.halves) ** -0.5 if scale is None else scale),
+        beta_scale=float(beta_scale),
+        STEPS=steps,
+        DELTA=delta,
+        ERASE="w" in x,
+        DENOMINATOR=denominator,
+        # sizes
         HV=num_v_heads,
         GROUP=num_v_heads // num_heads,
         K=key_dim,
         V=value_dim,
-        W=taps["q"].shape[-1] if taps else 0,
-        MAP=MAP,
-        STEPS=steps,
-        DELTA=delta,
-        ERASE="w" in x,
-        DECAY="softplus" if decay is not None else "given" if "g" in x else "none",
-        G=gates.numel() // len(gates) // num_v_heads,
-        DENOMINATOR=denominator,
-        SILU=silu,
-        NORM=norm is not None,
-        GATE=gate_activation if "gate" in x else "none",
-        WHOLE=power_of_two(value_dim),
+        ALL=power_of_two(value_dim),
         **blocks,
     )
     return o, new
+
+
+def _check_sizes(dtype: torch.dtype, state: torch.dtype, key_dim: int, value_dim: int) -> None:
+    if dtype not in DTYPES or state != torch.float32:
+        raise Unsupported(f"{name_of(dtype)} outputs with a state in {name_of(state)}")
+    if key_dim > 256 or value_dim > 512:
+        raise Unsupported(f"heads of {key_dim} keys and {value_dim} values: at most 256 and 512")
+
+
+def _rows_or_tensor(name: str, x: Tensor) -> Tensor:
+    """An input as the kernel reads it: columns of wider rows stay where they are."""
+    return rows_of(x, x.numel() // len(x)) if name in COLUMNS else x.contiguous()
+
+
+def _convolutions(
+    filters: dict[str, Tensor], state: dict[str, Tensor], x: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The kernel's arguments for convolutions of W taps, 0 for none, and empty tensors for their new states."""
+    arguments: dict[str, Any] = {
+        f"{name}_{kind}": None for name in "qkv" for kind in ("weight", "past")
+    }
+    arguments["W"] = 0
+    new = {}
+    for name, weight in filters.items():
+        past = state[f"conv_{name}"].contiguous()  # [N, W−1, ·]
+        new[f"conv_{name}"] = torch.empty_like(past, dtype=x[name].dtype)
+        arguments |= {f"{name}_weight": weight.contiguous(), f"{name}_past": past}
+        arguments["W"] = weight.shape[-1]
+    return arguments, new
+
+
+def _strides(x: dict[str, Tensor]) -> dict[str, int]:
+    """Entries between rows of the inputs, and between positions; 0 where there is one for all sequences."""
+    strides = {f"{name}_stride": x[name].stride(0) if name in x else 0 for name in COLUMNS}
+    return strides | {"position_stride": int(len(x.get("positions", ())) > 1)}
+
+
+def _decay(
+    x: dict[str, Tensor], decay: tuple[Tensor, Tensor] | None, num_v_heads: int
+) -> dict[str, Any]:
+    """The kernel's arguments for the decay: where it comes from, and its G entries for each head."""
+    kind = "given" if "g" in x else "none"
+    if decay is not None:
+        kind = "softplus"
+    A_log, dt_bias = decay or (None, None)
+    gates = x.get("g", x.get("a"))
+    G = 1 if gates is None else gates.numel() // len(gates) // num_v_heads
+    return {"A_log": A_log, "dt_bias": dt_bias, "DECAY": kind, "G": G}
+
+
+def _norm(
+    norm: tuple[Tensor, float] | None, o: Tensor, BV: int, buffer: Tensor | None
+) -> dict[str, Any]:
+    """The kernel's arguments for the norm. Programs that share a head store o apart and take tickets.
+
+    o: `[N, 1, HV, V]`. buffer: as in `tickets_of`.
+    """
+    weight, eps = norm or (None, 0.0)
+    arguments = {"NORM": norm is not None, "norm_weight": weight, "eps": float(eps)}
+    if norm is None or o.shape[3] <= BV:
+        return arguments | {"o_raw": None, "tickets": None}
+    tickets = tickets_of(o, o.shape[0] * o.shape[2], buffer)
+    return arguments | {"o_raw": torch.empty_like(o, dtype=torch.float32), "tickets": tickets}
