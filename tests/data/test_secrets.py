@@ -1,9 +1,14 @@
 """URLs with a password or a signature: neither is stored."""
 
+import json
+
 import pytest
+from corpora import lines, records
 
 from nalanda.common.errors import InputError
 from nalanda.config.load import load_config
+from nalanda.config.schema import DataConfig
+from nalanda.data.prepare import begin, prepare
 from nalanda.data.stores import open_urls
 
 RECIPE = """
@@ -35,3 +40,34 @@ def test_stored_files_have_no_password(recipe, tmp_path):
         open_urls(again.data, again.data.source, "train")
     listed = recipe(f"data.source=['{url}', 'https://host/b.jsonl']")
     assert "geheim" not in listed.to_yaml()
+
+
+def test_no_password_or_signature_is_stored(tmp_path, byte_tokenizer, server):
+    server.files["a.jsonl"] = lines(records(60))
+    url, out = (
+        server.url("a.jsonl").replace("//", "//me:geheim@") + "?sig=geheim&part=1",
+        tmp_path / "out",
+    )
+    data = DataConfig(source=[url])
+    begin(data, byte_tokenizer, out)
+    stored = [path for path in out.rglob("*") if path.is_file() and "geheim" in path.read_text()]
+    assert [(path.name, path.stat().st_mode & 0o777) for path in stored] == [("urls.json", 0o600)]
+    server.faults["a.jsonl"] = ["404"]
+    with pytest.raises(InputError, match="404"):
+        prepare(data, byte_tokenizer, out)
+    assert not stored[0].exists()
+    data.source = [url.replace("sig=geheim", "sig=anew")]
+    prepare(data, byte_tokenizer, out, workers=2)
+    assert not [
+        path for path in out.rglob("*") if path.is_file() and b"geheim" in path.read_bytes()
+    ]
+    index = json.loads((out / "index.json").read_bytes())
+    index["settings"]["source"] = [url]  # as earlier versions stored it
+    (out / "index.json").write_text(json.dumps(index))
+    said = []
+    prepare(data, byte_tokenizer, out, say=said.append)
+    assert "prepared already" in said[-1]
+    data.source = [url.replace("part=1", "part=2")]
+    with pytest.raises(InputError, match="was prepared with") as caught:
+        prepare(data, byte_tokenizer, out)
+    assert "geheim" not in str(caught.value)

@@ -19,8 +19,8 @@ SAMPLES = 16
 class FileHashes:
     """The hashes of files, computed at the first request.
 
-    A hash is `SAMPLE:HEX`. It says how it was made, so a later reader makes it the same way: of the whole
-    file (`WHOLE`), or of `SAMPLES` samples of that many bytes.
+    A hash is `SAMPLE:HEX`: of `SAMPLES` samples of that many bytes, or of the whole file (`WHOLE`). So a later
+    reader can make it the same way.
 
     Threads and processes may ask at the same time.
 

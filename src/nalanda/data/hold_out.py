@@ -16,7 +16,7 @@ PIECE = 8192
 """Most characters of a document that is cut out of a lone text."""
 
 SMALL = 64 << 20
-"""Bytes up to which the files of a corpus are read to see whether a document is held out."""
+"""Most bytes of files that are read at the start, to see whether a document is held out."""
 
 NONE = 1e-6
 """Share below which training alone holds nothing out for the sake of holding something out."""

@@ -35,7 +35,7 @@ HASHING = 8
 
 
 class Unit(NamedTuple):
-    """A part of a source's shard: all of it, the lines that begin in bytes [start, stop), or such rows."""
+    """A part of a source's shard: all of it, the lines that begin in bytes [start, stop), or rows of a table."""
 
     corpus: str
     """Split that the shard's corpus was opened for."""
@@ -52,7 +52,7 @@ class Unit(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What the tokens of the unit depend on, beside the settings."""
+        """A text that changes with the tokens of the unit; the settings apart."""
         return f"{self.content} {self.start} {self.stop} {self.corpus} {self.identity}"
 
     @staticmethod
@@ -153,7 +153,7 @@ def _row_groups(path: Path) -> list[tuple[int, int, int]]:
 def group_units(units: Iterable[Unit], limit: int) -> list[list[Unit]]:
     """Groups of consecutive units of up to `limit` bytes together; a larger unit is a group.
 
-    In a group, neighbouring parts of a shard become one, which is read at once.
+    Neighbouring parts of a shard become one in a group, so they are read at once.
     """
     groups: list[list[Unit]] = []
     weight = limit  # so that the first unit begins a group

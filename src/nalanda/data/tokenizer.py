@@ -60,7 +60,7 @@ def build_tokenizer(
     A trained one is saved in `directory` and, if it is already there, loaded from it, so a resumed run has
     the same tokens. It has no padding token: training pads nothing, and many collators mask a padding token
     that equals eos from the labels. (An exported model's has one, see `export.pad_batches`.) With `data.bos`
-    a trained tokenizer, or one from a SentencePiece model, puts bos in front of each text, so evaluation and
+    a trained tokenizer, or one from a SentencePiece model, puts bos in front of each text. So evaluation and
     generation see documents begin as in training.
 
     bpe: byte-level, so no text has unknown tokens; `<|endoftext|>`, id 0, is bos and eos. `<mask>` comes

@@ -1,0 +1,86 @@
+"""Texts to prepare, and what tests do to a prepared set."""
+
+import gzip
+import hashlib
+import itertools
+import json
+import os
+import signal
+from collections.abc import Callable
+from functools import partialmethod
+from pathlib import Path
+
+import numpy as np
+
+NAMES = ["RedPajamaWikipedia", "RedPajamaC4", "RedPajamaBook"]
+
+
+def records(count: int, first: int = 0) -> list[dict]:
+    return [
+        {
+            "text": f"document {i}, größer: " + "wörd " * (i * 7 % 40),
+            "meta": {"redpajama_set_name": NAMES[i % len(NAMES)]},
+        }
+        for i in range(first, first + count)
+    ]
+
+
+def lines(rows: list[dict]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def corpus(folder: Path, files: int = 6, rows: int = 50) -> Path:
+    """.jsonl and .jsonl.gz, with a blank document and a blank line."""
+    folder.mkdir(parents=True)
+    for i in range(files):
+        content = lines([*records(rows, i * rows), {"text": " \n"}]) + b"\n"
+        name, content = (
+            (f"{i}.jsonl.gz", gzip.compress(content)) if i % 2 else (f"{i}.jsonl", content)
+        )
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def sums(folder: Path) -> dict[str, str]:
+    return {
+        p.relative_to(folder).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
+
+
+def killed(place: int, work: Callable) -> None:
+    """Runs `work` in a process that is killed before its `place`-th rename."""
+    pid = os.fork()
+    if pid:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        return
+    left = itertools.count(place, -1)
+
+    def deadly(self: Path, target: Path, move: Callable) -> Path:
+        if next(left) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return move(self, target)
+
+    try:
+        for name in ("rename", "replace"):
+            setattr(Path, name, partialmethod(deadly, move=getattr(Path, name)))
+        work()
+    finally:
+        os._exit(1)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def bytes_of(tokens: np.ndarray) -> str:
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    of = {chr(b): b for b in plain}
+    of |= {chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in plain)}
+    return bytes(of[alphabet[t - 1]] for t in tokens[1:-1]).decode()
