@@ -1,217 +1,123 @@
 """Every kernel test, compiled: all with the assembler that Triton brings, the doubtful ones with a newer one.
 
-Triton 3.6 and 3.7 bring ptxas 12.8, which is known to compile some products wrongly for Hopper.
+Triton 3.6 and 3.7 bring ptxas 12.8, which is known to compile some products wrongly for Hopper. The tests
+compare each kernel with a float64 reference.
 """
 
 import importlib.util
 import os
-import shutil
 import subprocess
-import sys
 import time
-from collections import Counter
 from pathlib import Path
+from xml.etree import ElementTree
 
-from gpu.card import Card, Values
-from gpu.results import Case, Results
-from gpu.stream import read
+from gpu.card import Card, Case, Values
+from gpu.results import Results
 
-GROUP = "Tests, compiled"
-DECISION = Case("Decision", "how to go on")
-FIRST, LAST = (
-    "model",
-    "fla",
-)  # files: the whole in the first minute; the peer, which tunes itself, at the end
-AGAIN = ("block_attention", "readouts", "chunk")  # where products may be assembled wrongly
 PTXAS = "TRITON_PTXAS_PATH"
-DRY = "test_every_mixer and softmax or test_no_tokens or test_zero_rows"  # of a dry run
+LAST = "fla"  # the peer, which tunes itself
+AGAIN = ("block_attention", "readouts", "chunk")  # whose products may be assembled wrongly
+DRY = "test_every_mixer and softmax or test_no_tokens or test_zero_rows"
 
-Failing = dict[str, list[str]]  # file → failing tests
-
-
-def name(file: str | Path) -> str:
-    return Path(file).stem.removeprefix("test_kernels_")
-
-
-def files(card: Card) -> list[Path]:
-    found = sorted(card.tests.rglob("test_kernels_*.py"))
-    return sorted(found, key=lambda x: (name(x) == LAST, name(x) != FIRST))
+Failing = dict[str, list[str]]
+"""Failing tests by file."""
 
 
-def row(file: str, assembler: str = "bundled") -> Case:
-    return Case(GROUP, file if assembler == "bundled" else f"{file}, newer ptxas")
+def find_files(card: Card) -> dict[str, Path]:
+    files = {x.stem.removeprefix("test_kernels_"): x for x in card.tests.glob("test_kernels_*.py")}
+    return {name: files[name] for name in sorted(files, key=lambda name: (name == LAST, name))}
 
 
-def test_cases(card: Card) -> list[Case]:
-    return [DECISION, *(row(name(x)) for x in files(card)), *(row(x, "newer") for x in AGAIN)]
+def row(name: str, assembler: str = "bundled") -> Case:
+    return Case("Tests, compiled", name if assembler == "bundled" else f"{name}, newer ptxas")
 
 
-def run_tests(
-    card: Card, results: Results, minutes: float, only: str = "", newer: str | None = None
-) -> None:
-    """Runs the tests and writes down what is to be done. newer: path of another ptxas."""
-    start, compiled = time.monotonic(), []
-    for file in files(card):
-        if only not in name(file):
-            continue
-        if "kernel_device" in file.read_text():
-            compiled.append(file)
-        else:
-            error = f"{file.name}: it runs only in the interpreter; import kernel_device"
-            results.put("kernels", row(name(file)), {"errors": {"all": error}})
-    end = start + 60 * minutes
-    pytest(card, results, compiled, "bundled", start + (end - start) * (0.7 if newer else 1.0))
-    bundled, again = failing(card, results, "bundled"), None
-    if newer:
-        chosen = [x for x in compiled if name(x) in AGAIN or bundled.get(name(x))]
-        pytest(card, results, chosen, "newer", end, newer)
-        again = failing(card, results, "newer")
+DECISION = Case("Decision", "how to go on")
+
+
+def kernel_cases(card: Card) -> list[Case]:
+    return [DECISION, *map(row, find_files(card)), *(row(name, "newer") for name in AGAIN)]
+
+
+def run_tests(card: Card, results: Results, minutes: float, newer: str | None = None) -> None:
+    """Runs the tests and writes down how to go on. newer: the path of another ptxas."""
+    end = time.monotonic() + 60 * minutes
+    card.end = end - (0.3 * 60 * minutes if newer else 0)
+    bundled: Failing = {}
+    for name in find_files(card):
+        run_file(card, results, name, bundled)
+
+    again: Failing | None = {} if newer else None
+    card.end = end
+    for name in find_files(card):
+        if again is not None and (name in AGAIN or bundled.get(name)):
+            run_file(card, results, name, again, newer)
+
     values = decide(bundled, again)
-    if left := sum(x["left"] for x in counts(card, results, "bundled").values()):
-        values["says"] += f"; {left} tests were not reached"
-    results.put("kernels", DECISION, values)
-    card.say(f"{DECISION.name}: {values['says']}")
-    if "first" in values:
-        variables = {PTXAS: newer} if newer and values["assembler"] == "newer" else {}
-        card.seconds = end - time.monotonic()
-        results.put("kernels", DECISION, values | alone(card, values["first"], **variables))
+    results.put(DECISION, values)
+    card.say(f"{DECISION.name}: {values['decision']}")
 
 
 def decide(bundled: Failing, newer: Failing | None) -> Values:
-    """What the failing tests mean. newer: of the files that ran again with a newer ptxas, if there is one.
-    Files that `failing` leaves out were not tested.
+    """The meaning of the failing tests. newer: files that ran again with the newer ptxas, if there is one.
 
-    Returns assembler ("bundled" or "newer"), bench (whether its figures can mean anything) and says; if not
-    bench, the `first` failing test.
+    A file that did not end in time is left out. Returns `assembler` ("bundled" or "newer"), `bench` ("yes",
+    or "no" where its figures would mean nothing), and `decision` in words.
     """
-    if not bundled:
-        return {
-            "assembler": "bundled",
-            "bench": False,
-            "says": "no test ran: log.txt has the reason",
-        }
-    red, tested = sorted(x for x in bundled if bundled[x]), "chunk" in bundled
-    note = "" if tested else "; no test of chunk ended: no bench"
-    if not red:
-        says = f"green with Triton's own ptxas{note}"
-        return {"assembler": "bundled", "bench": tested, "says": says}
-    says, assembler, left = f"red with Triton's own ptxas: {', '.join(red)}", "bundled", bundled
-    if newer is not None and set(red) <= newer.keys():
-        if not any(newer.values()):
-            says += f"; green with the newer one: {PTXAS} is set in every later part{note}"
-            return {"assembler": "newer", "bench": tested, "says": says}
-        if sum(map(len, newer.values())) < sum(len(bundled[x]) for x in red):
-            assembler, left = "newer", newer
-        red = sorted(x for x in left if left[x])
-        says += f"; with the newer one: {', '.join(x for x in sorted(newer) if newer[x])}; {assembler} is taken"
-    if "chunk" in red:
-        says += "; chunk is wrong: no bench"
-        return {"assembler": assembler, "bench": False, "says": says, "first": left["chunk"][0]}
-    if red == ["block_attention"]:
-        says += "; diag_attention stays on torch (backend torch)"
-    return {"assembler": assembler, "bench": tested, "says": says + note}
+    assembler, failing = "bundled", bundled
+    red = sorted(name for name in bundled if bundled[name])
+    words = [f"red with Triton's own ptxas: {', '.join(red)}" if red else "green"]
+    if red and newer is not None and set(red) <= newer.keys():
+        still_red = sorted(name for name in newer if newer[name])
+        words.append(f"red with the newer one: {', '.join(still_red) or 'none'}")
+        if sum(map(len, newer.values())) < sum(len(bundled[name]) for name in red):
+            assembler, failing = "newer", newer
+            words.append(f"later parts set {PTXAS}")
+
+    if failing.get("block_attention"):
+        words.append("keep diag_attention on torch (backend torch)")
+    bench = "yes"
+    if "chunk" not in bundled or failing.get("chunk"):
+        bench = "no"
+        wrong = f"{failing['chunk'][0]} fails" if failing.get("chunk") else "chunk was not tested"
+        words.append(f"no bench: {wrong}")
+    return {"assembler": assembler, "bench": bench, "decision": "; ".join(words)}
 
 
-def pytest(
-    card: Card,
-    results: Results,
-    chosen: list[Path],
-    assembler: str,
-    end: float,
-    ptxas: str | None = None,
+def run_file(
+    card: Card, results: Results, name: str, failing: Failing, ptxas: str | None = None
 ) -> None:
-    """Runs test files in other processes: a process cannot leave the interpreter."""
-    stream = card.output / "tests.jsonl"
-    variables = {
-        "NALANDA_TEST_DEVICE": card.device,
-        "NALANDA_TESTS": str(stream.resolve()),
-        "NALANDA_TESTS_READ": str(stream.stat().st_size if stream.exists() else 0),
-        "NALANDA_ASSEMBLER": assembler,
-        "NALANDA_SOURCES": results.runs[-1]["sources"],
-    }
-    card.seconds = end - time.monotonic()
-    if chosen and card.seconds > 0:
-        card.say(f"{', '.join(map(name, chosen))}: {assembler} ptxas …")
-        command = [*map(str, chosen), *options(card)]
-        try:
-            said = card.python(
-                ["-m", "pytest", *command],
-                lambda: put_rows(card, results, assembler),
-                **variables,
-                **({PTXAS: ptxas} if ptxas else {}),
-            )[1]
-        except subprocess.TimeoutExpired:
-            said = "out of time"
-        card.say(f"  {said}")
-    put_rows(card, results, assembler)
+    """Runs a test file in another process, which can leave the interpreter. Adds its failing tests.
+
+    A file that does not end in time adds nothing. The JUnit file in the output folder has the tracebacks.
+    """
+    case = row(name, "newer" if ptxas else "bundled")
+    card.say(f"{case.name} …")
+    junit = (card.output / f"{case.name}.xml").resolve()
+    variables = {"NALANDA_TEST_DEVICE": card.device} | ({PTXAS: ptxas} if ptxas else {})
+    command = ["-m", "pytest", str(find_files(card)[name]), f"--junitxml={junit}"]
+    try:
+        last = card.python([*command, *choose_options(card)], **variables)[1]
+    except subprocess.TimeoutExpired:
+        last = "out of time"
+    card.say(f"  {last}")
+    if last == "out of time" or not junit.exists():
+        results.put(case, {"outcome": last})
+        return
+    tests = [
+        test.get("name", "")
+        for test in ElementTree.parse(junit).iter("testcase")
+        if test.find("failure") is not None or test.find("error") is not None
+    ]
+    results.put(case, {"outcome": last, "failing": ", ".join(tests[:5])})
+    failing[name] = tests
 
 
-def options(card: Card) -> list[str]:
-    found = ["--tb=no", "-p", "gpu.stream", "-p", "no:cacheprovider"]
+def choose_options(card: Card) -> list[str]:
+    options = ["-q", "--tb=short", "-p", "no:cacheprovider"]
     if importlib.util.find_spec("xdist"):  # compilation takes most of the time
         workers = 2 if card.dry else min(12, max(1, (os.cpu_count() or 1) - 2))
-        found += ["-n", str(workers), "--maxschedchunk=1"]  # one by one: in the order of the files
+        options += ["-n", str(workers)]
     if importlib.util.find_spec("pytest_timeout"):  # a kernel that hangs hears no signal
-        found += ["--timeout=90", "--timeout-method=thread"]
-    return found + (["-k", DRY] if card.dry and card.tests == Card.tests else [])
-
-
-def counts(card: Card, results: Results, assembler: str) -> dict[str, Values]:
-    """By file: tests passed, failed, skipped, left, and the names of those that failed."""
-    last: dict[str, str] = {}
-    collected: Counter[str] = Counter()
-    for line in read(card.output / "tests.jsonl"):
-        if (line["assembler"], line["sources"]) == (assembler, results.runs[-1]["sources"]):
-            if "collected" in line:
-                collected |= Counter(line["collected"])
-            else:
-                last[line["id"]] = line["outcome"]
-    found: dict[str, Values] = {}
-    for file in {*collected, *(x.partition("::")[0] for x in last)}:
-        here = {x: outcome for x, outcome in last.items() if x.partition("::")[0] == file}
-        values: Values = {x: list(here.values()).count(x) for x in ("passed", "failed", "skipped")}
-        bad = [x for x, outcome in here.items() if outcome == "failed"]
-        names = ", ".join(x.partition("::")[2] or "collection" for x in bad[:5]) + (
-            " …" if len(bad) > 5 else ""
-        )
-        left = max(0, collected[file] - len(here))
-        found[name(file)] = values | {"left": left, "names": names or None, "failing": bad}
-    return found
-
-
-def failing(card: Card, results: Results, assembler: str) -> Failing:
-    """The failing tests of each file of which something is known.
-
-    That is a failure, or that a test passed; with the newer assembler, which repeats files to see whether
-    their failures go, that none is left and none failed.
-    """
-    found = {}
-    for file, values in counts(card, results, assembler).items():
-        green = not values["left"] if assembler == "newer" else values["passed"]
-        if values["failing"] or green:
-            found[file] = values["failing"]
-    return found
-
-
-def put_rows(card: Card, results: Results, assembler: str) -> None:
-    for file, values in counts(card, results, assembler).items():
-        values = values | {"failing": values["failing"][:50]}
-        if results.values(GROUP, row(file, assembler).name) != values:
-            results.put("kernels", row(file, assembler), values)
-
-
-def alone(card: Card, test: str, **variables: str) -> Values:
-    """The failing test alone, then under compute-sanitizer, where that is; their output is in the log."""
-    command = ["-m", "pytest", test, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    variables |= {"NALANDA_TEST_DEVICE": card.device}
-    found: Values = {}
-    try:
-        found["alone"] = card.python(command, **variables)[1]
-        if sanitizer := shutil.which("compute-sanitizer"):
-            variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-            found["sanitizer"] = card.command(
-                [sanitizer, sys.executable, *command], list, **variables
-            )[1]
-    except subprocess.TimeoutExpired:
-        card.say("  out of time")
-    return found
+        options += ["--timeout=90", "--timeout-method=thread"]
+    return [*options, "-k", DRY] if card.dry and card.tests == Card.tests else options
