@@ -22,6 +22,11 @@ def configured(recipe: Path, output_dir: Path, *overrides: str) -> RunConfig:
     return load_config(recipe, [f"output_dir={output_dir}", *overrides])
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    """The bytes of every file in a folder."""
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
 def start(
     recipe: Path, output_dir: Path, *overrides: str, launcher: tuple = (), **env: str
 ) -> subprocess.Popen:

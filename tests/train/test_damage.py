@@ -1,0 +1,149 @@
+"""Damaged files of a run, and models that are of no use."""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from training import configured, contents, outcome
+from transformers import AutoModelForCausalLM
+
+from nalanda.common.errors import InputError
+from nalanda.common.files import manifest_text
+from nalanda.report.verify import verify
+from nalanda.train import loop, loss
+from nalanda.train.checkpoint_dir import mark_unsound
+from nalanda.train.log import read_facts
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+
+HARMS = {
+    "cut": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "emptied": lambda file: os.truncate(file, 0),
+    "flipped": lambda file: flip(file),
+    "gone": Path.unlink,
+}
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "manifest.json"])
+def test_a_damaged_tokenizer_is_made_again(stopped, whole, harm, name, capsys):
+    """From the same documents; the checkpoint knows whether it is the same."""
+    run, config = stopped
+    HARMS[harm](run / "tokenizer" / name)
+    loop.train(config)
+    assert outcome(run) == outcome(whole)
+    assert contents(run / "tokenizer") == contents(whole / "tokenizer") or name == "manifest.json"
+    if harm != "gone":
+        assert f"tokenizer: damaged, made again: {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_run_json_blocks_nothing(stopped, whole, harm):
+    run, config = stopped
+    HARMS[harm](run / "run.json")
+    loop.train(config)
+    assert outcome(run) == outcome(whole)
+    assert read_facts(run)["state"] == "finished"
+
+
+@pytest.mark.parametrize("harm", ["emptied", "cut", "gone"])
+def test_a_damaged_record_of_the_recipe_is_named(stopped, recipe, whole, harm):
+    run, config = stopped
+    HARMS[harm](run / "config.yaml")
+    before = contents(run)
+    words = "is missing: restore it" if harm == "gone" else "the run.s recipe is damaged"
+    with pytest.raises(InputError, match=rf"{run / 'config.yaml'}.* {words}") as error:
+        loop.train(config)
+    assert "\n" not in str(error.value)
+    assert contents(run) == before
+    shutil.copy(recipe, run / "config.yaml")  # as the message says
+    loop.train(config)
+    assert outcome(run) == outcome(whole)
+
+
+def test_a_finished_run_whose_model_is_gone_or_cut_exports_it_again(recipe, tmp_path):
+    config = configured(recipe, tmp_path / "run", "train.steps=2", "validation.every=0")
+    final = loop.train(config) / "final"
+    expected = (final / "model.safetensors").read_bytes()
+    for harm in (
+        lambda: shutil.rmtree(final),
+        lambda: os.truncate(final / "model.safetensors", 999),
+    ):
+        harm()
+        loop.train(config)
+        assert (final / "model.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_validation_loss_that_is_not_finite_loses_no_model(
+    recipe, tmp_path, monkeypatch, capsys, value
+):
+    monkeypatch.setattr(loss, "loss_sums", lambda *_: (value, 100))
+    run = loop.train(configured(recipe, tmp_path / "run", "train.steps=2"))
+    assert AutoModelForCausalLM.from_pretrained(run / "final").config.model_type == "nalanda"
+    assert read_facts(run)["state"] == "finished"
+    card = (run / "final" / "README.md").read_text()
+    assert re.search(rf"validation loss \| {value:g}, perplexity .* at step 2: NOT FINITE", card)
+    assert "not finite" in capsys.readouterr().out
+
+
+def test_verify_says_of_every_checkpoint_what_it_is_worth(stopped, capsys):
+    from nalanda_cli import app
+
+    run, _ = stopped
+    folder = run / "checkpoints"
+    with pytest.raises(SystemExit) as ended:
+        app(["verify", str(run)])
+    assert not ended.value.code
+    assert capsys.readouterr().out.splitlines()[0] == "step-5: whole, finite, loadable"
+    flip(folder / "step-5" / "rank-0.pt")
+    for step, file, harm in (
+        (10, "model.safetensors", lambda t: t["lm_head.weight"].view(-1)[3].fill_(math.nan)),
+        (
+            15,
+            "optimizer.safetensors",
+            lambda t: t.update({"lm_head.weight.exp_avg": torch.zeros(7)}),
+        ),
+    ):
+        tensors = safetensors.torch.load_file(folder / f"step-{step}" / file)
+        harm(tensors)
+        safetensors.torch.save_file(tensors, folder / f"step-{step}" / file)
+        manifest = json.loads((folder / f"step-{step}" / "manifest.json").read_text())
+        content = (folder / f"step-{step}" / file).read_bytes()
+        manifest["files"][file] = {
+            "bytes": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
+        (folder / f"step-{step}" / "manifest.json").write_text(manifest_text(manifest))
+    mark_unsound(folder / "step-20", "no step behind it was good")
+    with pytest.raises(SystemExit) as ended:
+        app(["verify", str(run), "--json"])
+    assert ended.value.code == 1
+    found = {v["step"]: v for v in json.loads(capsys.readouterr().out)}
+    assert [step for step, v in found.items() if v["good"]] == [24]
+    assert "rank-0.pt" in found[5]["whole"]
+    assert found[10]["finite"] == "lm_head.weight has values of nan"
+    assert "expected [320, 32]" in found[15]["loadable"]
+    assert found[20]["marked"] == "no step behind it was good"
+    for path in (p for p in (folder / "step-24").iterdir() if p.name != "config.json"):
+        os.truncate(path, path.stat().st_size // 2)
+    *_, last = verify(run)  # every answer is a line, whatever the file
+    assert "manifest.json" in last.whole
+    assert "model.safetensors" in last.finite
+    assert last.loadable != "yes"
+    with pytest.raises(InputError, match="no checkpoints here"):
+        next(verify(run.parent))
