@@ -75,6 +75,7 @@ def read_sections(path: Path, overrides: typing.Sequence[str] = ()) -> dict:
         raise InputError(
             f"{path}: expected sections such as `model:` and `data:`, got {_name(values)}"
         )
+    # Before the overrides: they then add to a section without the settings that they replace.
     _drop_options_of_another_map(values, overrides)
     _drop_another_tokenizer(values, overrides)
     for override in overrides:
@@ -298,6 +299,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
     if origin is dict and isinstance(value, dict):
         return dict(value)
 
+    # 2e2 is an integer, "3e-4" a number, and true neither.
     number = _number(value)
     if kind is float and number is not None:
         return number

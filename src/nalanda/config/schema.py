@@ -512,6 +512,7 @@ class RunConfig:
 
     def check(self) -> None:
         """Checks every section, then combinations of them. Raises `InputError`."""
+        # Plugins first: they register names that the checks know.
         import_plugins(self.plugins)
         check_output(self.output_dir, "output_dir")
         for f in fields(self):

@@ -64,6 +64,7 @@ def set_up(
     say("opening the data")
     batches, validation, sums = open_data(config, accelerator, sharing, tokenizer, sources)
 
+    # One seed on all processes while weights are drawn, then one of each process for dropout.
     say("building the model")
     set_seed(config.seed)
     # Weights, gradients and one moment per parameter share a CPU's memory.
@@ -135,6 +136,7 @@ def open_data(
 ) -> tuple[PackedBatches, dict[str, list[dict[str, Tensor]]], SumCheck]:
     """Opens this process's training batches, its validation batches, and the comparison of its files."""
     main, processes = accelerator.is_main_process, accelerator.num_processes
+    # The main process lists the files, once for all.
     opened = on_main_process(main, sources.open_all)
     if opened.data == sources.data:  # else this node keeps its copies of token sets elsewhere
         sources = opened
@@ -201,7 +203,7 @@ def restore(run: Run, resume: Path, say: Callable[[str], None]) -> None:
         run.batches.load_state_dict(data_state)
         return run.batches.position
 
-    # The main process compares the files; the others take its position.
+    # The main process compares the files with their hashes; the others take its position unchecked.
     position = on_main_process(run.accelerator.is_main_process, load_data_state)
     run.batches.load_state_dict(position, checked=True)
 

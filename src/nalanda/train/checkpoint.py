@@ -200,6 +200,7 @@ class Commit:
 
     def run(self) -> Path:
         """Makes the steps; returns the checkpoint's folder."""
+        # Each waits for the step before on all processes: the folder exists, then every file is synced.
         self.together(self.make_folder)
         written = self.together(self.write_files, writes=True)
         entries = {name: entry for process in written for name, entry in process.items()}
@@ -238,6 +239,7 @@ class Commit:
             "torch": torch.__version__,
             "numpy": np.__version__,
         }
+        # The manifest comes last: a folder without one was cut short.
         head = {"format": 2, "step": self.step, "versions": versions}
         text = manifest_text({**head, "files": dict(sorted(entries.items()))})
         write_file(self.temporary / "manifest.json", [text.encode()])
@@ -248,6 +250,7 @@ class Commit:
             old = self.temporary.with_name(f"{self.temporary.name}-old")
             shutil.rmtree(old, ignore_errors=True)
             self.final.rename(old)
+        # From this rename on the checkpoint exists, and after the sync also through a power cut.
         self.temporary.rename(self.final)
         sync(self.directory)
 
@@ -273,6 +276,7 @@ class Commit:
         except Exception as raised:  # any error: the others must not wait forever
             error = RuntimeError(repr(raised))
 
+        # The exchange is also the barrier between the steps.
         reply = self.exchange((result, error, self.bytes_written))
         results, errors, counts = zip(*reply, strict=True)
         first_error = next(filter(None, errors), None)
@@ -405,6 +409,7 @@ def load_moments(
     Raises:
         InputError: they are of another optimizer or model.
     """
+    # Checked before anything is changed.
     saved = shapes(source)
     check_moments(source, saved, model, optimizer, without_moments)
     parameters = dict(model.named_parameters())
@@ -484,6 +489,7 @@ def check_moments(
             "begin a new run with model.init_from"
         )
 
+    # parameter → moment → (shape, dtype), as saved
     remaining: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}
     for key, kind in saved.items():
         name, _, moment = key.rpartition(".")

@@ -79,6 +79,7 @@ def held_bytes(
     accumulates: default: as the recipe does.
     """
     groups = parameter_groups(model, config.optim)
+    # Bytes a parameter: weight, gradient and two moments in fp32; Muon has one moment.
     total = sum(
         p.numel() * (12 if g["kind"] == "muon" else 16) for g in groups for p in g["params"]
     )
@@ -202,6 +203,7 @@ def exchanged_bytes(
     """
     if parts == 1:
         return 0
+    # Once for each kind of mixer, times the layers that have it.
     context, sent = _Counted(parts), 0
     seq = _sequences(config, rows, seq_len // parts, context, "meta")
     for name in dict.fromkeys(config.layer_mixers):

@@ -145,6 +145,7 @@ def new_folder(out: Path, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
         raise
 
+    # Complete on the disk before it gets its name; the old folder stays until then.
     for file in new.rglob("*"):
         sync(file)
     sync(new)
@@ -193,6 +194,7 @@ def push(
         raise InputError(f"{repo!r} is not a repository of the hub: write OWNER/NAME")
     if get_token() is None:
         raise InputError("no token for the hub: set HF_TOKEN, or run `hf auth login`")
+    # What can be refused without work is refused first.
     find_checkpoint(path, step)
     if os.path.lexists(out):
         raise InputError(f"{out} exists; choose another folder")

@@ -104,11 +104,13 @@ def flops_per_token(model: torch.nn.Module, seq_len: int) -> tuple[float, str]:
         return 3 * config.flops_per_token(seq_len), f"the model's own count; {CAUSAL}"
 
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
+    # Of a layer's experts a token meets this share.
     experts = next((n for key in EXPERTS if (n := getattr(text, key, None))), 1)
     share = (getattr(text, "num_experts_per_tok", None) or experts) / experts
     # Norms and biases are vectors, without matrix products.
     matrices = {name: p.numel() for name, p in model.named_parameters() if p.dim() > 1}
     weights = sum(count * (share if ".experts." in name else 1) for name, count in matrices.items())
+    # The look-up of an embedding is no matrix product; a tied one is counted as the head.
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     if head is not None and embedding.weight is not head.weight:
         weights -= embedding.weight.numel()
@@ -116,6 +118,7 @@ def flops_per_token(model: torch.nn.Module, seq_len: int) -> tuple[float, str]:
     heads = getattr(text, "num_attention_heads", None)
     if not heads:
         return 6.0 * weights, "estimated as 6 a weight, the mixers' own terms left out"
+    # Scores and values, 2 FLOPs each, forward and twice backward: 12 a key and channel.
     width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
 
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers

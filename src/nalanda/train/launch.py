@@ -51,6 +51,7 @@ def launch(config: RunConfig) -> Accelerator:
 def check_processes(accelerator: Accelerator) -> None:
     """Raises `InputError` if this process trains alone though others were launched, or in a way that
     Nalanda has not."""
+    # On CPUs accelerate joins a launcher's processes only with ACCELERATE_USE_CPU; else each trains alone.
     launched = os.environ.get("WORLD_SIZE")
     alone = "MASTER_ADDR" in os.environ and "RANK" not in os.environ
     if alone or (launched and int(launched) != accelerator.num_processes):
@@ -110,6 +111,7 @@ def check_shared(run_dir: Path, accelerator: Accelerator) -> None:
     """Raises `InputError` on all processes if one does not see the folder that the main process writes to."""
     if accelerator.num_processes == 1:
         return
+    # A new name at each start: the file of an earlier start proves nothing.
     token = from_main_process(uuid.uuid4().hex if accelerator.is_main_process else None)
     file = run_dir / f".shared-{token}"
     if accelerator.is_main_process:
@@ -140,6 +142,7 @@ def on_main_process(main: bool, act: Callable[[], Any]) -> Any:
             result = act()
         except InputError as error:
             problem = error
+    # The error travels too: a process that raised alone would leave the others waiting.
     result, problem = from_main_process((result, problem))
     if problem:
         raise problem

@@ -49,6 +49,7 @@ class RunLog:
         quiet: bool = False,
         keep_events: bool = False,
     ):
+        # Quiet processes get as far as the bar, so that `doing` and `advance` work on all.
         self.quiet, self.steps = quiet, steps
         self.board = self.tracker = None
         self.progress = Progress("step", steps, start=step, stream=sys.stdout, quiet=quiet)
@@ -285,6 +286,7 @@ def cut_metrics(file: Path, step: int, keep_events: bool = False) -> int:
     """
     if not file.exists():
         return 0
+    # beyond: whether the last readable line is of a step after `step`; a torn line behind it goes with it.
     lines, unreadable, beyond = [], 0, False
     removable: list[int] = []  # indices in `lines` of events that a rollback may follow
     for line in io.BytesIO(file.read_bytes()):

@@ -60,6 +60,7 @@ def train(config: RunConfig) -> Path:
             checkpoint saved; the same command resumes from it. While the run is set up, it ends at once. So
             does a second signal of the same kind (`guards.interruptible`).
     """
+    # The checks come first: they need neither processes nor a folder.
     config = at_home(config)
     config.check()
     transformers.logging.disable_progress_bar()  # saving a few files needs none
@@ -70,6 +71,7 @@ def train(config: RunConfig) -> Path:
         with interruptible() as signals:
             if not accelerator.is_main_process:
                 return train_together(config, accelerator, kind, None, signals)
+            # Only the main process writes to the folder; the others get its claim below.
             with lock_run_dir(Path(config.output_dir)), mirrored(mirror):
                 claimed = claim(Path(config.output_dir), config)
                 return train_together(config, accelerator, kind, claimed, signals, mirror)
@@ -88,6 +90,7 @@ def train_together(
     claimed: the result of `claim` on the main process, None on others. mirror: copies the run to its store.
     """
     main, run_dir = accelerator.is_main_process, Path(config.output_dir)
+    # config.yaml gets the recipe as it was written; the run reads copies of token sets of a store.
     recipe, config = config, with_local_sets(config)
     changes, facts, resume = from_main_process(claimed)
     if is_finished(config, facts, resume):
@@ -155,6 +158,8 @@ def record_interruption(run_dir: Path, facts: dict, main: bool) -> Iterator[None
 def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> Iterator[None]:
     """The time in which a run trains: with its watchdog, its log, its state in run.json, and signals that
     let the step end first."""
+    # Leaving goes from bottom to top: the log closes first, then a running save ends, then run.json gets the
+    # state. The watchdog stops last, since a save may hang.
     config, main = run.config, run.accelerator.is_main_process
     run.speed, run.reading = TrainingSpeed(run.at.tokens), ReadingLog(run.batches)
     with contextlib.ExitStack() as stack:
@@ -169,6 +174,7 @@ def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> 
                 make_newest(resume)
             state = record_state(Path(config.output_dir), run.facts, recipe, run.model.config)
             stack.enter_context(state)
+        # From here on a signal lets the step end; before, it ended the process at once.
         run.signals.first = partial(note_stop, run)
         stack.push(lambda error, *_: run.leave(error))
 
@@ -263,6 +269,7 @@ def validate_if_due(run: Run) -> None:
     step, steps, every = run.at.step, run.config.train.steps, run.config.validation.every
     if not run.validation or not step or not (step >= steps or is_due(step, every)):
         return
+    # Only the main process has the log; all must agree, since validation is a collective.
     file = Path(run.config.output_dir) / "metrics.jsonl"
     if from_main_process(run.accelerator.is_main_process and is_validated(file, step)):
         return
@@ -313,6 +320,7 @@ def check_soundness(run: Run, step: Step) -> str | None:
     None if they are sound."""
     if not save_is_due(run, step):
         return None
+    # A collective: `save_is_due` is the same on all processes.
     unsound = run.saver.unsound(run.model, run.optimizer)
     if unsound:
         run.log.event(step.number, "unsound", reason=unsound)
@@ -345,12 +353,14 @@ def roll_back(run: Run, step: Step, unsound: str | None) -> None:
 
     if back is None and step.last_good and run.saver.unsound(run.model, run.optimizer) is None:
         run.save(run.batches.state_dict(), wait=True)  # bad steps changed no weight
+    # The same checkpoint is taken `max_rollbacks` times: its weights may lead to the same steps again.
     if back is None or run.rollbacks[back] == run.config.guard.max_rollbacks:
         saved = run.checkpoint if back is None else None
         raise InputError(rollback_message(step.number, why, back, saved))
     run.rollbacks[back] += 1
     run.rolled_back_to = back
 
+    # A new log: the lines of the steps that are undone go, their events stay.
     run.log.close()
     run.log = open_log(run, keep_events=True)
     run.log.event(
@@ -367,6 +377,7 @@ def roll_back(run: Run, step: Step, unsound: str | None) -> None:
 def report(run: Run, step: Step, verdict: Judgement) -> None:
     """Moves the progress bar; every `log.every` good steps, writes a line of metrics."""
     config, tokens, rate = run.config, run.at.tokens, run.speed.rate(run.at.tokens)
+    # MFU: the share of all devices' peak that training FLOPs reach.
     values: dict[str, Any] = {
         "loss": step.loss,
         "grad_norm": step.norm,

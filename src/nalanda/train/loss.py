@@ -49,8 +49,8 @@ def summed_loss(
 
     model: may be wrapped. z_loss: changes only the gradient.
     """
-    tokens = batch["input_ids"].to(device, non_blocking=True)
-    labels = batch["labels"].to(device, non_blocking=True)
+    tokens = batch["input_ids"].to(device, non_blocking=True)  # [B, T]
+    labels = batch["labels"].to(device, non_blocking=True)  # [B, T]
     bare: Any = getattr(model, "module", model)
     if bare.config.model_type == "nalanda":
         packing: dict[str, Any] = {"cu_seqlens": batch["cu_seqlens"], "z_loss": z_loss}
@@ -66,9 +66,11 @@ def summed_loss(
     # Other models average their loss in different ways.
     positions = batch["position_ids"].to(device, non_blocking=True)
     logits = packed_logits(model, tokens, positions, batch["cu_seqlens"])
+    # [B (T − 1), vocabulary] and [B (T − 1)]: the target of a token is the next one
     logits, targets = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
     loss = F.cross_entropy(logits, targets, reduction="sum")
     if z_loss:
+        # Only its gradient counts: the logged loss stays comparable.
         term = z_loss * (logits.logsumexp(-1).square() * (targets != -100)).sum()
         loss = loss + (term - term.detach())
     return loss

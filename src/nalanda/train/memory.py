@@ -110,6 +110,7 @@ def would_fit(config: RunConfig, kind: str) -> str:
             device,
         )
 
+    # Rows that divide a process's share of a step: accumulation then keeps the step as it is.
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else host()
     rows_a_step = train.tokens_per_step // config.data.seq_len
     rows_a_process = rows_a_step * train.context_parallel // processes

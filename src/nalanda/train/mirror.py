@@ -168,6 +168,7 @@ class Mirror:
         folders = checkpoint_folders(self.folder / "checkpoints")
         names = [name for name in RECORDS if (self.folder / name).is_file()]
         names += self._new_files("tokenizer", stored)
+        # metrics.jsonl before the checkpoints, run.json after them: see above.
         for name in names:
             if name != "run.json":
                 self._upload(name, retries)
@@ -222,6 +223,7 @@ class Mirror:
                 if f"{folder}/{MARK}" in stored and not (path / MARK).exists():
                     remove_file(f"{self.url}/{folder}/{MARK}", retries)
             elif any(name.startswith(f"{folder}/") for name in stored):
+                # Another checkpoint of this step, from before a rollback, or one that was cut short.
                 remove_folder(f"{self.url}/{folder}", MANIFEST, retries)
                 complete = False
 

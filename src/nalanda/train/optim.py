@@ -59,6 +59,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
     if config.name == "muon":
         blocks = muon_blocks(model, [p for p in trained.values() if id(p) not in vectors])
 
+    # (pattern, kind, blocks) → group, in the order of the first parameter of each
     groups: dict[tuple, dict] = {}
     for name, p in trained.items():
         kind = "vectors" if id(p) in vectors else "muon" if id(p) in blocks else "matrices"
@@ -97,6 +98,7 @@ def muon_blocks(model: nn.Module, decaying: list[nn.Parameter]) -> dict[int, int
     Muon takes the decaying matrices between embedding and head. It leaves out the gates of a mixer's state:
     an orthogonal update moves each of their few rows as far as any other.
     """
+    # Embedding and head are tables: their rows are tokens, not a map between spaces.
     head = getattr(model, "get_output_embeddings", lambda: None)()
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
     mixers = [m for m in model.modules() if isinstance(m, Mixer)]
@@ -292,6 +294,7 @@ class Muon(torch.optim.Muon):
             state["momentum_buffer"] = torch.zeros_like(p.grad)
         buffer = state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
 
+        # Nesterov's look-ahead is taken here, on the shards, so the inner optimizer has no momentum.
         gathered = nn.Parameter(p.full_tensor())
         gathered.grad = p.grad.lerp(buffer, momentum).full_tensor()
         keys = ("lr", "weight_decay", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")

@@ -108,6 +108,7 @@ def parallelize(
         # transformers 5.23 renames the method, and warns about the old name.
         new = getattr(model, "activation_checkpointing_enable", None)
         (new or model.gradient_checkpointing_enable)({"use_reentrant": False})  # type: ignore[operator]
+    # The blocks' list is taken before sharding changes their classes.
     blocks = units(model)
     if sharing.sharded:
         assert sharing.mesh is not None
@@ -234,6 +235,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
     Returns the norm before, the same on all processes.
     """
     parameters = [p for p in parameters if p.grad is not None]
+    # Of sharded gradients it is a DTensor whose partial norms are still to be summed.
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()

@@ -93,6 +93,7 @@ class Run:
 
         Returns the data state, or None if no checkpoint is left; `checkpoint` is then None as well.
         """
+        # All processes load the same path. Soundness is known only once the values are in memory.
         accelerator = self.accelerator
         while path := from_main_process(path):
             state, data_state = checkpoint.load(

@@ -146,6 +146,7 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
             f"{file} is missing: restore it, or put the recipe there that the run started with"
         )
 
+    # Nothing may be changed before the last refusal below.
     changes = changes_since(file, config, saved)
     if begun:
         refuse_another_run(run_dir, changes)
@@ -155,6 +156,7 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
         print(f"{error}; writing a new one", flush=True)
         facts = {}
 
+    # `train.resume` counts once: a later start with the same value goes on from the newest.
     if config.train.resume is not None and ("train.resume" in changes or not saved):
         resume = choose_checkpoint(folder, config.train.resume)
     else:

@@ -79,6 +79,7 @@ def forward_backward(run: Run) -> Step:
             run.accelerator.backward(run.scaler.scale(mean * run.accelerator.num_processes))
         loss += mean.detach()
 
+    # The norm is of the unscaled gradients, so the guard's window does not depend on fp16's scale.
     run.scaler.unscale_(run.optimizer)
     norm = parallel.clip_grad_norm_(run.model.parameters(), config.optim.max_grad_norm).item()
     total_loss, stop = gather_step(run, loss)
@@ -109,7 +110,7 @@ def next_step(run: Run) -> tuple[list[dict[str, Tensor]], int]:
             for i, batch in enumerate(micro_batches)
         ]
 
-    # One collective: label tokens, the sum of exit codes, the number of processes whose data failed.
+    # One collective: label tokens, the sum of exit codes, and the number of processes whose data failed.
     labels = sum(count_labels(batch, run.sharing.context) for batch in micro_batches)
     code = failure.exit_code if failure else 0
     counts = torch.tensor([labels, code, code > 0])
@@ -119,6 +120,7 @@ def next_step(run: Run) -> tuple[list[dict[str, Tensor]], int]:
     if not failed:
         return micro_batches, labels
 
+    # The rows of this step were taken, but not learnt: the position before them is saved.
     if run.at.step > (step_of(run.checkpoint) if run.checkpoint else 0):
         run.save(before.state_dict(), wait=True)
     run.saver.wait()
@@ -145,6 +147,7 @@ def gather_step(run: Run, loss: Tensor) -> tuple[float, int | None]:
 
     One collective for all of it. Raises on all processes if data is damaged or an asynchronous save failed.
     """
+    # [loss, one flag a signal, comparing, damaged, unsaved], summed over the processes
     flags = [float(signum in run.signals.received) for signum in SIGNALS.values()]
     flags += [
         float(not run.sums.finished),
@@ -175,6 +178,7 @@ def first_signal(received: list[float]) -> int | None:
 
 def judge(run: Run, step: Step) -> Judgement:
     """Judges a step by its loss and gradient norm, the same on all processes."""
+    # First: gradients that overflowed fp16 say nothing about the step.
     if reason := lower_loss_scale(run, step.number):
         return Judgement("overflow", reason)
     if reason := run.spikes.judge(step.loss, step.norm):
@@ -211,6 +215,7 @@ def apply(run: Run, step: Step, verdict: Judgement) -> None:
         at.bad, run.rolled_back_to = [], None
 
     elif verdict.kind == "overflow":
+        # The forward pass was fine unless the loss overflowed too.
         at.overflows += 1
         if run.row_states and not math.isfinite(step.loss):
             run.row_states.forget()

@@ -145,6 +145,7 @@ def is_writer(tensor: torch.Tensor, rank: int) -> bool:
     """Whether this process saves its part. Only the first of several replicas does, and no empty part is saved."""
     if not isinstance(tensor, DTensor):
         return rank == 0
+    # Along a mesh dimension without shards all processes have the same values; the first one saves them.
     coordinate = tensor.device_mesh.get_coordinate() or []
     first = all(
         placement.is_shard() or at == 0
@@ -164,6 +165,7 @@ def safetensors_content(
     if sharded:
         starts = {name: {"saved_offsets": offsets} for name, (_, offsets) in sorted(parts.items())}
         metadata |= {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(starts)}
+    # The format: 8 bytes with the header's length, the header in JSON, then the tensors' bytes.
     header: dict[str, Any] = {"__metadata__": metadata}
     codes = {dtype: code for code, dtype in DTYPES.items()}
 
