@@ -166,24 +166,24 @@ def split_of(folders: Iterable[str], file: str) -> str:
     """The split of a file: that of the first of `folders` which names one (`NAMES`), or else of its own name,
     such as val.jsonl or train-00001-of-00009.parquet; "" for none."""
     stem = re.sub(r"[-_.]\d.*", "", file[: len(file) - len(suffix_of(file))])
-    found = (
-        split
-        for name in (*folders, stem)
-        for split, names in NAMES.items()
-        if re.fullmatch(names, name, re.I)
-    )
-    return next(found, "")
+    for name in (*folders, stem):
+        for split, names in NAMES.items():
+            if re.fullmatch(names, name, re.I):
+                return split
+    return ""
 
 
 EMPTY, SECOND = "empty", "second"
 """Keys of `Corpus.counts`: files without a byte, and further names of files that are read."""
 
 
-def files_of(parts: dict[str, T], split: str) -> T:
+def files_of(splits: dict[str, T], split: str) -> T:
     """The files of `split` among those by `NAMES` and "", for no split; some may be empty.
 
     Files of no split are for training if none are named so. Validation falls back on the files of training,
     of which a share is held out, and on those of a test, which a source of its own may have alone.
     """
-    train = parts["train"] or parts[""]
-    return train if split == "train" else parts["validation"] or train or parts["test"]
+    train = splits["train"] or splits[""]
+    if split == "train":
+        return train
+    return splits["validation"] or train or splits["test"]

@@ -46,14 +46,31 @@ def print_token_set(index: dict, directory: str | os.PathLike) -> None:
     from rich.table import Table
 
     def table(first: str, columns: tuple[str, ...], rows: list[list[str]]) -> None:
-        made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        printed = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in (first, *columns):
-            made.add_column(name, justify="left" if name == first else "right", no_wrap=True)
+            printed.add_column(name, justify="left" if name == first else "right", no_wrap=True)
         for row in rows:
-            made.add_row(*map(escape, row))
-        console.print(made)
+            printed.add_row(*map(escape, row))
+        console.print(printed)
 
     console = Console(emoji=False)
+    _print_left_out(index)
+
+    rows = [_split_row(split, index[split]) for split in SPLITS if index[split]["documents"]]
+    table("split", ("documents", "tokens", "tokens/byte", "text", "on disk"), rows)
+    if index["sources"] != [""]:
+        rows = [_source_row(name, index) for name in index["sources"]]
+        table("source", ("documents", "tokens", "share", "validation"), rows)
+
+    tokenizer, settings = index["tokenizer"], index["settings"]
+    ends = " … ".join(name for name in ("bos", "eos") if settings[name]) or "no bos, no eos"
+    print(
+        f"{directory}: {len(index['train']['shards']):,} shards of {index['dtype']}, tokenizer "
+        f"{tokenizer['fingerprint'][:8]} of {tokenizer['vocab_size']:,} tokens, {ends}"
+    )
+
+
+def _print_left_out(index: dict) -> None:
     if skipped := index.get("skipped"):
         limit = index["settings"]["max_document_bytes"]
         print(
@@ -61,49 +78,32 @@ def print_token_set(index: dict, directory: str | os.PathLike) -> None:
         )
     if unusable := index.get("unusable"):
         print(f"{unusable:,} records without usable text were left out (data.unusable: skip)")
-    splits = {split: index[split] for split in SPLITS if index[split]["documents"]}
-    stored = {
-        split: sum(found[0] for shard in part["shards"] for found in shard["files"].values())
-        for split, part in splits.items()
-    }
-    table(
-        "split",
-        ("documents", "tokens", "tokens/byte", "text", "on disk"),
-        [
-            [
-                split,
-                f"{part['documents']:,}",
-                f"{part['tokens']:,}",
-                f"{part['tokens'] / part['text_bytes']:.3f}",
-                size(part["text_bytes"]),
-                size(stored[split]),
-            ]
-            for split, part in splits.items()
-        ],
-    )
-    if index["sources"] != [""]:
-        train, validation = (index[split]["sources"] for split in SPLITS)
-        table(
-            "source",
-            ("documents", "tokens", "share", "validation"),
-            [
-                [
-                    name or "(not named)",
-                    f"{documents:,}",
-                    f"{tokens:,}",
-                    f"{tokens / index['train']['tokens']:.1%}",
-                    f"{validation.get(name, (0, 0))[1]:,}",
-                ]
-                for name in index["sources"]
-                for documents, tokens in [train.get(name, (0, 0))]
-            ],
-        )
-    tokenizer, settings = index["tokenizer"], index["settings"]
-    ends = " … ".join(name for name in ("bos", "eos") if settings[name]) or "no bos, no eos"
-    print(
-        f"{directory}: {len(index['train']['shards']):,} shards of {index['dtype']}, tokenizer "
-        f"{tokenizer['fingerprint'][:8]} of {tokenizer['vocab_size']:,} tokens, {ends}"
-    )
+
+
+def _split_row(split: str, entry: dict) -> list[str]:
+    stored = 0
+    for shard in entry["shards"]:
+        stored += sum(size_and_sum[0] for size_and_sum in shard["files"].values())
+    return [
+        split,
+        f"{entry['documents']:,}",
+        f"{entry['tokens']:,}",
+        f"{entry['tokens'] / entry['text_bytes']:.3f}",
+        size(entry["text_bytes"]),
+        size(stored),
+    ]
+
+
+def _source_row(name: str, index: dict) -> list[str]:
+    documents, tokens = index["train"]["sources"].get(name, (0, 0))
+    _, held_out = index["validation"]["sources"].get(name, (0, 0))
+    return [
+        name or "(not named)",
+        f"{documents:,}",
+        f"{tokens:,}",
+        f"{tokens / index['train']['tokens']:.1%}",
+        f"{held_out:,}",
+    ]
 
 
 def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
@@ -114,43 +114,48 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
     """
     directory = Path(directory).expanduser()
     index = read_index(directory)
-    owners = [
-        (e, f)
-        for split in SPLITS
-        for e in shard_entries(directory, index, split)
-        for f in e.files()
-    ]
-    files = [file for _, file in owners]
+    owned: list[tuple[Entry, StatedFile]] = []
+    for split in SPLITS:
+        for entry in shard_entries(directory, index, split):
+            owned += [(entry, file) for file in entry.files()]
+    sizes = [file.size for _, file in owned]
 
-    def damage(entry: Entry, file: StatedFile) -> str | None:
-        if (problem := file.damage(sums=sums)) is None and sums:
-            try:
-                entry.check(file.path.suffix[1:])
-            except (InputError, OSError) as error:
-                return str(error)
-        return problem
+    def damage(owned_file: tuple[Entry, StatedFile]) -> str | None:
+        entry, file = owned_file
+        problem = file.damage(sums=sums)
+        if problem or not sums:
+            return problem
+        try:
+            entry.check(file.path.suffix[1:])
+        except (InputError, OSError) as error:
+            return str(error)
+        return None
 
     with (
         ThreadPoolExecutor(processors()) as pool,
-        ByteProgress("checking", [f.size for f in files], [*range(len(files))]) as p,
+        ByteProgress("checking", sizes, [*range(len(sizes))]) as progress,
     ):
-        found = []
-        for number, problem in enumerate(pool.map(lambda owner: damage(*owner), owners)):
-            p.set(number, files[number].size, files[number].size)
-            found += [problem] if problem else []
+        problems = []
+        for number, problem in enumerate(pool.map(damage, owned)):
+            progress.set(number, sizes[number], sizes[number])
+            if problem:
+                problems.append(problem)
+
     if sums:
         try:
-            made_with = describe_tokenizer(load_tokenizer(directory / "tokenizer"))
+            saved = describe_tokenizer(load_tokenizer(directory / "tokenizer"))
         except (OSError, ValueError):
-            made_with = {}
-        if not index["tokenizer"].items() <= made_with.items():
-            found.append(
+            saved = {}
+        if not index["tokenizer"].items() <= saved.items():
+            problems.append(
                 f"{directory / 'tokenizer'}: not the tokenizer that the index names; copy it again"
             )
-    for problem in found[1:]:
+
+    for problem in problems[1:]:
         print(problem)
-    if found:
-        raise InputError(found[0] + (f" (and {len(found) - 1} more, above)" if found[1:] else ""))
+    if problems:
+        more = f" (and {len(problems) - 1} more, above)" if problems[1:] else ""
+        raise InputError(problems[0] + more)
 
 
 def inspect(directory: str | os.PathLike, *, verify: bool = False, samples: int = 0) -> None:

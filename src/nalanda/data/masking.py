@@ -53,26 +53,30 @@ class Masking:
 
         number: of the micro-batch in the run; rows: of a full one.
         """
-        tokens = batch["input_ids"].numpy()
+        tokens = batch["input_ids"].numpy()  # [B, T]
         B, T = tokens.shape
         numbers = [(number * rows + row) * world_size + rank for row in range(B)]
         seed = self.seed if seed is None else seed
         draws = np.stack([np.random.default_rng([seed, n]).random((3, T)) for n in numbers], 1)
-        choice, change, other = draws
+        choice, change, other = draws  # [B, T] each, in [0, 1)
         if self.begins is not None and self.ends is not None:
             begins = self.begins[tokens]
             begins[:, 1:] |= self.ends[tokens[:, :-1]]
-            begins.reshape(-1)[batch["cu_seqlens"][:-1].numpy()] = (
-                True  # of a document, and of a row
+            segments = batch["cu_seqlens"][:-1].numpy()
+            begins.reshape(-1)[segments] = (
+                True  # a document's and a row's first token begins a word
             )
+            # Every token of a word takes the draw of the word's first.
             first = np.maximum.accumulate(np.where(begins, np.arange(T), 0), 1)
             choice = np.take_along_axis(choice, first, 1)
+
         chosen = (choice < self.share) & ~self.special[tokens]
         chosen[:, 0] = False
-        shown = np.where(change < 0.9, (other * len(self.special)).astype(tokens.dtype), tokens)
-        shown = np.where(change < 0.8, self.mask, shown)
+        random = (other * len(self.special)).astype(tokens.dtype)
+        inputs = np.where(change < 0.9, random, tokens)
+        inputs = np.where(change < 0.8, self.mask, inputs)
         return batch | {
-            "input_ids": torch.from_numpy(np.where(chosen, shown, tokens)),
+            "input_ids": torch.from_numpy(np.where(chosen, inputs, tokens)),
             "labels": torch.from_numpy(np.where(chosen, tokens, IGNORED)),
         }
 
@@ -80,13 +84,13 @@ class Masking:
         self, batches: dict[str, list[Batch]], rank: int, world_size: int
     ) -> dict[str, list[Batch]]:
         """Validation batches by source, with the same choice in every pass and for every seed."""
-        return {
-            source: [
-                self(batch, i, len(batch["input_ids"]), rank, world_size, seed=0)
-                for i, batch in enumerate(part)
-            ]
-            for source, part in batches.items()
-        }
+        masked: dict[str, list[Batch]] = {}
+        for source, plain in batches.items():
+            masked[source] = []
+            for number, batch in enumerate(plain):
+                rows = len(batch["input_ids"])
+                masked[source].append(self(batch, number, rows, rank, world_size, seed=0))
+        return masked
 
 
 def word_borders(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:

@@ -64,23 +64,22 @@ class Peers:
         if isinstance(error, InputError):
             message = pickle.dumps(error)
             for line in self._lines.values():
-                with contextlib.suppress(
-                    OSError
-                ):  # if its line is full, it sees only that the line ends
+                # If its line is full, the other process sees only that the line ends.
+                with contextlib.suppress(OSError):
                     line.send(message, socket.MSG_DONTWAIT)
         self.close()
 
     def _receive(self, other: int) -> list[np.ndarray]:
         try:
-            found = pickle.load(self._streams[other])
+            message = pickle.load(self._streams[other])
         except (EOFError, OSError, pickle.UnpicklingError):
-            found = InputError(
+            message = InputError(
                 f"data: process {other}, which tokenises a share of the texts, has ended; its own message "
                 "says why"
             )
-        if isinstance(found, Exception):
-            raise found from None
-        return found
+        if isinstance(message, Exception):
+            raise message from None
+        return message
 
 
 def _close(lines: dict[int, socket.socket]) -> None:

@@ -138,15 +138,15 @@ def _passages(text: str) -> dict[str, int]:
 def without_copies(documents: dict[str, str]) -> dict[str, str]:
     """Leaves out documents of which more than half is in longer ones."""
     seen: set[str] = set()
-    kept = set()
-    for name in sorted(documents, key=lambda n: (-len(documents[n]), n)):
+    copies = set()
+    for name in sorted(documents, key=lambda n: (-len(documents[n]), n)):  # the longest first
         passages = _passages(documents[name])
-        if 2 * sum(size for block, size in passages.items() if block in seen) <= sum(
-            passages.values()
-        ):
-            kept.add(name)
+        repeated = sum(size for block, size in passages.items() if block in seen)
+        if 2 * repeated > sum(passages.values()):
+            copies.add(name)
+        else:
             seen.update(passages)
-    return {name: text for name, text in documents.items() if name in kept}
+    return {name: text for name, text in documents.items() if name not in copies}
 
 
 def split_families(

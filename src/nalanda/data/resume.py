@@ -35,7 +35,7 @@ AT_A_TIME = 8
 
 
 class Files:
-    """The files of a corpus in the order of the listing, with what is known of their contents.
+    """The files of a corpus in the order of the listing, with their hashes as far as they are known.
 
     Attributes:
         names, sizes: of all files.
@@ -44,14 +44,16 @@ class Files:
     """
 
     def __init__(
-        self, corpus: Corpus | None, kept: FileHashes, known: dict[str, str] | None = None
+        self, corpus: Corpus | None, record: FileHashes, stated: dict[str, str] | None = None
     ):
-        """known: name → hash, of what is no corpus."""
-        self.corpus, self._kept = corpus, kept
-        known = known or {}
-        self.names = corpus.names if corpus else [*known]
-        self.sizes = corpus.sizes if corpus else [0] * len(known)
-        self.hashes = [""] * len(self.names) if corpus else [*known.values()]
+        """record: keeps the hashes. stated: name → hash of each file, where there is no corpus."""
+        self.corpus, self._record = corpus, record
+        if corpus:
+            self.names, self.sizes = corpus.names, corpus.sizes
+            self.hashes = [""] * len(self.names)
+        else:
+            self.names, self.hashes = [*(stated or {})], [*(stated or {}).values()]
+            self.sizes = [0] * len(self.names)
         self.likes = [""] * len(self.names)
 
     def state_dict(self) -> dict[str, list]:
@@ -60,7 +62,7 @@ class Files:
     def find(self, number: int) -> str:
         """The hash of a file. Raises `InputError` if it cannot be read."""
         if self.corpus and not self.hashes[number]:
-            self.hashes[number] = self.corpus.content(number, self._kept, self.likes[number])
+            self.hashes[number] = self.corpus.content(number, self._record, self.likes[number])
         return self.hashes[number]
 
     def is_same(self, number: int, size: int | None, saved: str) -> bool:
@@ -70,14 +72,12 @@ class Files:
         if not saved:
             return True
         if self.corpus:
-            self.hashes[number] = self.corpus.content(number, self._kept, saved)
-        found = self.hashes[number]
-        if is_stated(saved) != is_stated(found):
+            self.hashes[number] = self.corpus.content(number, self._record, saved)
+        present = self.hashes[number]
+        if is_stated(saved) != is_stated(present):
             return True  # the corpus was moved between a disk and a store, whose checksums do not compare
-        return saved in (
-            found,
-            found.partition(":")[2],
-        )  # earlier versions did not write how it was made
+        # Earlier versions did not write how a hash was made, which stands before the colon.
+        return saved in (present, present.partition(":")[2])
 
     def path(self, number: int) -> str:
         shard = self.corpus.shards[number] if self.corpus else None
@@ -126,11 +126,12 @@ class Change(NamedTuple):
         return ", ".join(counts)
 
 
-def check_all_same(part: str, saved: dict[str, list], files: Files) -> None:
-    """Raises `InputError` unless every file is as it was saved, in the same order, under whatever names."""
-    if (count := len(saved["hashes"])) != len(files.names):
+def check_all_same(name: str, saved: dict[str, list], files: Files) -> None:
+    """Raises `InputError` unless every file is as it was saved, in the same order, under any names."""
+    count = len(saved["hashes"])
+    if count != len(files.names):
         raise InputError(
-            f"data: changed since the checkpoint was saved: {part or 'the corpus'} had {count} files and has "
+            f"data: changed since the checkpoint was saved: {name or 'the corpus'} had {count} files and has "
             f"{len(files.names)}; {ADVICE}"
         )
     sizes = saved.get("sizes") or [None] * count
@@ -139,13 +140,12 @@ def check_all_same(part: str, saved: dict[str, list], files: Files) -> None:
 
 def check_not_cut(corpus: Corpus) -> None:
     """Raises `InputError` for a lone text, which earlier versions read as one document."""
-    if cut := next(
-        (shard for shard in corpus.shards if isinstance(shard, CutFile | CutShard)), None
-    ):
-        raise InputError(
-            f"data: {cut.identity}: was one document when the checkpoint was saved, and is cut into several "
-            "now; start a new run from the checkpoint's weights with model.init_from"
-        )
+    for shard in corpus.shards:
+        if isinstance(shard, CutFile | CutShard):
+            raise InputError(
+                f"data: {shard.identity}: was one document when the checkpoint was saved, and is cut into "
+                "several now; start a new run from the checkpoint's weights with model.init_from"
+            )
 
 
 def go_on(
@@ -165,11 +165,12 @@ def go_on(
     stream.load_state_dict(state)
     before = state.get("order") or stream.permutation(len(saved["names"]))
     reached, cursor, digest = state.get("end") or stream.place(stream.epoch)
-    reached = len(before) if reached < 0 else reached
+    if reached < 0:  # the epoch was read to its end
+        reached = len(before)
     begun = cursor is not None
     read, ahead = before[:reached], before[reached + begun :]
 
-    now = _places(saved, files, read)
+    now = _find_saved(saved, files, read)
     _check_each(
         read,
         lambda old: files.is_same(now[old], saved["sizes"][old], saved["hashes"][old]),
@@ -187,6 +188,7 @@ def go_on(
     removed = sum(old not in now for old in ahead)
     added = sorted({*range(len(files.names))} - {*now.values()})
 
+    # The rest of the epoch: the files that it would have read, and the new ones at places drawn by name.
     rest = [now[old] for old in ahead if old in now]
     if reached == len(before):
         pass  # the buffer is being emptied: another file would change what it gives
@@ -197,13 +199,13 @@ def go_on(
             rest.insert(stream.draw("added", files.names[new]) % (len(rest) + 1), new)
 
     order = [*(now[old] for old in read), *rest]
-    found = {key: value for key, value in state.items() if key != "order"}
+    position = {key: value for key, value in state.items() if key != "order"}
     if order != stream.permutation(len(files.names)):
-        found["order"] = order
-    return found, Change(changed + mended, len(added), removed)
+        position["order"] = order
+    return position, Change(changed + mended, len(added), removed)
 
 
-def _places(saved: dict[str, list], files: Files, read: list[int]) -> dict[int, int]:
+def _find_saved(saved: dict[str, list], files: Files, read: list[int]) -> dict[int, int]:
     """Saved number → present number, by name. A file that was read is found by its content, too.
 
     Raises `InputError` if one is missing."""
@@ -218,14 +220,15 @@ def _places(saved: dict[str, list], files: Files, read: list[int]) -> dict[int, 
     for old in read:
         if old in now:
             continue
-        size, known = saved["sizes"][old], saved["hashes"][old]
-        found = next((new for new in free[size] if known and files.is_same(new, size, known)), None)
-        if found is None:
+        size, saved_hash = saved["sizes"][old], saved["hashes"][old]
+        candidates = free[size] if saved_hash else []
+        new = next((new for new in candidates if files.is_same(new, size, saved_hash)), None)
+        if new is None:
             raise InputError(
                 f"{saved['names'][old]}: is missing, and was read before the checkpoint was saved; {ADVICE}"
             )
-        now[old] = found
-        free[size].remove(found)
+        now[old] = new
+        free[size].remove(new)
     return now
 
 
@@ -254,27 +257,32 @@ def _check_begun(
     before it.
 
     number: its present number. old: its saved one. digest: of its documents up to `cursor`."""
-    size, known = saved["sizes"][old], saved["hashes"][old]
     if number is None:
         raise InputError(f"{saved['names'][old]}: is missing, and is read in part; {ADVICE}")
+    size, saved_hash = saved["sizes"][old], saved["hashes"][old]
     shard = files.corpus.shards[number] if files.corpus else None
     if not isinstance(shard, FileShard) or digest is None:
-        if not files.is_same(number, size, known):
+        if not files.is_same(number, size, saved_hash):
             raise InputError(f"{files.path(number)}: {OTHER_CONTENT}; {ADVICE}")
         return False
-    if known and files.is_same(number, size, known):
+    if saved_hash and files.is_same(number, size, saved_hash):
         return False
 
-    found = ""
+    if _digest_up_to(shard, cursor) != digest:
+        raise InputError(
+            f"{files.path(number)}: {OTHER_CONTENT}, in rows 1 to {cursor:,}, which were read; {ADVICE}"
+        )
+    return files.sizes[number] != size or bool(saved_hash)
+
+
+def _digest_up_to(shard: FileShard, cursor: int) -> str:
+    """The digest of a file's documents up to row `cursor`."""
+    digest = ""
     for document, row in shard.read(None):
         if row > cursor:
             break
         if isinstance(document, Document):
-            found = digest_rows(found, row, document.text)
+            digest = digest_rows(digest, row, document.text)
         if row == cursor:
             break
-    if found != digest:
-        raise InputError(
-            f"{files.path(number)}: {OTHER_CONTENT}, in rows 1 to {cursor:,}, which were read; {ADVICE}"
-        )
-    return files.sizes[number] != size or bool(known)
+    return digest

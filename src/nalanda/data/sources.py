@@ -86,7 +86,7 @@ class Sources:
 
     def __init__(self, data: DataConfig, *, validation: bool | None = None):
         self.data, self.validates = data, validation is not False
-        self.train = {name: Source(part, validation) for name, part in data.parts().items()}
+        self.train = {name: Source(each, validation) for name, each in data.parts().items()}
         self.validation = self.train
         if data.mixture and data.validation_source:
             held_out = replace(data, mixture=[], source=data.validation_source)
@@ -116,7 +116,7 @@ class Sources:
         corpora = {name: source.corpus("train") for name, source in self.train.items()}
         if not self.data.mixture:
             return corpora[""]
-        weights = {part.name: part.weight for part in self.data.mixture}
+        weights = {component.name: component.weight for component in self.data.mixture}
         return Corpus([MixtureShard(corpora, weights)])
 
     def _opened(self) -> list[TokenSet | Corpus]:
