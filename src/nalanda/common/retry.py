@@ -62,14 +62,14 @@ def transient(error: BaseException) -> bool:
     Libraries wrap one another's errors (fsspec turns a dropped connection into FileNotFoundError), so the
     causes count too. A status overrides everything else.
     """
-    causes = _causes(error)
+    causes = _causes_of(error)
     for cause in causes:
-        if status := _status(cause):
+        if status := _status_of(cause):
             return status in (408, 425, 429) or status >= 500
     return any(map(_no_answer, causes)) and not any(map(_is_final, causes))
 
 
-def _causes(error: BaseException) -> list[BaseException]:
+def _causes_of(error: BaseException) -> list[BaseException]:
     """The error, and each one that it was raised from or beside."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
@@ -98,7 +98,7 @@ def _no_answer(error: BaseException) -> bool:
     return library in ("botocore", "azure", "google") and bool(names & _NO_ANSWER)
 
 
-def _status(error: BaseException) -> int | None:
+def _status_of(error: BaseException) -> int | None:
     """The status of the server's answer, where each library keeps it."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore

@@ -151,7 +151,7 @@ def ask(do: Callable[[Any, str], T], url: str, retries: int, fails: str = "canno
 def file_at(url: str, retries: int) -> StoreFile | None:
     """A file, or None for a folder. Raises `InputError` if there is neither."""
     info = ask(lambda fs, path: fs.info(path), url, retries)
-    return _stored(url, info) if info["type"] == "file" else None
+    return _describe_file(url, info) if info["type"] == "file" else None
 
 
 def exists(url: str, retries: int) -> bool:
@@ -179,7 +179,7 @@ def list_folder(url: str, retries: int) -> dict[str, StoreFile]:
     root, files = url.rstrip("/"), {}
     for name, info in ask(find, url, retries):
         if info["type"] == "file":
-            files[name] = _stored(f"{root}/{name}", info)
+            files[name] = _describe_file(f"{root}/{name}", info)
     return files
 
 
@@ -196,7 +196,7 @@ def match(url: str, retries: int) -> list[StoreFile]:
         ]
 
     return [
-        _stored(name, info)
+        _describe_file(name, info)
         for name, info in sorted(ask(glob, url, retries))
         if info["type"] == "file"
     ]
@@ -207,7 +207,7 @@ def has_magic(url: str) -> bool:
     return any(sign in url for sign in "*?[")
 
 
-def _stored(url: str, info: dict) -> StoreFile:
+def _describe_file(url: str, info: dict) -> StoreFile:
     names = ("ETag", "md5Hash", "crc32c", "etag", "blob_id")
     stated = next((name for name in names if info.get(name)), None)
     content = f"{stated}:{info[stated]}".replace('"', "") if stated else ""
@@ -257,15 +257,15 @@ def upload_file(file: Path, url: str, retries: int) -> None:
 
 def remove_file(url: str, retries: int) -> None:
     """Removes a file, if it is there."""
-    ask(_remove, url, retries, "cannot be removed")
+    ask(_remove_all, url, retries, "cannot be removed")
 
 
 def remove_folder(url: str, first: str, retries: int) -> None:
     """Removes a folder, and before all else its file `first`."""
     remove_file(f"{url}/{first}", retries)
-    ask(_remove, url, retries, "cannot be removed")
+    ask(_remove_all, url, retries, "cannot be removed")
 
 
-def _remove(fs: Any, path: str) -> None:
+def _remove_all(fs: Any, path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         fs.rm(path, recursive=True)

@@ -75,10 +75,10 @@ def is_local(source: str | list[str]) -> bool:
         return not any(map(is_url, source))
     if is_url(source):
         return False
-    return source == "python" or _expanded(source).exists() or glob.has_magic(source)
+    return source == "python" or _expand_home(source).exists() or glob.has_magic(source)
 
 
-def _expanded(source: str) -> Path:
+def _expand_home(source: str) -> Path:
     try:
         return Path(source).expanduser()
     except RuntimeError:
@@ -122,7 +122,9 @@ def open_texts(
     """`open_corpora` of a source that is known to be no token set."""
     if validation is None:
         validation = "validation" in splits or data.validation_share >= NONE
-    walk = functools.cache(lambda root: sorted(_walk(root), key=lambda pair: os.fspath(pair[0])))
+    walk = functools.cache(
+        lambda root: sorted(_walk_folder(root), key=lambda pair: os.fspath(pair[0]))
+    )
     corpora: dict[str, Corpus] = {}
     for split in splits:
         train = corpora.get("train")
@@ -179,8 +181,8 @@ def held_out(text: str, share: float) -> bool:
 
 def check_apart(train: Corpus, validation: Corpus) -> None:
     """Raises `InputError` if a file of `data.validation_source` is trained on too."""
-    trained = {_locate(shard) for shard in train.shards}
-    for location in map(_locate, validation.shards):
+    trained = {_location_of(shard) for shard in train.shards}
+    for location in map(_location_of, validation.shards):
         if location is not None and location in trained:
             raise InputError(
                 f"data.validation_source: {location} is a training file too; leave it out of one, or "
@@ -188,7 +190,7 @@ def check_apart(train: Corpus, validation: Corpus) -> None:
             )
 
 
-def _locate(shard: Shard) -> str | None:
+def _location_of(shard: Shard) -> str | None:
     """The path or URL of a shard, by which two names of a file are one; None for a text of this Python."""
     if isinstance(shard, FileShard):
         return str(shard.path.resolve())
@@ -233,7 +235,7 @@ def _open_shards(
         texts = python_splits(data.validation_share)[split]
         return [TextShard(name, text) for name, text in texts.items()], {"validation": 1}
 
-    root = _expanded(source)
+    root = _expand_home(source)
     if megatron_splits(source):
         raise InputError(
             f"data.source: {source} is a Megatron set; make a token set of it: nalanda data prepare {source} "
@@ -291,7 +293,7 @@ def _find_listed(
     counts: Counter[str] = Counter()
     listed: dict[str, _File] = {}
     for source in sources:
-        root = _expanded(source)
+        root = _expand_home(source)
         if not root.exists() and not glob.has_magic(source):
             raise InputError(
                 f"data.source: {source!r} does not exist; a list has files, folders and globs, or URLs"
@@ -428,7 +430,7 @@ def _read_list(state: Path) -> list[str]:
     return names
 
 
-def _walk(root: Path) -> Iterator[tuple[Path, _File]]:
+def _walk_folder(root: Path) -> Iterator[tuple[Path, _File]]:
     """The files below a folder, by relative path, without hidden ones. A link to a folder is followed once.
 
     Raises `InputError` for a folder that cannot be read."""

@@ -282,7 +282,7 @@ class PackedBatches:
         # Earlier versions saved hashes alone, in the order of the listing.
         earlier = state["identity"].get("contents", {})
         saved = state.get("files") or {name: {"hashes": hashes} for name, hashes in earlier.items()}
-        streams = self._streams()
+        streams = self._text_rows()
         # A corpus whose files were saved may change: they are compared one by one.
         self._check_identity(state["identity"], but=saved.keys() & streams.keys())
 
@@ -302,7 +302,9 @@ class PackedBatches:
             documents, change = go_on(streams[name].stream(), documents, saved[name], files)
             states[name] = {**states[name], "documents": documents}
             if line := str(change):
-                self.changes.append(f"data: {_prefix(name)}{line} ahead of where the run stopped")
+                self.changes.append(
+                    f"data: {_prefix_of(name)}{line} ahead of where the run stopped"
+                )
         if "parts" in position:
             return {**position, "parts": [*states.values()]}
         return states[""]
@@ -326,12 +328,12 @@ class PackedBatches:
         return {"": position}
 
     def _list_files(self, hashes: FileHashes) -> dict[str, Files]:
-        return {name: Files(rows.corpus, hashes) for name, rows in self._streams().items()}
+        return {name: Files(rows.corpus, hashes) for name, rows in self._text_rows().items()}
 
     def _files_to_hash(self) -> Iterator[tuple[Files, int]]:
         """All files, each with its number: those behind the position of each component in the order in which
         they are read, then the rest."""
-        states, streams = self._by_component(self._state), self._streams()
+        states, streams = self._by_component(self._state), self._text_rows()
         lists = []
         for name, rows in streams.items():
             stream, files = rows.stream(), self.files[name]
@@ -355,7 +357,7 @@ class PackedBatches:
         """Documents left out, in all epochs (`records.left_out`)."""
         return self.source.skipped(self._state)
 
-    def _streams(self) -> dict[str, StreamRows]:
+    def _text_rows(self) -> dict[str, StreamRows]:
         """The components that are read as text."""
         components = self.source.sources if isinstance(self.source, Mixture) else {"": self.source}
         return {name: rows for name, rows in components.items() if isinstance(rows, StreamRows)}
@@ -364,16 +366,16 @@ class PackedBatches:
         """For each component: how many files each split has, if many, what is left out, and what is held
         out."""
         lines = []
-        for name, rows in self._streams().items():
+        for name, rows in self._text_rows().items():
             corpus = rows.corpus
             if counts := describe_files(self.sources.train[name].data, corpus.counts):
                 lines.append(counts)
             if corpus.note:
-                lines.append(_prefix(name) + corpus.note)
+                lines.append(_prefix_of(name) + corpus.note)
         return lines
 
 
-def _prefix(name: str) -> str:
+def _prefix_of(name: str) -> str:
     """Names the component at the beginning of a line; "" for the only one."""
     return f"{name}: " if name else ""
 
@@ -459,7 +461,7 @@ def _take_validation_documents(
             taken.setdefault((name, source), []).append(tokens[:room])
             room -= len(tokens)
             if room <= 0:
-                say(_describe_cut(_prefix(name) + describe(count), data))
+                say(_describe_cut(_prefix_of(name) + describe(count), data))
                 break
     return taken
 

@@ -132,7 +132,7 @@ class StreamRows:
                 starts = np.concatenate([starts, np.cumsum(lengths[:-1])])
 
             count = (len(tokens) - self.joined) // stride
-            order = self._order(documents, count, rows - done, epoch)
+            order = self._order_rows(documents, count, rows - done, epoch)
             for done, index in enumerate(order[done:], done + 1):  # noqa: B020  counts on from there
                 rows += 1
                 load = partial(cut_row, tokens, starts, index * stride, self.seq_len)
@@ -148,7 +148,9 @@ class StreamRows:
             load = partial(cut_row, tokens, starts, 0, self.seq_len)
             yield load, {**group_state, "done": 1, "rows": rows + 1}
 
-    def _order(self, documents: DocumentStream, count: int, first: int, epoch: int) -> list[int]:
+    def _order_rows(
+        self, documents: DocumentStream, count: int, first: int, epoch: int
+    ) -> list[int]:
         """The order of a group's `count` rows. first: the number of rows before the group."""
         order = list(range(count))
         if self.training:
@@ -246,12 +248,12 @@ class TokenSetRows:
             numbers = np.arange(number, min(number + LOOK_AHEAD, self.end), dtype=np.int64)
             slot = numbers % slots
             turn, row_of_block = np.divmod(numbers // slots, self.block)  # a slot's turn is a block
-            rows = self._shuffle(turn * slots + slot) * self.block + row_of_block
+            rows = self._shuffle_blocks(turn * slots + slot) * self.block + row_of_block
             for row, *of_slot in np.stack([rows, slot, row_of_block], 1).tolist():
                 number += 1
-                yield partial(self._load, row, *of_slot), {"rows": number}
+                yield partial(self._load_row, row, *of_slot), {"rows": number}
 
-    def _shuffle(self, positions: np.ndarray) -> np.ndarray:
+    def _shuffle_blocks(self, positions: np.ndarray) -> np.ndarray:
         """The blocks at these positions of the concatenated permutations."""
         epochs, positions = np.divmod(positions, self.blocks)
         if self.seed is None:
@@ -261,7 +263,7 @@ class TokenSetRows:
             positions[now] = Permutation(self.blocks, f"{self.seed}/{epoch}")(positions[now])
         return positions
 
-    def _load(self, row: int, slot: int, row_of_block: int) -> Row:
+    def _load_row(self, row: int, slot: int, row_of_block: int) -> Row:
         begin = row * self.seq_len
         end = min(begin + self.seq_len, self.tokens.tokens)
         tokens, starts = self.tokens.read(begin, end), self.tokens.starts(begin, end) - begin

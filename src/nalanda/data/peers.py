@@ -34,7 +34,7 @@ class Peers:
         self.count, self.turn = len(ranks), ranks.index(rank)
         self._ranks, self._lines = ranks, lines
         self._streams = {other: line.makefile("rb") for other, line in lines.items()}
-        self.close = weakref.finalize(self, _close, lines)
+        self.close = weakref.finalize(self, _close_lines, lines)
 
     def give(self, result: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
         """Sends tokens to every other process, and returns them."""
@@ -44,14 +44,14 @@ class Peers:
             try:
                 line.sendall(message)
             except OSError:
-                self._receive(other)  # raises the error that it left behind
+                self._receive_tokens(other)  # raises the error that it left behind
                 raise
         return tokens
 
     def take(self, number: int, texts: int) -> list[np.ndarray]:
         """The tokens of the group `number`, which has so many texts, from the process that tokenised it."""
         other = self._ranks[number % self.count]
-        tokens = self._receive(other)
+        tokens = self._receive_tokens(other)
         if len(tokens) != texts:
             raise InputError(
                 f"data.source: process {other} read {len(tokens)} documents where this one read {texts}; its "
@@ -69,7 +69,7 @@ class Peers:
                     line.send(message, socket.MSG_DONTWAIT)
         self.close()
 
-    def _receive(self, other: int) -> list[np.ndarray]:
+    def _receive_tokens(self, other: int) -> list[np.ndarray]:
         try:
             message = pickle.load(self._streams[other])
         except (EOFError, OSError, pickle.UnpicklingError):
@@ -82,7 +82,7 @@ class Peers:
         return message
 
 
-def _close(lines: dict[int, socket.socket]) -> None:
+def _close_lines(lines: dict[int, socket.socket]) -> None:
     for line in lines.values():
         with contextlib.suppress(OSError):
             line.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits at either end
@@ -94,7 +94,7 @@ def meet(gather: Callable[[list], list]) -> Peers | None:
 
     All processes of a launch call it. gather: a list of one item → those of all processes, in order of rank.
     """
-    machine, address = _machine(), f"\0nalanda-{uuid.uuid4().hex}"
+    machine, address = _describe_machine(), f"\0nalanda-{uuid.uuid4().hex}"
     with socket.socket(socket.AF_UNIX) as listener:
         if machine:
             listener.bind(address)
@@ -113,14 +113,14 @@ def meet(gather: Callable[[list], list]) -> Peers | None:
             lines[other].sendall(rank.to_bytes(4, "big"))
         while len(lines) < len(ranks) - 1:
             line, _ = listener.accept()
-            if _user(line) == os.getuid():  # what comes in is unpickled
+            if _user_of(line) == os.getuid():  # what comes in is unpickled
                 lines[int.from_bytes(line.recv(4), "big")] = line
             else:
                 line.close()
     return Peers(rank, ranks, lines)
 
 
-def _machine() -> tuple | None:
+def _describe_machine() -> tuple | None:
     """What the processes have in common that a socket without a file connects: a running kernel and one of
     its networks. None where there are no such sockets (only Linux has them)."""
     try:
@@ -130,7 +130,7 @@ def _machine() -> tuple | None:
         return None
 
 
-def _user(line: socket.socket) -> int:
+def _user_of(line: socket.socket) -> int:
     """The user of the process at the other end."""
     _, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return user

@@ -76,7 +76,7 @@ def python_documents(only: Container[str] | None = None) -> dict[str, str]:
             if path.is_file() and not NOT_PROSE.intersection(parts):
                 documents["/".join(parts)] = path.read_text(encoding="utf-8", errors="replace")
         documents[f"{name} (C)"] = _c_docstrings(name)
-    documents = {name: _tidy(text) for name, text in sorted(documents.items())}
+    documents = {name: _tidy_text(text) for name, text in sorted(documents.items())}
     documents = {n: t for n, t in documents.items() if len(t) >= SHORTEST_DOCUMENT and _is_prose(t)}
     if not documents:
         raise InputError(f"{library}: no sources of the standard library; install all of it")
@@ -104,14 +104,14 @@ def _c_docstrings(name: str) -> str:
             continue
         if key.endswith("hook"):  # sys.excepthook and its like: a program may have replaced it
             continue
-        parts.append(_definition(key, value, ""))
+        parts.append(_find_definition(key, value, ""))
         if inspect.isclass(value) and value.__module__ == name:
             members = sorted((k, v) for k, v in vars(value).items() if not k.startswith("_"))
-            parts += [_definition(k, v, "    ") for k, v in members if inspect.isroutine(v)]
+            parts += [_find_definition(k, v, "    ") for k, v in members if inspect.isroutine(v)]
     return "\n\n".join(filter(None, parts)) if len(parts) > 1 else ""
 
 
-def _definition(name: str, value: Any, indent: str) -> str:
+def _find_definition(name: str, value: Any, indent: str) -> str:
     text = inspect.getdoc(value)
     if not text:
         return ""
@@ -121,7 +121,7 @@ def _definition(name: str, value: Any, indent: str) -> str:
     return f"{indent}{head}\n{indent}    {body}"
 
 
-def _tidy(text: str) -> str:
+def _tidy_text(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.expandtabs().splitlines()).strip() + "\n"
 
 
@@ -129,7 +129,7 @@ def _is_prose(text: str) -> bool:
     return sum(c.isalpha() or c.isspace() for c in text) >= LETTERS * len(text)
 
 
-def _passages(text: str) -> dict[str, int]:
+def _find_passages(text: str) -> dict[str, int]:
     """Paragraphs and docstrings of `PASSAGE` characters or more, spaces normalised, with their lengths."""
     blocks = (" ".join(block.split()) for block in re.split(r'\n\s*\n|"""|' + "'''", text))
     return {block: len(block) for block in blocks if len(block) >= PASSAGE}
@@ -140,7 +140,7 @@ def without_copies(documents: dict[str, str]) -> dict[str, str]:
     seen: set[str] = set()
     copies = set()
     for name in sorted(documents, key=lambda n: (-len(documents[n]), n)):  # the longest first
-        passages = _passages(documents[name])
+        passages = _find_passages(documents[name])
         repeated = sum(size for block, size in passages.items() if block in seen)
         if 2 * repeated > sum(passages.values()):
             copies.add(name)
@@ -166,7 +166,7 @@ def split_families(
 
     owner: dict[str, str] = {}
     for name, text in documents.items():
-        for block in _passages(text):
+        for block in _find_passages(text):
             head[find(name)] = find(owner.setdefault(block, name))
     families: dict[str, list[str]] = {}
     for name in documents:

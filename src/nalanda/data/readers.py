@@ -76,29 +76,31 @@ def read_blocks(path: Path, fields: Fields) -> Iterator[bytes]:
     return COMPRESSIONS[compression_of(path.name)](path, max(WINDOW, fields.max_bytes))
 
 
-def _plain(path: Path, window: int) -> Iterator[bytes]:
+def _read_plain(path: Path, window: int) -> Iterator[bytes]:
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             yield block
 
 
-def _gzip(path: Path, window: int) -> Iterator[bytes]:
+def _read_gzip(path: Path, window: int) -> Iterator[bytes]:
     with gzip.open(path) as file:
         while block := file.read1(BLOCK):  # `read` loses what came before an error
             yield block
 
 
-def _bzip2(path: Path, window: int) -> Iterator[bytes]:
-    return _streams(path, bz2.BZ2Decompressor, window)
+def _read_bzip2(path: Path, window: int) -> Iterator[bytes]:
+    return _read_streams(path, bz2.BZ2Decompressor, window)
 
 
-def _xz(path: Path, window: int) -> Iterator[bytes]:
+def _read_xz(path: Path, window: int) -> Iterator[bytes]:
     # The decoder takes a little more than the window, which its limit counts.
     limit = window + (1 << 20)
-    return _streams(path, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=limit), window)
+    return _read_streams(
+        path, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=limit), window
+    )
 
 
-def _streams(path: Path, new: Callable[[], Any], window: int) -> Iterator[bytes]:
+def _read_streams(path: Path, new: Callable[[], Any], window: int) -> Iterator[bytes]:
     """The content of all streams. (The modules' own files take a damaged second stream for the end.)"""
     stream, data, streams = None, b"", 0
     with path.open("rb") as file:
@@ -118,7 +120,7 @@ def _streams(path: Path, new: Callable[[], Any], window: int) -> Iterator[bytes]
                 yield stream.decompress(data, BLOCK)
             except lzma.LZMAError as error:
                 if "emory usage limit" in str(error):
-                    raise EOFError(_too_wide(window)) from None
+                    raise EOFError(_describe_window(window)) from None
                 raise
 
             data = b""  # the rest is in the decompressor
@@ -129,7 +131,7 @@ def _streams(path: Path, new: Callable[[], Any], window: int) -> Iterator[bytes]
         raise EOFError("the last stream has no end")
 
 
-def _zstandard(path: Path, window: int) -> Iterator[bytes]:
+def _read_zstandard(path: Path, window: int) -> Iterator[bytes]:
     """The content of all frames. (zstandard's own reader takes a truncated frame for the end of the file.)"""
     import zstandard
 
@@ -146,7 +148,7 @@ def _zstandard(path: Path, window: int) -> Iterator[bytes]:
                         yield frame.decompress(chunk)
                     except zstandard.ZstdError as error:
                         if "too much memory" in str(error):
-                            raise EOFError(_too_wide(window)) from None
+                            raise EOFError(_describe_window(window)) from None
                         raise EOFError(error) from None
                     chunk = frame.unused_data if frame.eof else b""
                     frame = None if frame.eof else frame
@@ -154,7 +156,7 @@ def _zstandard(path: Path, window: int) -> Iterator[bytes]:
         raise EOFError("the last frame has no end")
 
 
-def _too_wide(window: int) -> str:
+def _describe_window(window: int) -> str:
     return (
         f"it was compressed with a window above {window >> 20} MiB; "
         "raise data.max_document_bytes to that window"
@@ -162,12 +164,12 @@ def _too_wide(window: int) -> str:
 
 
 COMPRESSIONS: dict[str, Callable[[Path, int], Iterator[bytes]]] = {
-    "": _plain,
-    ".gz": _gzip,
-    ".zst": _zstandard,
-    ".zstd": _zstandard,
-    ".bz2": _bzip2,
-    ".xz": _xz,
+    "": _read_plain,
+    ".gz": _read_gzip,
+    ".zst": _read_zstandard,
+    ".zstd": _read_zstandard,
+    ".bz2": _read_bzip2,
+    ".xz": _read_xz,
 }
 """The decompressed blocks of a file, by its last suffix."""
 
@@ -178,7 +180,7 @@ def compression_of(name: str) -> str:
 
 
 @contextmanager
-def _uncompressed(path: Path, fields: Fields) -> Iterator[Path]:
+def _decompressed_copy(path: Path, fields: Fields) -> Iterator[Path]:
     """A file with the decompressed content, for a format that is not read from front to back."""
     if not compression_of(path.name):
         yield path
@@ -341,7 +343,7 @@ def split_table(blocks: Iterable[bytes], fields: Fields) -> Iterator[bytes | Lef
         yield piece.take()
 
 
-def _numbered(
+def _number_pieces(
     path: Path, pieces: Iterator[bytes | Left], fields: Fields, what: str
 ) -> Iterator[tuple[int, str, bytes | Left]]:
     """The pieces of a file, each with its number and with the words that name it in messages."""
@@ -379,10 +381,10 @@ def read_txt(path: Path, fields: Fields, start: int) -> Rows:
     if isinstance(content, Left):
         yield fields.oversized(str(path), size), 1
         return
-    yield _text_of(content, fields, str(path), ", line "), 1
+    yield _decode_text(content, fields, str(path), ", line "), 1
 
 
-def _text_of(content: bytes, fields: Fields, where: str, line: str = "") -> Document | Left:
+def _decode_text(content: bytes, fields: Fields, where: str, line: str = "") -> Document | Left:
     """A document of bytes, without a byte-order mark. line: words before the number of a line."""
     try:
         return Document(content.removeprefix(codecs.BOM_UTF8).decode())
@@ -398,7 +400,7 @@ def read_jsonl(path: Path, fields: Fields, start: int) -> Rows:
         Left.OVERSIZED if line is None else line
         for line, _ in split_lines(read_blocks(path, fields), fields)
     )
-    for row, where, line in _numbered(path, lines, fields, "line"):
+    for row, where, line in _number_pieces(path, lines, fields, "line"):
         if row <= start:
             continue
         if isinstance(line, Left):
@@ -413,7 +415,7 @@ def read_json(path: Path, fields: Fields, start: int) -> Rows:
         yield from read_jsonl(path, fields, start)
         return
     values = split_array(read_blocks(path, fields), fields)
-    for row, where, value in _numbered(path, values, fields, "item"):
+    for row, where, value in _number_pieces(path, values, fields, "item"):
         if row > start:
             yield value if isinstance(value, Left) else document_in(value, fields, where), row
 
@@ -435,18 +437,20 @@ def read_csv(path: Path, fields: Fields, start: int) -> Rows:
     rows = split_table(read_blocks(path, fields), fields)
     try:
         header = next(rows, b"")
-        names = _cells(b"" if isinstance(header, Left) else header.removeprefix(codecs.BOM_UTF8))
+        names = _split_cells(
+            b"" if isinstance(header, Left) else header.removeprefix(codecs.BOM_UTF8)
+        )
     except (*DAMAGE, csv.Error, UnicodeDecodeError) as error:
         raise InputError(f"{path}, line 1: corrupt or truncated ({first_line(error)})") from None
 
-    for row, where, line in _numbered(path, rows, fields, "row"):
+    for row, where, line in _number_pieces(path, rows, fields, "row"):
         if row <= start:
             continue
         if isinstance(line, Left):
             yield line, row
         elif line.strip():
             try:
-                record = dict(zip(names, _cells(line), strict=False))
+                record = dict(zip(names, _split_cells(line), strict=False))
             except (csv.Error, UnicodeDecodeError) as error:
                 what = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not CSV"
                 yield fields.unusable(where, f"{what} ({first_line(error)})"), row
@@ -454,7 +458,7 @@ def read_csv(path: Path, fields: Fields, start: int) -> Rows:
             yield document_of(record, fields, where), row
 
 
-def _cells(line: bytes) -> list[str]:
+def _split_cells(line: bytes) -> list[str]:
     return next(csv.reader([line.removesuffix(b"\r").decode()]), [])
 
 
@@ -470,21 +474,21 @@ def read_parquet(path: Path, fields: Fields, start: int) -> Rows:
     try:
         # Opened once: a shard of a URL may leave its cache while it is read.
         with (
-            _uncompressed(path, fields) as plain,
+            _decompressed_copy(path, fields) as plain,
             pyarrow.OSFile(str(plain)) as handle,
             parquet.ParquetFile(handle, **options) as file,
         ):
             kind = pyarrow.struct(list(file.schema_arrow))
-            if not _has(kind, fields.text):
+            if not _has_field(kind, fields.text):
                 yield from _without_text(path, kind, fields, file.metadata.num_rows, start)
                 return
-            columns = [name for name in (fields.text, fields.source) if _has(kind, name)]
+            columns = [name for name in (fields.text, fields.source) if _has_field(kind, name)]
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
                 if row + rows <= start:
                     row += rows
                     continue
-                stated = _column_bytes(file, group, fields.text)
+                stated = _count_column_bytes(file, group, fields.text)
                 # No value is larger than its column, so only large columns need a look at each value.
                 large = stated > fields.max_bytes
                 if large and rows == 1 and stated > fields.max_bytes + BLOCK:
@@ -501,7 +505,9 @@ def read_parquet(path: Path, fields: Fields, start: int) -> Rows:
                     for batch in opened.iter_batches(at_once, row_groups=[group], columns=columns):
                         passed = min(batch.num_rows, max(0, start - row))
                         row += passed
-                        for document in _documents(batch.slice(passed), fields, path, row, large):
+                        for document in _documents_of_batch(
+                            batch.slice(passed), fields, path, row, large
+                        ):
                             row += 1
                             yield document, row
     except (pyarrow.ArrowException, UnicodeDecodeError, *DAMAGE) as error:
@@ -510,7 +516,7 @@ def read_parquet(path: Path, fields: Fields, start: int) -> Rows:
         ) from None
 
 
-def _column_bytes(file: Any, group: int, name: str) -> int:
+def _count_column_bytes(file: Any, group: int, name: str) -> int:
     """Uncompressed bytes of a column in a row group, as the file's metadata states them."""
     described = file.metadata.row_group(group)
     total = 0
@@ -529,14 +535,14 @@ def read_arrow(path: Path, fields: Fields, start: int) -> Rows:
     try:
         # Mapped, so that a batch takes no memory and one that is passed over is not read.
         with (
-            _uncompressed(path, fields) as plain,
+            _decompressed_copy(path, fields) as plain,
             plain.open("rb") as opened,
             pyarrow.memory_map(str(plain)) as handle,
         ):
             size = handle.size()
-            schema, batches = _batches(handle, fields)
+            schema, batches = _open_batches(handle, fields)
             kind = pyarrow.struct(list(schema))
-            has_text = _has(kind, fields.text)
+            has_text = _has_field(kind, fields.text)
             while True:
                 # To read a page of the map that the file has lost would end the process.
                 if os.fstat(opened.fileno()).st_size != size:
@@ -554,7 +560,7 @@ def read_arrow(path: Path, fields: Fields, start: int) -> Rows:
                 for first in range(passed, batch.num_rows, 256):
                     rows = batch.slice(first, 256)
                     large = rows.nbytes > fields.max_bytes
-                    for document in _documents(rows, fields, path, row, large):
+                    for document in _documents_of_batch(rows, fields, path, row, large):
                         row += 1
                         yield document, row
     except (pyarrow.ArrowException, UnicodeDecodeError, *DAMAGE) as error:
@@ -563,7 +569,7 @@ def read_arrow(path: Path, fields: Fields, start: int) -> Rows:
         ) from None
 
 
-def _batches(handle: Any, fields: Fields) -> tuple[Any, Iterator[Any]]:
+def _open_batches(handle: Any, fields: Fields) -> tuple[Any, Iterator[Any]]:
     """The schema and the batches of an Arrow file, without columns that hold neither text nor source."""
     from pyarrow import ipc
 
@@ -609,14 +615,14 @@ def _check_expansion(handle: Any, start: int, most: int) -> None:
             return
         if message.type == "schema":
             continue
-        size = _expanded(message.metadata.to_pybytes(), message)
+        size = _expanded_bytes(message.metadata.to_pybytes(), message)
         if size > most:
             raise EOFError(
                 f"a compressed batch of {size:,} bytes, above {most:,}; write smaller batches"
             )
 
 
-def _expanded(data: bytes, message: Any) -> int:
+def _expanded_bytes(data: bytes, message: Any) -> int:
     """Bytes that the compressed buffers of a batch make. (data: a flatbuffer, by Arrow's Message.fbs)"""
 
     def number(kind: str, offset: int) -> int:
@@ -652,12 +658,12 @@ def _expanded(data: bytes, message: Any) -> int:
     return total
 
 
-def _has(kind: Any, path: str) -> bool:
+def _has_field(kind: Any, path: str) -> bool:
     """Whether a struct's type has the field."""
-    return _leaf(kind, path, lambda kind, number: kind.field(number).type) is not None
+    return _find_field(kind, path, lambda kind, number: kind.field(number).type) is not None
 
 
-def _leaf(struct: Any, path: str, child: Callable[[Any, int], Any]) -> Any:
+def _find_field(struct: Any, path: str, child: Callable[[Any, int], Any]) -> Any:
     """The field of a struct, or None (`field_of`). child: gives the field of a number."""
     from pyarrow import types
 
@@ -671,7 +677,7 @@ def _leaf(struct: Any, path: str, child: Callable[[Any, int], Any]) -> Any:
     number = kind.get_field_index(head)
     if not dot or number < 0:
         return None
-    return _leaf(child(struct, number), rest, child)
+    return _find_field(child(struct, number), rest, child)
 
 
 def _without_text(path: Path, kind: Any, fields: Fields, rows: int, start: int) -> Rows:
@@ -681,7 +687,7 @@ def _without_text(path: Path, kind: Any, fields: Fields, rows: int, start: int) 
         yield document_of(names, fields, f"{path}, row {row}"), row
 
 
-def _documents(
+def _documents_of_batch(
     batch: Any, fields: Fields, path: Path, row: int, large: bool
 ) -> Iterator[Document | Left]:
     """The documents of a batch, whose first row is the one after `row`.
@@ -690,7 +696,9 @@ def _documents(
     """
 
     def column(name: str) -> Any:
-        return _leaf(batch.to_struct_array(), name, lambda array, number: array.flatten()[number])
+        return _find_field(
+            batch.to_struct_array(), name, lambda array, number: array.flatten()[number]
+        )
 
     texts, sources = column(fields.text), column(fields.source)
     if not large:
@@ -764,7 +772,7 @@ class _Forward:
 
 def read_tar(path: Path, fields: Fields, start: int) -> Rows:
     """A webdataset: text is in a sample's .txt, or in a field of its .json, which also names the source."""
-    for row, sample in _samples(path, fields, start):
+    for row, sample in _read_samples(path, fields, start):
         where = f"{path}, row {row}"
         if Left.OVERSIZED in sample.values():
             yield fields.oversized(where), row
@@ -772,12 +780,12 @@ def read_tar(path: Path, fields: Fields, start: int) -> Rows:
 
         if "json" not in sample:
             record: Any = {}
-        elif isinstance(record := _json_of(sample["json"]), Exception):
+        elif isinstance(record := _parse_json(sample["json"]), Exception):
             yield fields.unusable(where, f"not JSON, or cut short ({first_line(record)})"), row
             continue
 
         if "txt" in sample:
-            document = _text_of(sample["txt"], fields, where)
+            document = _decode_text(sample["txt"], fields, where)
             if isinstance(document, Document):
                 named = {fields.source: field_of(record, fields.source)}
                 document = document_of({**named, fields.text: document.text}, fields, where)
@@ -788,14 +796,14 @@ def read_tar(path: Path, fields: Fields, start: int) -> Rows:
             yield fields.unusable(where, "a sample without .txt and .json"), row
 
 
-def _json_of(content: bytes) -> Any:
+def _parse_json(content: bytes) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         return error
 
 
-def _samples(path: Path, fields: Fields, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_samples(path: Path, fields: Fields, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """The samples behind the first `start`: the contents of their .txt and .json."""
     row, key, sample = 0, None, {}
     try:

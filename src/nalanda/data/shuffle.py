@@ -28,21 +28,23 @@ class Permutation:
         keys = blake2b(key.encode(), digest_size=8 * ROUNDS).digest()
         self.keys = np.frombuffer(keys, "<u8").astype(np.uint64)
 
-    def __call__(self, places: np.ndarray) -> np.ndarray:
-        values = self._network(places.astype(np.uint64))
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        values = self._permute_once(positions.astype(np.uint64))
         while len(outside := np.flatnonzero(values >= self.size)):
-            values[outside] = self._network(values[outside])
+            values[outside] = self._permute_once(values[outside])
         return values.astype(np.int64)
 
-    def _network(self, values: np.ndarray) -> np.ndarray:
+    def _permute_once(self, values: np.ndarray) -> np.ndarray:
         mask = (np.uint64(1) << self.half) - np.uint64(1)
         left, right = values >> self.half, values & mask
+        # A round is undone by itself, whatever the round function, so all of them are one to one.
         for key in self.keys:
-            left, right = right, left ^ (_mix(right ^ key) & mask)
+            left, right = right, left ^ (_mix_bits(right ^ key) & mask)
         return left << self.half | right
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _mix_bits(x: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser, modulo 2^64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

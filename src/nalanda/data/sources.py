@@ -34,7 +34,7 @@ class Source:
             InputError: the source does not exist or cannot be read.
         """
         if split not in self._splits:
-            self._open(split)
+            self._open_split(split)
         return self._splits[split]
 
     def token_set(self, split: str) -> TokenSet | None:
@@ -49,7 +49,7 @@ class Source:
             refuse_token_set(str(source_of(self.data, split)))
         return opened
 
-    def _open(self, split: str) -> None:
+    def _open_split(self, split: str) -> None:
         location = source_of(self.data, split)
         if isinstance(location, str) and self._has_tokens(location):
             self._splits[split] = TokenSet(location, split)
@@ -98,14 +98,14 @@ class Sources:
         Raises:
             InputError: a source does not exist or cannot be read.
         """
-        for opened in self._opened():
+        for opened in self._open_splits():
             if isinstance(opened, Corpus):
                 _ = opened.sizes  # so that no other process asks for them
         return self
 
     def token_sets(self) -> list[TokenSet]:
         """The token sets that training and validation read."""
-        return [opened for opened in self._opened() if isinstance(opened, TokenSet)]
+        return [opened for opened in self._open_splits() if isinstance(opened, TokenSet)]
 
     def training_texts(self) -> Corpus:
         """The documents of training, those of a mixture in proportion to their weights.
@@ -119,7 +119,7 @@ class Sources:
         weights = {component.name: component.weight for component in self.data.mixture}
         return Corpus([MixtureShard(corpora, weights)])
 
-    def _opened(self) -> list[TokenSet | Corpus]:
+    def _open_splits(self) -> list[TokenSet | Corpus]:
         opened = [source.open("train") for source in self.train.values()]
         if self.validates:
             opened += [source.open("validation") for source in self.validation.values()]

@@ -152,7 +152,7 @@ def open_urls(
     fields = Fields.of(data)
 
     def shard_of(file: Named) -> Shard:
-        if stored := _look(file, data.retries):
+        if stored := _look_up(file, data.retries):
             return StoreShard(file.name, stored, fields, data.retries)
         return UrlShard(file.url, fields, data.retries)
 
@@ -160,7 +160,7 @@ def open_urls(
         return [*pool.map(shard_of, files)], counts
 
 
-def _look(file: Named, retries: int) -> StoreFile | None:
+def _look_up(file: Named, retries: int) -> StoreFile | None:
     """Asks the store for a file that it has not listed; None for http(s)."""
     if not is_store(file.url) or file.stored:
         return file.stored
@@ -182,9 +182,9 @@ def list_splits(
         for split, urls in split_urls(list_urls(source, retries)).items():
             splits[split] = [Named(url, url * is_store(url)) for url in urls]
     elif has_magic(source):
-        splits[""] = [_readable(stored) for stored in match(source, retries)]
+        splits[""] = [_check_suffix(stored) for stored in match(source, retries)]
     elif not source.endswith("/") and (stored := file_at(source, retries)):
-        splits[""] = [_readable(stored)]
+        splits[""] = [_check_suffix(stored)]
     else:
         _list_folder(source, retries, splits, counts)
     counts.update({split: len(files) for split, files in splits.items()})
@@ -195,7 +195,7 @@ def list_splits(
     return splits, counts
 
 
-def _readable(stored: StoreFile) -> Named:
+def _check_suffix(stored: StoreFile) -> Named:
     if not suffix_of(stored.url):
         raise InputError(
             f"{redact(stored.url)}: no reader for this suffix; files may end in {', '.join(suffixes())}"

@@ -80,9 +80,11 @@ def list_urls(source: str | list[str], retries: int) -> list[str]:
             raise InputError(
                 f"{redact(url)}: the password or query was never stored; give data.source as it was"
             )
-        lines = _text(url, retries).splitlines() if is_list(url) else [url]
+        lines = _fetch_text(url, retries).splitlines() if is_list(url) else [url]
         named += [
-            _join(url, line.strip()) for line in lines if line.strip() and line.strip()[0] != "#"
+            _join_url(url, line.strip())
+            for line in lines
+            if line.strip() and line.strip()[0] != "#"
         ]
 
     urls: list[str] = []
@@ -126,7 +128,7 @@ def path_of(url: str) -> str:
     return url if is_store(url) else urlsplit(url).path
 
 
-def _join(beside: str, line: str) -> str:
+def _join_url(beside: str, line: str) -> str:
     if is_url(line) or line.startswith("/") or not is_store(beside):
         return urljoin(beside, line)
     return f"{beside.rpartition('/')[0]}/{line}"
@@ -171,7 +173,7 @@ def name_of(source: str | list[str]) -> str:
     return redact(source if isinstance(source, str) else f"{source[0]} and others")
 
 
-def _text(url: str, retries: int) -> str:
+def _fetch_text(url: str, retries: int) -> str:
     if is_store(url):
         return read_bytes(url, retries).decode()
     import requests
@@ -243,17 +245,17 @@ def cached(identity: str, name: str, get: Callable[[Path], None]) -> Path:
     with FileLock(f"{path}.lock"):
         if not path.exists():
             get(path)
-            _prune(folder, path)
+            _prune_cache(folder, path)
         os.utime(path)
     return path
 
 
-def _prune(folder: Path, newest: Path) -> None:
+def _prune_cache(folder: Path, newest: Path) -> None:
     # A process that reads a removed file has it open and is not disturbed.
     ages = {}
     for path in folder.iterdir():
         if path != newest and _CACHED.match(path.name):
-            ages[path] = _age(path)
+            ages[path] = _age_of(path)
     shards = [path for path in ages if suffix_of(path.name) and path.name[0] != "."]
     oldest = sorted(shards, key=ages.__getitem__)[CACHED_SHARDS - 1 :]
     stale = [path for path in ages if path.name.endswith(".partial") and ages[path] > STALE]
@@ -261,7 +263,7 @@ def _prune(folder: Path, newest: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _age(path: Path) -> float:
+def _age_of(path: Path) -> float:
     try:
         return time.time() - path.stat().st_mtime
     except FileNotFoundError:  # another process removed it
@@ -307,8 +309,8 @@ def download(url: str, path: Path, retries: int) -> None:
                 size, length = file.tell(), reply.headers.get("Content-Length")
             if length and size != start + int(length):
                 raise Incomplete(f"{size} of {start + int(length)} bytes came")
-            checksum = _checksum(reply.headers)
-            if checksum and _digest(partial, checksum[0]) != checksum[1]:
+            checksum = _stated_checksum(reply.headers)
+            if checksum and _digest_file(partial, checksum[0]) != checksum[1]:
                 validator = ""
                 raise Incomplete(f"the bytes do not have the server's {checksum[0]}")
 
@@ -327,7 +329,7 @@ def download(url: str, path: Path, retries: int) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _checksum(headers: Any) -> tuple[str, str] | None:
+def _stated_checksum(headers: Any) -> tuple[str, str] | None:
     """(algorithm, hexadecimal digest) of the whole file, if the server states them."""
     for kind in ("sha256", "md5"):
         if value := headers.get(f"x-checksum-{kind}"):
@@ -342,6 +344,6 @@ def _checksum(headers: Any) -> tuple[str, str] | None:
     return ("md5", etag[1]) if etag and not encrypted else None
 
 
-def _digest(path: Path, kind: str) -> str:
+def _digest_file(path: Path, kind: str) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, kind).hexdigest()

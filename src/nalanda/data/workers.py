@@ -79,7 +79,7 @@ class Tokenisers:
         threads = len(self._workers) or int(peers is not None)
         self._pool = ThreadPoolExecutor(threads) if threads else None
         self._ahead = threads * (peers.count if peers else 1)
-        self.close = weakref.finalize(self, _close, self._workers, self._pool, peers)
+        self.close = weakref.finalize(self, _close_all, self._workers, self._pool, peers)
 
     def in_order(
         self, groups: Iterator[tuple[Any, list[str]]]
@@ -105,7 +105,7 @@ class Tokenisers:
 
             if group:
                 key, texts = group
-                waiting.append((key, self._share(number, texts)))
+                waiting.append((key, self._begin_share(number, texts)))
             if waiting and (not group or len(waiting) > self._ahead):
                 key, result = waiting.popleft()
                 yield key, result()
@@ -114,15 +114,15 @@ class Tokenisers:
         if failure:
             raise failure
 
-    def _share(self, number: int, texts: list[str]) -> Callable[[], list[np.ndarray]]:
+    def _begin_share(self, number: int, texts: list[str]) -> Callable[[], list[np.ndarray]]:
         """Begins group `number` if it is this process's. The result also hands it on, or waits for it."""
         if not self._peers:
-            return self._begin(texts)
+            return self._begin_group(texts)
         if number % self._peers.count == self._peers.turn:
-            return partial(self._peers.give, self._begin(texts))
+            return partial(self._peers.give, self._begin_group(texts))
         return partial(self._peers.take, number, len(texts))
 
-    def _begin(self, texts: list[str]) -> Callable[[], list[np.ndarray]]:
+    def _begin_group(self, texts: list[str]) -> Callable[[], list[np.ndarray]]:
         if self._pool is None:
             return partial(self._encode, texts)
         encode = self._encode_in_process if self._workers else self._encode
@@ -152,7 +152,7 @@ class Worker:
         """`Encoder.__call__`. Raises `InputError` if the process ends."""
         try:
             process = self.process or self._start()
-            self._send(texts)
+            self._send_message(texts)
             return pickle.load(process.stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
             raise self._describe_end() from None
@@ -171,10 +171,10 @@ class Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if self._closed:  # by another thread meanwhile
             self.close()
-        self._send((self._encode.backend.to_str(), self._encode.first, self._encode.last))
+        self._send_message((self._encode.backend.to_str(), self._encode.first, self._encode.last))
         return self.process
 
-    def _send(self, message: Any) -> None:
+    def _send_message(self, message: Any) -> None:
         pickle.dump(message, self.process.stdin, pickle.HIGHEST_PROTOCOL)
         self.process.stdin.flush()
 
@@ -194,7 +194,7 @@ class Worker:
             self.process.wait()
 
 
-def _close(workers: list[Worker], pool: ThreadPoolExecutor | None, peers: Peers | None) -> None:
+def _close_all(workers: list[Worker], pool: ThreadPoolExecutor | None, peers: Peers | None) -> None:
     if peers:
         peers.close()
     if pool:
@@ -211,10 +211,12 @@ class ReadAhead:
         stop = threading.Event()
         # The thread must not hold `self`: the object would never be collected, and the thread never end.
         thread = threading.Thread(
-            target=_produce, args=(items, self._queue, stop), name="nalanda-data", daemon=True
+            target=_fill_queue, args=(items, self._queue, stop), name="nalanda-data", daemon=True
         )
         # Also runs at the interpreter's exit, which a daemon thread inside a tokenizer must not outlive.
-        self.close = weakref.finalize(self, _stop, thread, self._queue, stop, tokenisers.close)
+        self.close = weakref.finalize(
+            self, _stop_thread, thread, self._queue, stop, tokenisers.close
+        )
         thread.start()
 
     def __next__(self):
@@ -224,7 +226,7 @@ class ReadAhead:
         return item
 
 
-def _produce(items: Iterator, out: queue.Queue, stop: threading.Event) -> None:
+def _fill_queue(items: Iterator, out: queue.Queue, stop: threading.Event) -> None:
     try:
         for item in items:
             out.put((item, None))
@@ -235,7 +237,7 @@ def _produce(items: Iterator, out: queue.Queue, stop: threading.Event) -> None:
         out.put((None, error))
 
 
-def _stop(
+def _stop_thread(
     thread: threading.Thread, out: queue.Queue, stop: threading.Event, close: Callable[[], Any]
 ) -> None:
     stop.set()
@@ -248,7 +250,7 @@ def _stop(
         thread.join(0.01)
 
 
-def _serve() -> None:
+def _serve_requests() -> None:
     """Reads pickled lists of texts on stdin and writes pickled lists of tokens on stdout."""
     from tokenizers import Tokenizer
 
@@ -266,4 +268,4 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve_requests()
