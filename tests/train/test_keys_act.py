@@ -19,10 +19,10 @@ from nalanda.data.tokenizer import build_tokenizer
 from nalanda.train import loop, loss
 from nalanda.train import step as training_step
 from nalanda.train.build import build_model, open_batches
+from nalanda.train.carried_states import CarriedStates
 from nalanda.train.guards import SpikeDetector
 from nalanda.train.log import read_facts, read_metrics
 from nalanda.train.optim import build_optimizer
-from nalanda.train.row_states import RowStates
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 ENCODER = (
@@ -141,13 +141,13 @@ def test_states_of_a_bad_step_are_forgotten(recipe, tmp_path, monkeypatch):
         "validation.every=0",
     ]
     forgotten, steps = [], itertools.count(1)
-    now, judge, forget = [0], SpikeDetector.judge, RowStates.forget
+    now, judge, forget = [0], SpikeDetector.judge, CarriedStates.forget
 
     def noted(self):
         forgotten.append(now[0])
         forget(self)
 
-    monkeypatch.setattr(RowStates, "forget", noted)
+    monkeypatch.setattr(CarriedStates, "forget", noted)
 
     def bad(self, value, norm):
         now[0] = next(steps)

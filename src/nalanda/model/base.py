@@ -59,7 +59,7 @@ State = dict[str, Tensor]
 StateSpec = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 
 
-class RowState:
+class CarriedState:
     """A layer's states for the rows of a batch, `[B, …]` each.
 
     Not a dict: FSDP casts tensors inside dicts to the compute dtype.
@@ -220,12 +220,12 @@ class Mixer(FusedLinears):
         self.o_proj = nn.Linear(width, D, bias=bias)
 
     def forward(
-        self, x: Tensor, seq: Sequences, state: State | RowState | None = None
-    ) -> tuple[Tensor, State | RowState | None]:
+        self, x: Tensor, seq: Sequences, state: State | CarriedState | None = None
+    ) -> tuple[Tensor, State | CarriedState | None]:
         """x `[B, T, D]` to y `[B, T, D]` and the new state. state: None for none, {} for an empty one."""
-        if isinstance(state, RowState):
+        if isinstance(state, CarriedState):
             new, held = {}, self.scatter_states(state.tensors, seq)
-            return self.mixed(x, seq, held, new), RowState(self.gather_states(new, seq))
+            return self.mixed(x, seq, held, new), CarriedState(self.gather_states(new, seq))
         decoding = (
             state and x.shape[1] == 1 and seq.cu_seqlens is None and not torch.is_grad_enabled()
         )

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from .base import RowState
+from .base import CarriedState
 from .base import State as Tensors
 from .cache import NalandaCache
 from .configuration import NalandaConfig
@@ -101,8 +101,8 @@ class Block(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, seq: Sequences, state: Tensors | RowState | None = None
-    ) -> tuple[Tensor, Tensors | RowState | None]:
+        self, x: Tensor, seq: Sequences, state: Tensors | CarriedState | None = None
+    ) -> tuple[Tensor, Tensors | CarriedState | None]:
         x, h = add_norm(x, None, self.mixer_norm)
         y, state = self.mixer(h, seq, state)
         x, h = add_norm(x, self.dropout(y) if self.training else y, self.mlp_norm)
@@ -450,14 +450,14 @@ class Decoder(NalandaPreTrainedModel):
         cache = NalandaCache(len(self.layers))
         return Batch(x, layout, seq, cache.states, cache)
 
-    def _states_of_rows(self, packing: Packing) -> list[RowState]:
+    def _states_of_rows(self, packing: Packing) -> list[CarriedState]:
         """Each layer's state of the rows to continue, empty if none continues."""
         if not packing.carries:
             return []
         row_states, carried = packing.row_states, packing.carried
         if row_states is not None and carried is not None and bool(carried.any()):
-            return [RowState(tensors) for tensors in row_states.states]
-        return [RowState({}) for _ in self.layers]
+            return [CarriedState(tensors) for tensors in row_states.states]
+        return [CarriedState({}) for _ in self.layers]
 
     def run(self, batch: Batch) -> Tensor:
         """The layers in turn, then the norm. Replaces the batch's states.
@@ -543,7 +543,7 @@ class Decoder(NalandaPreTrainedModel):
             x = x + torch.cat([angles.sin(), angles.cos()], -1).to(x.dtype)
         return x
 
-    def _ended(self, states: list[RowState], seq: Sequences) -> NalandaCache:
+    def _ended(self, states: list[CarriedState], seq: Sequences) -> NalandaCache:
         """The states of the rows' last documents, after this call."""
         assert seq.rows is not None
         ended = NalandaCache(len(self.layers))

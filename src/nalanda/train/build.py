@@ -29,13 +29,13 @@ from nalanda.data.text_bytes import text_bytes
 from nalanda.data.token_set import SumCheck
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary, is_whole, save_tokenizer
 from nalanda.train import checkpoint, memory, parallel
+from nalanda.train.carried_states import CarriedStates, check_carries, read_slots, slots_of
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, saved_before_sums
 from nalanda.train.checks import check_causal, keeps_documents_apart
 from nalanda.train.flops import flops_per_token, peak_flops
 from nalanda.train.guards import SpikeDetector
 from nalanda.train.launch import check_shared, on_main_process, patience
 from nalanda.train.optim import build_optimizer, loss_scale
-from nalanda.train.row_states import RowStates, check_carries, read_slots, slots_of
 from nalanda.train.run import Run
 from nalanda.train.run_dir import no_checkpoint_message
 
@@ -97,7 +97,7 @@ def set_up(
         masking=masking,
         # Which tokens' text a loss counts is known of causal models only.
         text_bytes=text_bytes(tokenizer) if validation and masking is None else None,
-        row_states=RowStates() if carries else None,
+        carried_states=CarriedStates() if carries else None,
         spikes=SpikeDetector(config.guard),
         saver=checkpoint.Saver(
             Path(config.output_dir) / "checkpoints",
@@ -207,11 +207,11 @@ def restore(run: Run, resume: Path, say: Callable[[str], None]) -> None:
     position = on_main_process(run.accelerator.is_main_process, load_data_state)
     run.batches.load_state_dict(position, checked=True)
 
-    if run.row_states:
+    if run.carried_states:
         rows, sharing = run.config.train.micro_batch_size, run.sharing
         slots = slots_of(sharing.rank, sharing.world_size, run.accumulation, rows)
         saved = read_slots(run.checkpoint.glob("lanes-*"), slots)
-        run.row_states.load(saved, slots, run.accelerator.device)
+        run.carried_states.load(saved, slots, run.accelerator.device)
 
 
 def describe(run: Run, measured: dict[str, Any]) -> dict[str, Any]:

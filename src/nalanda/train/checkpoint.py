@@ -7,7 +7,7 @@
         model/, optimizer/                  instead of those two under FSDP: one part per process
         trainer.json                        step, tokens, processes
         rank-R.pt                           random states and data position of process R
-        lanes-R.safetensors                 row states of process R, with `data.long_documents: carry`
+        lanes-R.safetensors                 carried states of process R, with `data.long_documents: carry`
         manifest.json                       size and SHA-256 of every file; written last
         unsound.txt                         why no run may resume from it (`mark_unsound`); usually absent
 
@@ -99,14 +99,17 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         data_state: dict,
         trainer_state: dict,
-        row_states: dict[str, torch.Tensor] | None = None,
+        carried_states: dict[str, torch.Tensor] | None = None,
     ) -> Path:
-        """Writes `directory/step-N`, or starts to if asynchronous. row_states: `RowStates.state_tensors`."""
+        """Writes `directory/step-N`, or starts to if asynchronous.
+
+        carried_states: `CarriedStates.state_tensors`.
+        """
         self.wait()
         copy = self._copies(model, optimizer)
         files = tensor_contents(model, optimizer, self.rank, copy)
-        if row_states is not None:
-            parts = {name: (tensor, []) for name, tensor in row_states.items()}
+        if carried_states is not None:
+            parts = {name: (tensor, []) for name, tensor in carried_states.items()}
             files[f"lanes-{self.rank}.safetensors"] = safetensors_content(parts, copy)
         files[f"rank-{self.rank}.pt"] = [rank_content(data_state)]
         if self.rank == 0:

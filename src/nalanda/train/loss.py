@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nalanda.data.text_bytes import TextBytes
 from nalanda.model import Mixer
 from nalanda.model.context import Context
-from nalanda.train.row_states import RowStates
+from nalanda.train.carried_states import CarriedStates
 
 
 def count_labels(batch: dict[str, Tensor], context: Context | None = None) -> int:
@@ -39,13 +39,13 @@ def summed_loss(
     batch: dict[str, Tensor],
     device: torch.device,
     z_loss: float = 0.0,
-    row_states: RowStates | None = None,
+    carried_states: CarriedStates | None = None,
     index: int = 0,
     context: Context | None = None,
 ) -> Tensor:
     """The sum of a micro-batch's token losses, in this process's part of the rows.
 
-    With `row_states`, rows start from the states that the last step left for micro-batch `index`.
+    With `carried_states`, rows start from the states that the last step left for micro-batch `index`.
 
     model: may be wrapped. z_loss: changes only the gradient.
     """
@@ -56,11 +56,11 @@ def summed_loss(
         packing: dict[str, Any] = {"cu_seqlens": batch["cu_seqlens"], "z_loss": z_loss}
         if bare.config.is_decoder:
             packing |= {"context": context, "logits_to_keep": 1}
-        if row_states:
-            packing |= row_states.before(index, batch)
+        if carried_states:
+            packing |= carried_states.before(index, batch)
         out = model(tokens, labels=labels, num_items_in_batch=1, use_cache=False, **packing)
-        if row_states:
-            row_states.after(index, out, batch)
+        if carried_states:
+            carried_states.after(index, out, batch)
         return out.loss
 
     # Other models average their loss in different ways.

@@ -16,13 +16,13 @@ from nalanda.data.masking import Masking
 from nalanda.data.text_bytes import TextBytes
 from nalanda.data.token_set import SumCheck
 from nalanda.train import checkpoint, parallel
+from nalanda.train.carried_states import CarriedStates
 from nalanda.train.checkpoint_dir import mark_unsound
 from nalanda.train.guards import Interruptions, SpikeDetector, Watchdog
 from nalanda.train.launch import from_main_process
 from nalanda.train.log import RunLog, write_facts
 from nalanda.train.meters import ReadingLog, TrainingSpeed
 from nalanda.train.mirror import Mirror
-from nalanda.train.row_states import RowStates
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Run:
     sums: SumCheck
     saver: checkpoint.Saver
     spikes: SpikeDetector
-    row_states: RowStates | None
+    carried_states: CarriedStates | None
     scaler: torch.amp.GradScaler
     """fp16's loss scale; without fp16 it does nothing."""
     sharing: parallel.Sharing
@@ -134,8 +134,8 @@ class Run:
                 "loss_scale": self.scaler.state_dict(),
                 **progress,
             },
-            row_states=self.row_states.state_tensors()
-            if self.row_states and self.sharing.first
+            carried_states=self.carried_states.state_tensors()
+            if self.carried_states and self.sharing.first
             else None,
         )
         if wait:

@@ -70,7 +70,7 @@ def forward_backward(run: Run) -> Step:
                 batch,
                 device,
                 config.train.z_loss,
-                run.row_states,
+                run.carried_states,
                 i,
                 run.sharing.context,
             )
@@ -217,14 +217,14 @@ def apply(run: Run, step: Step, verdict: Judgement) -> None:
     elif verdict.kind == "overflow":
         # The forward pass was fine unless the loss overflowed too.
         at.overflows += 1
-        if run.row_states and not math.isfinite(step.loss):
-            run.row_states.forget()
+        if run.carried_states and not math.isfinite(step.loss):
+            run.carried_states.forget()
 
     else:
         at.bad, at.skipped = [*at.bad, verdict.reason], at.skipped + 1
         run.log.event(step.number, "skipped", reason=verdict.reason)
-        if run.row_states:
-            run.row_states.forget()
+        if run.carried_states:
+            run.carried_states.forget()
 
     optimizer.zero_grad()
     at.step, at.tokens = step.number, at.tokens + run.config.train.tokens_per_step

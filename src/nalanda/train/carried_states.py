@@ -1,4 +1,4 @@
-"""Row states: recurrent states that pass from one training step to the next (stateful truncated BPTT).
+"""Carried states: recurrent states that pass from one training step to the next (stateful truncated BPTT).
 
 A batch slot is a row's place in the global batch of a step, the same for any number of processes. A
 document longer than a row continues in the same slot at the next step. In batches, `slots` has the slots and
@@ -37,11 +37,11 @@ def slots_of(rank: int, world_size: int, micro_batches: int, rows: int) -> list[
     ]
 
 
-class RowStates:
+class CarriedStates:
     """Final states of one rank's rows of the last step, by micro-batch. For each micro-batch i of a step:
 
-        out = model(tokens, cu_seqlens=…, **row_states.before(i, batch))
-        row_states.after(i, out, batch)
+        out = model(tokens, cu_seqlens=…, **carried_states.before(i, batch))
+        carried_states.after(i, out, batch)
 
     Checkpoints save the `state_tensors` of all ranks; `load` restores them.
     """

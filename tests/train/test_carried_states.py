@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from nalanda import NalandaCache
 from nalanda.common.errors import InputError
 from nalanda.model import MIXERS
-from nalanda.train.row_states import RowStates, check_carries, read_slots, slots_of
+from nalanda.train.carried_states import CarriedStates, check_carries, read_slots, slots_of
 
 T = 16
 # Documents of three lanes, three rows each: over two borders, ended by one, of a token before or behind one,
@@ -396,7 +396,7 @@ def test_states_that_grow_are_refused():
 FOUR = (*LANES, [20, 20, 8])
 
 
-def step(model, kept: list[RowStates], batch, rows: int) -> torch.Tensor:
+def step(model, kept: list[CarriedStates], batch, rows: int) -> torch.Tensor:
     """One step of so many processes as there are `kept`: the logits `[4, T]` of its lanes."""
     world, logits = len(kept), torch.zeros(4, T, model.config.vocab_size, dtype=torch.float64)
     bounds, T_ = batch["cu_seqlens"].tolist(), T
@@ -428,7 +428,7 @@ def test_saved_by_two_ranks_loaded_by_one_and_by_two(row, tmp_path):
     model = build(**row)
     tokens, made = batches(FOUR)
     expected = alone(model, tokens, FOUR)
-    kept, found = [RowStates(), RowStates()], []
+    kept, found = [CarriedStates(), CarriedStates()], []
     for number, (batch, (world, rows)) in enumerate(
         zip(made, [(2, 1), (1, 2), (2, 2)], strict=True)
     ):
@@ -437,7 +437,7 @@ def test_saved_by_two_ranks_loaded_by_one_and_by_two(row, tmp_path):
             for rank, states in enumerate(kept):
                 files.append(tmp_path / f"{number}-{rank}.safetensors")
                 save_file(states.state_tensors(), files[-1])
-            kept = [RowStates() for _ in range(world)]
+            kept = [CarriedStates() for _ in range(world)]
             for rank, states in enumerate(kept):
                 lanes = slots_of(rank, world, 4 // (world * rows), rows)
                 states.load(read_slots(files, lanes), lanes)
@@ -455,7 +455,7 @@ def test_every_lane_is_one_ranks():
 
 
 def test_states_that_are_not_there_are_missed(tmp_path):
-    model, states = build(), RowStates()
+    model, states = build(), CarriedStates()
     _, made = batches()
     with pytest.raises(ValueError, match="slot 0 continues"):
         states.before(0, made[1])
@@ -466,14 +466,14 @@ def test_states_that_are_not_there_are_missed(tmp_path):
         states.before(0, made[1] | {"slots": torch.tensor([5, 6, 7])})
     saved = states.state_tensors()
     with pytest.raises(InputError, match="no state for slot 3, only for 3"):
-        RowStates().load(saved, [[0, 1], [2, 3]])
-    none = RowStates()
+        CarriedStates().load(saved, [[0, 1], [2, 3]])
+    none = CarriedStates()
     none.load({}, [[0, 1]])
     assert not none.state_tensors()
 
 
 def test_forgotten_lanes_begin_empty():
-    model, states = build(), RowStates()
+    model, states = build(), CarriedStates()
     _, made = batches()
     with torch.no_grad():
         bad = run(model, made[0], None)
