@@ -107,13 +107,13 @@ def packed_padded_and_carried() -> Values:
             yield loss
             yield from gradients(model)
 
-        first = model(input_ids=ids, cu_seqlens=bounds, return_row_states=True)
+        first = model(input_ids=ids, cu_seqlens=bounds, return_carried_cache=True)
         carried = torch.tensor([True, False, True])
         second = model(
-            input_ids=ids, cu_seqlens=bounds, row_states=first.row_states, carried=carried
+            input_ids=ids, cu_seqlens=bounds, carried_cache=first.carried_cache, carried=carried
         )
         yield second.logits
-        yield from tensors(second.row_states.states)
+        yield from tensors(second.carried_cache.states)
 
 
 @torch.no_grad()

@@ -301,9 +301,9 @@ def _surprisal_together(
     inputs, targets = (F.pad(x, (0, -columns % context.size)) for x in (inputs, targets))
     for start in range(0, columns, step):
         piece = inputs[:, start : start + step]
-        rows: Any = {"row_states": states, "carried": torch.full((len(piece),), start > 0)}
-        out = model(input_ids=piece, context=context, return_row_states=True, **rows)
-        states = out.row_states
+        rows: Any = {"carried_cache": states, "carried": torch.full((len(piece),), start > 0)}
+        out = model(input_ids=piece, context=context, return_carried_cache=True, **rows)
+        states = out.carried_cache
         local = _losses(out.logits, context.part(targets[:, start : start + step]))
         gathered = context.gather(local)  # [processes, B, step / processes]
         losses.append(gathered.movedim(0, 1).flatten(1))  # [B, step]

@@ -309,7 +309,7 @@ def packed_is_separate(model: Any) -> None:
 
 def cut_rows_are_whole(model: Any) -> None:
     """Rows cut over three threads, by documents that end, begin or lie inside a part, end at its edge or pass
-    through: losses, gradients and row states are those of whole rows. For mixers that say they serve them."""
+    through: losses, gradients and carried states are those of whole rows. For mixers that say they serve them."""
     if not all(layer.mixer.cut for layer in model.model.layers):
         return
     B, T, N = 2, 69, 3
@@ -336,7 +336,7 @@ def cut_rows_are_whole(model: Any) -> None:
         options: dict[str, Any] = {}
         if carries:
             carried = torch.tensor([step > 0, False])
-            options = {"row_states": states, "carried": carried, "return_row_states": True}
+            options = {"carried_cache": states, "carried": carried, "return_carried_cache": True}
         whole = run(tokens, bounds, **options)
         expected = gradients()
         parts = in_threads(N, lambda context: run(tokens, bounds, context=context, **options))  # noqa: B023
@@ -344,10 +344,10 @@ def cut_rows_are_whole(model: Any) -> None:
         close(torch.stack([part.loss for part in parts]).sum(), whole.loss, 1e-9 * T)
         for own, whole_gradient in zip(gradients(), expected, strict=True):
             close(own, whole_gradient, 1e-9 * scale)
-        states = whole.row_states
+        states = whole.carried_cache
         for part in parts if carries else ():
-            assert part.row_states.lengths.tolist() == states.lengths.tolist()
-            for own, all_of_it in zip(part.row_states.states, states.states, strict=True):
+            assert part.carried_cache.lengths.tolist() == states.lengths.tolist()
+            for own, all_of_it in zip(part.carried_cache.states, states.states, strict=True):
                 for name, state in all_of_it.items():
                     close(own[name], state, 1e-9 * max(1.0, float(state.abs().max())))
 

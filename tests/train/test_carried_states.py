@@ -65,9 +65,9 @@ def alone(model, tokens, lanes=LANES) -> torch.Tensor:
 
 def run(model, batch, states, **options):
     arguments = {
-        "row_states": states,
+        "carried_cache": states,
         "carried": batch["carried"],
-        "return_row_states": True,
+        "return_carried_cache": True,
         **options,
     }
     return model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"], **arguments)
@@ -94,7 +94,7 @@ def by_rows(model, made) -> torch.Tensor:
         states = states and poisoned(states, batch["carried"])
         done = run(model, batch, states)
         out.append(done.logits)
-        states = done.row_states
+        states = done.carried_cache
     return torch.cat(out, 1)
 
 
@@ -119,8 +119,8 @@ def test_a_document_over_many_chunks(row):
     states, out = None, []
     with torch.no_grad():
         for i, part in enumerate(tokens.split(70, 1)):
-            done = model(part, row_states=states, carried=torch.tensor([i > 0]))
-            states = done.row_states
+            done = model(part, carried_cache=states, carried=torch.tensor([i > 0]))
+            states = done.carried_cache
             out.append(done.logits)
         close(torch.cat(out, 1), model(tokens, use_cache=False).logits)
     assert states.lengths.tolist() == [210]
@@ -139,20 +139,24 @@ def test_empty_states_are_no_state(row):
     batch = batches()[1][1]
     with torch.no_grad():
         plain = model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"], use_cache=False)
-        assert plain.row_states is None
+        assert plain.carried_cache is None
         first = run(model, batch, None, carried=None)
         empty = NalandaCache(2)
         empty.states = [
-            {n: torch.zeros_like(x) for n, x in s.items()} for s in first.row_states.states
+            {n: torch.zeros_like(x) for n, x in s.items()} for s in first.carried_cache.states
         ]
         empty.seen(0, torch.zeros(3, dtype=torch.int64))
         again = run(model, batch, empty, carried=torch.ones(3, dtype=torch.bool))
     for out in (first, again):
         assert torch.equal(out.logits, plain.logits)
         assert out.past_key_values is None
-    for a, b in zip(*(tree_leaves(out.row_states.states) for out in (first, again)), strict=True):
+    for a, b in zip(
+        *(tree_leaves(out.carried_cache.states) for out in (first, again)), strict=True
+    ):
         assert torch.equal(a, b)
-    assert first.row_states.lengths.tolist() == again.row_states.lengths.tolist() == [16, 8, 16]
+    assert (
+        first.carried_cache.lengths.tolist() == again.carried_cache.lengths.tolist() == [16, 8, 16]
+    )
 
 
 def gradients(model) -> list[torch.Tensor]:
@@ -171,7 +175,7 @@ def test_gradients_end_at_the_border(row):
     model = build(**row).train()
     tokens, made = batches()
     with torch.no_grad():
-        states = run(model, made[0], None).row_states
+        states = run(model, made[0], None).carried_cache
     labels = made[1]["input_ids"].clone()
     starts = made[1]["cu_seqlens"][:-1].long()
     labels.view(-1)[starts] = -100
@@ -210,12 +214,12 @@ def test_gradient_checkpointing_changes_nothing(row, reentrant):
     model = build(**row).train()
     made = batches()[1]
     with torch.no_grad():
-        states = run(model, made[0], None).row_states
+        states = run(model, made[0], None).carried_cache
 
     def results():
         out = run(model, made[1], states, labels=made[1]["input_ids"])
         out.loss.backward()
-        return [out.loss.detach(), *tree_leaves(out.row_states.states), *gradients(model)]
+        return [out.loss.detach(), *tree_leaves(out.carried_cache.states), *gradients(model)]
 
     plain = results()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -233,7 +237,7 @@ def test_bf16_autocast(row):
         with torch.autocast("cpu", torch.bfloat16):
             found = by_rows(model, made)
             whole = alone(model, tokens)
-            state = run(model, made[0], None).row_states.states
+            state = run(model, made[0], None).carried_cache.states
     for layer, own in zip(model.model.layers, state, strict=True):
         promised = {
             n: dtype or torch.bfloat16 for n, (_, dtype) in layer.mixer.state_spec(9).items()
@@ -257,8 +261,8 @@ def test_the_device_is_not_waited_for(row):
     states.seen(T, torch.tensor([T, T, 1]))
     out = run(model.model, batch | {"input_ids": batch["input_ids"].to("meta")}, states)
     out.last_hidden_state.sum().backward()
-    assert all(x.is_meta for x in tree_leaves(out.row_states.states))
-    assert out.row_states.lengths.tolist() == [2 * T, 8, T + 1]
+    assert all(x.is_meta for x in tree_leaves(out.carried_cache.states))
+    assert out.carried_cache.lengths.tolist() == [2 * T, 8, T + 1]
 
 
 @pytest.mark.filterwarnings("ignore:.*feature map Soft")
@@ -274,7 +278,7 @@ def test_kernels_carry_as_torch_does(mixer):
             states = states and poisoned(states, batch["carried"])
             out = run(model, batch, states, labels=batch["input_ids"])
             out.loss.backward()
-            states = out.row_states
+            states = out.carried_cache
             found += [out.loss.detach(), *tree_leaves(states.states), *gradients(model)]
         return found
 
@@ -301,7 +305,7 @@ def test_a_sharding_wrapper_does_not_round_the_state(tmp_path):
         scatter = mixer.scatter_states
         mixer.scatter_states = lambda state, seq: seen.append(state) or scatter(state, seq)
         first, second, _ = batches()[1]
-        states = run(model, first, None).row_states
+        states = run(model, first, None).carried_cache
         run(model, second, states, labels=second["input_ids"]).loss.backward()
     finally:
         dist.destroy_process_group()
@@ -317,8 +321,8 @@ def test_a_cache_is_a_row_state():
     with torch.no_grad():
         whole = model(tokens, use_cache=False).logits
         model(tokens[:, :11], past_key_values=cache)
-        middle = model(tokens[:, 11:20], row_states=cache, carried=torch.tensor([True, True]))
-        last = model(tokens[:, 20:], past_key_values=middle.row_states).logits
+        middle = model(tokens[:, 11:20], carried_cache=cache, carried=torch.tensor([True, True]))
+        last = model(tokens[:, 20:], past_key_values=middle.carried_cache).logits
     close(torch.cat([middle.logits, last], 1), whole[:, 11:])
 
 
@@ -326,40 +330,40 @@ def test_rows_without_tokens_between_them():
     """Empty documents at the borders of rows are nobody's first or last."""
     model, tokens = build(), ids(2, 8)
     padded = torch.tensor([0, 0, 5, 8, 8, 8, 16, 16])
-    plain, more = torch.tensor([0, 5, 8, 16]), {"return_row_states": True}
+    plain, more = torch.tensor([0, 5, 8, 16]), {"return_carried_cache": True}
     with torch.no_grad():
-        a = model(tokens, cu_seqlens=plain, **more).row_states
-        b = model(tokens, cu_seqlens=padded, **more).row_states
+        a = model(tokens, cu_seqlens=plain, **more).carried_cache
+        b = model(tokens, cu_seqlens=padded, **more).carried_cache
         going = {"carried": torch.tensor([True, True])}
-        c = model(tokens, cu_seqlens=plain, row_states=a, **going)
-        d = model(tokens, cu_seqlens=padded, row_states=b, **going)
+        c = model(tokens, cu_seqlens=plain, carried_cache=a, **going)
+        d = model(tokens, cu_seqlens=padded, carried_cache=b, **going)
     close(c.logits, d.logits)
     assert a.lengths.tolist() == b.lengths.tolist() == [3, 8]
-    assert c.row_states.lengths.tolist() == d.row_states.lengths.tolist() == [3, 16]
+    assert c.carried_cache.lengths.tolist() == d.carried_cache.lengths.tolist() == [3, 16]
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"carried": [True, False]}, "carried rows need row_states"),
-        ({"row_states": "own"}, "need carried"),
-        ({"row_states": "own", "carried": [True]}, "bool \\[2\\]"),
-        ({"row_states": "own", "carried": [1, 0]}, "bool \\[2\\]"),
-        ({"row_states": "three", "carried": [True, False]}, "3 rows"),
-        ({"row_states": [], "carried": [True, False]}, "earlier output"),
+        ({"carried": [True, False]}, "give that of the previous call"),
+        ({"carried_cache": "own"}, "needs carried"),
+        ({"carried_cache": "own", "carried": [True]}, "bool \\[2\\]"),
+        ({"carried_cache": "own", "carried": [1, 0]}, "bool \\[2\\]"),
+        ({"carried_cache": "three", "carried": [True, False]}, "3 rows"),
+        ({"carried_cache": [], "carried": [True, False]}, "earlier output"),
         (
-            {"row_states": "own", "carried": [True, False], "past_key_values": NalandaCache(2)},
+            {"carried_cache": "own", "carried": [True, False], "past_key_values": NalandaCache(2)},
             "not both",
         ),
-        ({"return_row_states": True, "cu_seqlens": [0, 3, 18]}, "begin a sequence"),
-        ({"return_row_states": True, "attention_mask": [[0] + [1] * 8, [1] * 9]}, "padding"),
+        ({"return_carried_cache": True, "cu_seqlens": [0, 3, 18]}, "begin a sequence"),
+        ({"return_carried_cache": True, "attention_mask": [[0] + [1] * 8, [1] * 9]}, "padding"),
     ],
 )
 def test_what_does_not_fit_is_refused(options, says):
     model = build()
     given = {
-        "own": model(ids(2, 9), return_row_states=True).row_states,
-        "three": model(ids(3, 9), return_row_states=True).row_states,
+        "own": model(ids(2, 9), return_carried_cache=True).carried_cache,
+        "three": model(ids(3, 9), return_carried_cache=True).carried_cache,
     }
     made = {
         name: given[x]
@@ -377,7 +381,7 @@ def test_what_does_not_fit_is_refused(options, says):
 def test_states_that_grow_are_refused():
     hybrid = build(["gated_deltanet", "softmax"], feature_map="nala")
     with pytest.raises(ValueError, match="'softmax': its state grows"):
-        hybrid(ids(2, 9), return_row_states=True)
+        hybrid(ids(2, 9), return_carried_cache=True)
     with pytest.raises(InputError, match="carry: mixer 'softmax'"):
         check_carries(hybrid)
     check_carries(build())
@@ -477,7 +481,7 @@ def test_forgotten_lanes_begin_empty():
     _, made = batches()
     with torch.no_grad():
         bad = run(model, made[0], None)
-        bad.row_states = poisoned(bad.row_states, torch.zeros(3, dtype=torch.bool))
+        bad.carried_cache = poisoned(bad.carried_cache, torch.zeros(3, dtype=torch.bool))
         states.after(0, bad, made[0])
         states.forget()
         cut = model(made[1]["input_ids"], cu_seqlens=made[1]["cu_seqlens"], use_cache=False).logits
@@ -486,4 +490,4 @@ def test_forgotten_lanes_begin_empty():
         )
     assert torch.equal(out.logits, cut)
     states.after(0, out, made[1])
-    assert out.row_states.lengths.tolist() == [16, 8, 16]
+    assert out.carried_cache.lengths.tolist() == [16, 8, 16]

@@ -102,11 +102,15 @@ def test_row_states_pass_through_compiled_blocks():
     for step, bounds in enumerate(PACKINGS):
         carried = torch.tensor([step > 0, step > 1]) if step else None
         for i, model in enumerate(models):
-            states = outs[i] and outs[i].row_states
-            packing = {"cu_seqlens": torch.tensor(bounds), "row_states": states, "carried": carried}
-            outs[i] = run(model, step, return_row_states=True, **packing)
+            states = outs[i] and outs[i].carried_cache
+            packing = {
+                "cu_seqlens": torch.tensor(bounds),
+                "carried_cache": states,
+                "carried": carried,
+            }
+            outs[i] = run(model, step, return_carried_cache=True, **packing)
         torch.testing.assert_close(outs[1].loss, outs[0].loss)
-        for right, mine in zip(*(out.row_states.states for out in outs), strict=True):
+        for right, mine in zip(*(out.carried_cache.states for out in outs), strict=True):
             for name, x in right.items():
                 torch.testing.assert_close(mine[name], x, rtol=1e-4, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == 2  # with states and without

@@ -65,12 +65,12 @@ class CachedAttention(Mixer):
     def mix_rows(
         self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, state: State, new: State | None
     ) -> Tensor:
-        """Attends packed rows that continue row states or parts of other processes, within `reach`.
+        """Attends packed rows that continue carried states or parts of other processes, within `reach`.
 
         The kept keys that a continuing sequence still sees are put before it, with queries whose outputs are
         dropped. Then all are attended as whole sequences.
         """
-        assert self.reach is not None, "row states of whole rows cannot grow"
+        assert self.reach is not None, "carried states of whole rows cannot grow"
         tokens = None
         if seq.parts is not None:
             k, left_k = seq.parts.left(k, self.reach, state.get("k"))

@@ -96,8 +96,8 @@ class Parts:
     """A batch of rows, cut over a context.
 
     cu_seqlens: bounds of the documents in the B·T tokens of the whole rows, on the host; None: one a row.
-    carried: bool `[B]`, whether the row's first document continues its row state; None: no row does.
-    lengths: int64 `[B]`, tokens read into the row states.
+    carried: bool `[B]`, whether the row's first document continues its carried state; None: no row does.
+    lengths: int64 `[B]`, tokens read into the carried states.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ def _run_part(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor]:
     assert rows is not None
     continued = (parts.continued if rank else parts.continued[:0]).to(v.device)
 
-    # Row states enter at the first part, and are in its U.
+    # Carried states enter at the first part, and are in its U.
     initial_state = None if rank else call.initial_state
     call = call._replace(initial_state=initial_state, cu_seqlens=seq.cu_seqlens)
     o, ends = _run(call, rule)

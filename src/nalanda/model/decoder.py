@@ -29,7 +29,7 @@ from .sequences import Layout, Sequences, foreign_bounds
 
 @dataclass
 class DecoderOutput(BaseModelOutputWithPast):
-    row_states: NalandaCache | None = None
+    carried_cache: NalandaCache | None = None
     """State of each row's last document, if requested."""
 
 
@@ -38,20 +38,22 @@ class Packing:
     """How documents lie in the rows of a call; see `NalandaForCausalLM.forward`."""
 
     cu_seqlens: Tensor | None = None
-    row_states: NalandaCache | None = None
+    carried_cache: NalandaCache | None = None
     carried: Tensor | None = None
-    return_row_states: bool = False
+    return_carried_cache: bool = False
     context: Context | None = None
 
     @property
     def carries(self) -> bool:
         """Whether states pass between rows, in or out of this call."""
-        return self.return_row_states or self.row_states is not None or self.carried is not None
+        return (
+            self.return_carried_cache or self.carried_cache is not None or self.carried is not None
+        )
 
     @property
     def tokens_read(self) -> Tensor | None:
-        """Tokens read into the row states, int64 `[B]`."""
-        return None if self.row_states is None else self.row_states.lengths
+        """Tokens read into the carried states, int64 `[B]`."""
+        return None if self.carried_cache is None else self.carried_cache.lengths
 
 
 @dataclass
@@ -213,7 +215,7 @@ class Decoder(NalandaPreTrainedModel):
         return [name for name, mixer in named if mixer.state_spec(1) != mixer.state_spec(2)]
 
     def check_carries(self) -> None:
-        """Raises ValueError if the state of a layer grows with the text, which row states cannot."""
+        """Raises ValueError if the state of a layer grows with the text, which carried states cannot."""
         for name in self.growing_mixers():
             raise ValueError(
                 f"mixer {name!r}: its state grows with the text and cannot pass between rows; give "
@@ -221,26 +223,28 @@ class Decoder(NalandaPreTrainedModel):
             )
 
     def _check_rows(self, packing: Packing, cache: NalandaCache | None, B: int) -> None:
-        row_states, carried = packing.row_states, packing.carried
+        carried_cache, carried = packing.carried_cache, packing.carried
         if cache is not None:
-            raise ValueError("give row_states or past_key_values, not both")
+            raise ValueError("give carried_cache or past_key_values, not both")
         if carried is not None and (carried.dtype != torch.bool or carried.shape != (B,)):
             raise ValueError(
                 f"carried must be bool [{B}], one for each row, got {carried.dtype} {list(carried.shape)}"
             )
-        if row_states is None:
+        if carried_cache is None:
             if carried is not None and bool(carried.any()):
-                raise ValueError("carried rows need row_states: give those of the previous call")
+                raise ValueError(
+                    "carried: rows continue, but there is no carried_cache; give that of the previous call"
+                )
             return
-        if not isinstance(row_states, NalandaCache):
+        if not isinstance(carried_cache, NalandaCache):
             raise ValueError(
-                f"row_states must be those of an earlier output, got {type(row_states).__name__}"
+                f"carried_cache must be that of an earlier output, got {type(carried_cache).__name__}"
             )
         if carried is None:
-            raise ValueError("row_states need carried, bool [B]: which rows continue theirs")
-        if len(row_states) != len(self.layers) or row_states.batch_size != B:
+            raise ValueError("carried_cache needs carried, bool [B]: which rows continue theirs")
+        if len(carried_cache) != len(self.layers) or carried_cache.batch_size != B:
             raise ValueError(
-                f"row_states hold {len(row_states)} layers of {row_states.batch_size} rows, "
+                f"carried_cache holds {len(carried_cache)} layers of {carried_cache.batch_size} rows, "
                 f"the model has {len(self.layers)} and the input {B}"
             )
 
@@ -269,7 +273,7 @@ class Decoder(NalandaPreTrainedModel):
     ) -> None:
         if cache is not None or attention_mask is not None or position_ids is not None:
             raise ValueError(
-                "rows that are cut over processes take cu_seqlens and row_states: give no cache, "
+                "rows that are cut over processes take cu_seqlens and carried_cache: give no cache, "
                 "attention_mask or position_ids"
             )
         for name in uncut_mixers(self.config):
@@ -293,9 +297,9 @@ class Decoder(NalandaPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         cu_seqlens: Tensor | None = None,
-        row_states: NalandaCache | None = None,
+        carried_cache: NalandaCache | None = None,
         carried: Tensor | None = None,
-        return_row_states: bool = False,
+        return_carried_cache: bool = False,
         context: Context | None = None,
         output_attentions: bool | None = None,
         pixel_values: Tensor | None = None,
@@ -313,7 +317,7 @@ class Decoder(NalandaPreTrainedModel):
         if output_attentions:
             raise ValueError("output_attentions: not supported; a mixer's `weights` returns them")
         cu_seqlens = foreign_bounds(cu_seqlens, foreign)
-        packing = Packing(cu_seqlens, row_states, carried, return_row_states, context)
+        packing = Packing(cu_seqlens, carried_cache, carried, return_carried_cache, context)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
 
@@ -388,7 +392,7 @@ class Decoder(NalandaPreTrainedModel):
         parts = Parts(context, B, T, packing.cu_seqlens, packing.carried, packing.tokens_read)
         layout = Layout.of_bounds(x, parts.cu_seqlens)
         seq = Sequences(layout.cu_seqlens, parts.past, parts.rows, x.device, parts=parts)
-        return Batch(x, layout, seq, self._states_of_rows(packing), carries=packing.carries)
+        return Batch(x, layout, seq, self._carried_states(packing), carries=packing.carries)
 
     def _carried_rows(
         self,
@@ -401,7 +405,7 @@ class Decoder(NalandaPreTrainedModel):
         layout = Layout(x, attention_mask, position_ids, packing.cu_seqlens)
         rows, past = layout.rows(packing.carried, packing.tokens_read)
         seq = Sequences(layout.cu_seqlens, past, rows, x.device)
-        return Batch(x, layout, seq, self._states_of_rows(packing), carries=True)
+        return Batch(x, layout, seq, self._carried_states(packing), carries=True)
 
     def _cached_batch(
         self,
@@ -450,13 +454,13 @@ class Decoder(NalandaPreTrainedModel):
         cache = NalandaCache(len(self.layers))
         return Batch(x, layout, seq, cache.states, cache)
 
-    def _states_of_rows(self, packing: Packing) -> list[CarriedState]:
+    def _carried_states(self, packing: Packing) -> list[CarriedState]:
         """Each layer's state of the rows to continue, empty if none continues."""
         if not packing.carries:
             return []
-        row_states, carried = packing.row_states, packing.carried
-        if row_states is not None and carried is not None and bool(carried.any()):
-            return [CarriedState(tensors) for tensors in row_states.states]
+        carried_cache, carried = packing.carried_cache, packing.carried
+        if carried_cache is not None and carried is not None and bool(carried.any()):
+            return [CarriedState(tensors) for tensors in carried_cache.states]
         return [CarriedState({}) for _ in self.layers]
 
     def run(self, batch: Batch) -> Tensor:
@@ -495,7 +499,7 @@ class Decoder(NalandaPreTrainedModel):
             last_hidden_state=x,
             past_key_values=batch.cache,
             hidden_states=None if hidden is None else (*hidden, x),
-            row_states=self._ended(batch.states, batch.seq) if batch.carries else None,
+            carried_cache=self._ended(batch.states, batch.seq) if batch.carries else None,
         )
 
     def _embed(

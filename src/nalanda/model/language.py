@@ -27,7 +27,7 @@ from .state import State, check_prompt, check_state
 
 @dataclass
 class CausalLMOutput(CausalLMOutputWithPast):
-    row_states: NalandaCache | None = None
+    carried_cache: NalandaCache | None = None
     """State of each row's last document, if requested."""
 
 
@@ -199,8 +199,12 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         for piece in input_ids[:, :end].split(chunk_size * context.size, 1):
             if piece.shape[1]:
                 carried = torch.full((len(piece),), states is not None)
-                rows: Any = {"row_states": states, "carried": carried, "return_row_states": True}
-                states = self.model(input_ids=piece, context=context, **rows).row_states
+                rows: Any = {
+                    "carried_cache": states,
+                    "carried": carried,
+                    "return_carried_cache": True,
+                }
+                states = self.model(input_ids=piece, context=context, **rows).carried_cache
         return cache if states is None else states
 
     def load_state(self, path: str | Path) -> State:
@@ -292,9 +296,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
         z_loss: float = 0.0,
-        row_states: NalandaCache | None = None,
+        carried_cache: NalandaCache | None = None,
         carried: Tensor | None = None,
-        return_row_states: bool = False,
+        return_carried_cache: bool = False,
         context: Context | None = None,
         output_attentions: bool | None = None,
         shift_labels: Tensor | None = None,
@@ -315,12 +319,12 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             must count none of those either. Without a label the loss is 0.
         z_loss: the weight of the mean of logsumexp(logits)² in the loss's gradient; its value leaves it out.
         logits_to_keep: the last n positions, or the given positions; 0 for all.
-        row_states: those of an earlier call's output, for documents that continue in the same row; only for
-            states of constant size. The output then has `row_states`, a detached NalandaCache of B sequences
-            with the states of the rows' last documents (truncated backpropagation through time).
-        carried: bool `[B]`, best on the host: whether the row's first document continues its row state and
+        carried_cache: that of an earlier call's output, for documents that continue in the same row; only for
+            states of constant size. The output then has one too, a detached NalandaCache of B sequences with
+            the states of the rows' last documents (truncated backpropagation through time).
+        carried: bool `[B]`, best on the host: whether the row's first document continues its carried state and
             its count of tokens. Other rows start empty.
-        return_row_states: whether to return `row_states` without being given any.
+        return_carried_cache: whether to return `carried_cache` without being given any.
         context: the processes that share these rows, each calling with the same whole rows (`context.py`).
             Logits and hidden states are of this process's part `[B, T/N]`, and the loss is the part's share:
             that of the rows is the sum over the processes.
@@ -338,8 +342,8 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         cache = past_key_values
         graphs = None if torch.compiler.is_compiling() else current_graphs()
         if graphs is not None and isinstance(cache, NalandaCache) and input_ids is not None:
-            more = (inputs_embeds, given_labels, cu_seqlens, row_states, carried)
-            plain = input_ids.shape[1] == 1 and not (output_hidden_states or return_row_states)
+            more = (inputs_embeds, given_labels, cu_seqlens, carried_cache, carried)
+            plain = input_ids.shape[1] == 1 and not (output_hidden_states or return_carried_cache)
             if plain and all(x is None for x in more):
                 logits = graphs.decode(self, input_ids, cache)
                 if logits is not None:
@@ -367,9 +371,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             cu_seqlens=cu_seqlens,
-            row_states=row_states,
+            carried_cache=carried_cache,
             carried=carried,
-            return_row_states=return_row_states,
+            return_carried_cache=return_carried_cache,
             context=context,
             output_attentions=output_attentions,
         )
@@ -395,7 +399,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             logits=logits,
             past_key_values=out.past_key_values,
             hidden_states=out.hidden_states,
-            row_states=out.row_states,
+            carried_cache=out.carried_cache,
         )
 
 

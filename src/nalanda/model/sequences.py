@@ -1,4 +1,4 @@
-"""Packed and padded batches: which tokens form a sequence, and which row states it continues."""
+"""Packed and padded batches: which tokens form a sequence, and which carried states it continues."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """The place of a batch's rows among its N sequences, for row states."""
+    """The place of a batch's rows among its N sequences, for carried states."""
 
     first: Tensor
     """Each row's first sequence, int64 `[B]`."""
     last: Tensor
     """Each row's last sequence, int64 `[B]`."""
     carried: Tensor
-    """Whether the row's first sequence continues its row state, bool `[B]`."""
+    """Whether the row's first sequence continues its carried state, bool `[B]`."""
 
 
 class Tables(NamedTuple):
@@ -254,7 +254,7 @@ class Sequences:
         return self._made[key]
 
     def scatter_states(self, state: Tensor) -> Tensor:
-        """Row states `[B, …]` to initial states of sequences `[N, …]`, zero where no row state continues."""
+        """Carried states `[B, …]` to initial states of sequences `[N, …]`, zero where none continues."""
         cu, _, _, rows = self.tables(state.device)
         assert rows is not None
         # Selected, not multiplied by 0: a row that does not continue may hold NaN.
@@ -262,19 +262,19 @@ class Sequences:
         return state.new_zeros(cu.shape[0] - 1, *state.shape[1:]).index_copy(0, rows.first, held)
 
     def gather_states(self, state: Tensor) -> Tensor:
-        """Final states of sequences `[N, …]` to row states `[B, …]`, detached."""
+        """Final states of sequences `[N, …]` to carried states `[B, …]`, detached."""
         rows = self.tables(state.device).rows
         assert rows is not None
         return self.settled(state.detach().index_select(0, rows.last))
 
     def settled(self, state: Tensor) -> Tensor:
-        """Row states after whole rows, where rows are cut."""
+        """Carried states after whole rows, where rows are cut."""
         return state if self.parts is None else self.parts.context.from_last(state)
 
     def with_kept(
         self, kept: int, wanted: Tensor, device: torch.device
     ) -> tuple["Sequences", Tensor, Tensor]:
-        """These sequences with tokens of earlier calls before those that continue a row state.
+        """These sequences with tokens of earlier calls before those that continue a carried state.
 
         Each row keeps `kept` tokens; its first sequence gets the last `wanted` (int64 `[N]`, on the host).
         Returns the longer sequences of ΣT' tokens in all; int64 `[ΣT']`, the index of each of these in the ΣT
@@ -410,18 +410,20 @@ class Layout:
     def rows(self, carried: Tensor | None, lengths: Tensor | None) -> tuple[Rows, Tensor | None]:
         """Each row's first and last nonempty sequence, and how many tokens earlier calls read of each one.
 
-        carried: bool `[B]`, whether the row's first sequence continues its row state; None: no row does.
-        lengths: int64 `[B]`, tokens read into the row states. The second result is None if no row continues.
+        carried: bool `[B]`, whether the row's first sequence continues its carried state; None: no row does.
+        lengths: int64 `[B]`, tokens read into the carried states. The second result is None if no row continues.
         """
         if self.mask is not None:
-            raise ValueError("row_states are for packed rows: give no attention_mask with padding")
+            raise ValueError(
+                "carried_cache is for packed rows: give no attention_mask with padding"
+            )
         borders = torch.arange(self.B + 1) * self.T
         if self.cu_seqlens is None:
             self.cu_seqlens = borders
         first = torch.searchsorted(self.cu_seqlens, borders, right=True) - 1
         if self.T == 0 or bool((self.cu_seqlens[first] != borders).any()):
             raise ValueError(
-                "row_states: every row must begin a sequence of cu_seqlens, and hold a token"
+                "carried_cache: every row must begin a sequence of cu_seqlens, and hold a token"
             )
         carried = torch.zeros(self.B, dtype=torch.bool) if carried is None else carried.cpu()
         rows = Rows(first[:-1], torch.searchsorted(self.cu_seqlens, borders[1:]) - 1, carried)

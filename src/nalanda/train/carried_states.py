@@ -65,11 +65,11 @@ class CarriedStates:
                 raise ValueError(
                     f"slot {continued[0]} continues a document, but micro-batch {i} holds {held}"
                 )
-        return {"row_states": states, "carried": carried, "return_row_states": True}
+        return {"carried_cache": states, "carried": carried, "return_carried_cache": True}
 
     def after(self, i: int, out: Any, batch: Mapping[str, Tensor]) -> None:
         """Keeps the final states of the rows of micro-batch i."""
-        self._kept[i] = (batch["slots"].tolist(), out.row_states)
+        self._kept[i] = (batch["slots"].tolist(), out.carried_cache)
 
     def forget(self) -> None:
         """Empties every slot after a bad step, whose states may be wrong: documents are cut there."""
