@@ -42,7 +42,7 @@ class Tape(TorchDispatchMode):
         return True
 
     @staticmethod
-    def lane(device):
+    def replayer(device):
         return (threading.get_ident(),)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

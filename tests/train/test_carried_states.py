@@ -14,12 +14,18 @@ from torch.utils._pytree import tree_leaves
 from nalanda import NalandaCache
 from nalanda.common.errors import InputError
 from nalanda.model import MIXERS
-from nalanda.train.carried_states import CarriedStates, check_carries, read_slots, slots_of
+from nalanda.train.carried_states import (
+    CarriedStates,
+    check_carries,
+    read_slots,
+    slot_files,
+    slots_of,
+)
 
 T = 16
-# Documents of three lanes, three rows each: over two borders, ended by one, of a token before or behind one,
+# Documents of three slots, three rows each: over two borders, ended by one, of a token before or behind one,
 # which is less than a convolution sees.
-LANES = ([40, 1, 7], [16, 5, 1, 2, 24], [15, 18, 3, 12])
+SLOTS = ([40, 1, 7], [16, 5, 1, 2, 24], [15, 18, 3, 12])
 FIRST = [pytest.param({"mixer": m}, id=m) for m in MIXERS if m != "softmax"]
 FIRST += [pytest.param(options, id=name) for name, options in VARIANTS.items()]  # one of each kind
 FEW = [row for row in FIRST if row.id in ("gated_deltanet", "pola", "window", "transnormer")]
@@ -32,12 +38,12 @@ WINDOWS = [
 ]
 
 
-def batches(lanes=LANES, seed: int = 1) -> tuple[torch.Tensor, list[dict]]:
-    """Every lane's tokens `[B, 3T]`, and the three batches as the trainer has them."""
-    tokens, made = ids(len(lanes), sum(lanes[0]), seed=seed), []
-    for step in range(sum(lanes[0]) // T):
+def batches(slots=SLOTS, seed: int = 1) -> tuple[torch.Tensor, list[dict]]:
+    """Every slot's tokens `[B, 3T]`, and the three batches as the trainer has them."""
+    tokens, made = ids(len(slots), sum(slots[0]), seed=seed), []
+    for step in range(sum(slots[0]) // T):
         starts, carried = [], []
-        for row, lengths in enumerate(lanes):
+        for row, lengths in enumerate(slots):
             ends = [0, *itertools.accumulate(lengths)]
             inside = [end - step * T for end in ends if step * T <= end < (step + 1) * T]
             carried.append(0 not in inside)
@@ -45,20 +51,20 @@ def batches(lanes=LANES, seed: int = 1) -> tuple[torch.Tensor, list[dict]]:
         made.append(
             {
                 "input_ids": tokens[:, step * T : (step + 1) * T],
-                "cu_seqlens": torch.tensor([*starts, len(lanes) * T], dtype=torch.int32),
+                "cu_seqlens": torch.tensor([*starts, len(slots) * T], dtype=torch.int32),
                 "carried": torch.tensor(carried),
-                "slots": torch.arange(len(lanes)),
+                "slots": torch.arange(len(slots)),
             }
         )
     return tokens, made
 
 
-def alone(model, tokens, lanes=LANES) -> torch.Tensor:
+def alone(model, tokens, slots=SLOTS) -> torch.Tensor:
     """The logits of every document read by itself."""
     return torch.stack(
         [
             torch.cat([model(text[None], use_cache=False).logits[0] for text in row.split(lengths)])
-            for row, lengths in zip(tokens, lanes, strict=True)
+            for row, lengths in zip(tokens, slots, strict=True)
         ]
     )
 
@@ -100,7 +106,7 @@ def by_rows(model, made) -> torch.Tensor:
 
 @pytest.mark.parametrize("row", [*ROWS, *WINDOWS])
 def test_rows_are_documents_alone(row):
-    """And rows that begin a document do not see what their lane holds, NaN here."""
+    """And rows that begin a document do not see what their slot holds, NaN here."""
     model = build(**row)
     tokens, made = batches()
     found = by_rows(model, made)
@@ -134,7 +140,7 @@ def test_a_document_over_many_chunks(row):
 
 @pytest.mark.parametrize("row", FIRST)
 def test_empty_states_are_no_state(row):
-    """Bit for bit, so that what else is in a batch changes no lane."""
+    """Bit for bit, so that what else is in a batch changes no slot."""
     model = build(**row, dtype=torch.float32)
     batch = batches()[1][1]
     with torch.no_grad():
@@ -182,9 +188,9 @@ def test_gradients_end_at_the_border(row):
     losses(model, made[1], poisoned(states, made[1]["carried"]), labels).backward()
     found = gradients(model)
 
-    for lane, lengths in zip(tokens, LANES, strict=True):
+    for slot, lengths in zip(tokens, SLOTS, strict=True):
         end = 0
-        for text in lane.split(lengths):
+        for text in slot.split(lengths):
             begin, end = end, end + len(text)
             before, inside = (
                 text[: max(T - begin, 0)],
@@ -397,33 +403,33 @@ def test_states_that_grow_are_refused():
 
 # ------------------------------------------------------------------------------------ between training steps
 
-FOUR = (*LANES, [20, 20, 8])
+FOUR = (*SLOTS, [20, 20, 8])
 
 
 def step(model, kept: list[CarriedStates], batch, rows: int) -> torch.Tensor:
-    """One step of so many processes as there are `kept`: the logits `[4, T]` of its lanes."""
+    """One step of so many processes as there are `kept`: the logits `[4, T]` of its slots."""
     world, logits = len(kept), torch.zeros(4, T, model.config.vocab_size, dtype=torch.float64)
     bounds, T_ = batch["cu_seqlens"].tolist(), T
     for rank, states in enumerate(kept):
-        for i, lanes in enumerate(slots_of(rank, world, 4 // (world * rows), rows)):
+        for i, slots in enumerate(slots_of(rank, world, 4 // (world * rows), rows)):
             starts = [
-                place * T_ + start - lane * T_
-                for place, lane in enumerate(lanes)
+                place * T_ + start - slot * T_
+                for place, slot in enumerate(slots)
                 for start in bounds[:-1]
-                if lane * T_ <= start < (lane + 1) * T_
+                if slot * T_ <= start < (slot + 1) * T_
             ]
             part = {
-                "input_ids": batch["input_ids"][lanes],
+                "input_ids": batch["input_ids"][slots],
                 "cu_seqlens": torch.tensor([*starts, rows * T_]),
-                "carried": batch["carried"][lanes],
-                "slots": torch.tensor(lanes),
+                "carried": batch["carried"][slots],
+                "slots": torch.tensor(slots),
             }
             with torch.no_grad():
                 out = model(
                     part["input_ids"], cu_seqlens=part["cu_seqlens"], **states.before(i, part)
                 )
             states.after(i, out, part)
-            logits[lanes] = out.logits
+            logits[slots] = out.logits
     return logits
 
 
@@ -443,19 +449,35 @@ def test_saved_by_two_ranks_loaded_by_one_and_by_two(row, tmp_path):
                 save_file(states.state_tensors(), files[-1])
             kept = [CarriedStates() for _ in range(world)]
             for rank, states in enumerate(kept):
-                lanes = slots_of(rank, world, 4 // (world * rows), rows)
-                states.load(read_slots(files, lanes), lanes)
+                slots = slots_of(rank, world, 4 // (world * rows), rows)
+                states.load(read_slots(files, slots), slots)
         found.append(step(model, kept, batch, rows))
     close(torch.cat(found, 1), expected)
 
 
-def test_every_lane_is_one_ranks():
+def test_files_of_lanes_are_read(tmp_path):
+    """As checkpoints before 0.1.0 have them: `lanes-R.safetensors` with `lane.SLOT.…`."""
+    _, made = batches()
+    states = CarriedStates()
+    states.after(0, run(build(), made[0], None), made[0])
+    saved = states.state_tensors()
+    lanes = {key.replace("slot.", "lane.", 1): x for key, x in saved.items()}
+    save_file(lanes, tmp_path / "lanes-0.safetensors")
+
+    loaded = CarriedStates()
+    loaded.load(read_slots(slot_files(tmp_path), [[0, 1, 2]]), [[0, 1, 2]])
+
+    assert loaded.state_tensors().keys() == saved.keys()
+    assert all(torch.equal(x, saved[key]) for key, x in loaded.state_tensors().items())
+
+
+def test_every_slot_is_one_ranks():
     for world, micro_batches, rows in [(1, 4, 2), (2, 2, 2), (4, 1, 2), (2, 4, 1), (8, 1, 1)]:
-        lanes = [slots_of(rank, world, micro_batches, rows) for rank in range(world)]
-        assert sorted(x for rank in lanes for some in rank for x in some) == list(range(8))
+        slots = [slots_of(rank, world, micro_batches, rows) for rank in range(world)]
+        assert sorted(x for rank in slots for some in rank for x in some) == list(range(8))
         for i in range(micro_batches):  # a micro-step's block of rows, every W-th a rank's
             block = list(range(i * rows * world, (i + 1) * rows * world))
-            assert [rank[i] for rank in lanes] == [block[r::world] for r in range(world)]
+            assert [rank[i] for rank in slots] == [block[r::world] for r in range(world)]
 
 
 def test_states_that_are_not_there_are_missed(tmp_path):
@@ -476,7 +498,7 @@ def test_states_that_are_not_there_are_missed(tmp_path):
     assert not none.state_tensors()
 
 
-def test_forgotten_lanes_begin_empty():
+def test_forgotten_slots_begin_empty():
     model, states = build(), CarriedStates()
     _, made = batches()
     with torch.no_grad():

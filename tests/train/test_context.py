@@ -165,7 +165,7 @@ def test_two_processes_train_as_one_and_go_on_for_one_another(folder, kind):
 @pytest.mark.slow
 def test_states_are_saved_once(folder):
     last = folder / "carried two" / "checkpoints" / "step-4"
-    assert [file.name for file in last.glob("lanes-*")] == ["lanes-0.safetensors"]
+    assert [file.name for file in last.glob("slots-*")] == ["slots-0.safetensors"]
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ class Graph:
         return device.type == "cuda"
 
     @staticmethod
-    def lane(device: torch.device) -> tuple:
+    def replayer(device: torch.device) -> tuple:
         """What may replay a graph: one thread on one stream, because two replays would race."""
         return threading.get_ident(), torch.cuda.current_stream(device)
 
@@ -327,7 +327,7 @@ def key_of(model: Any) -> tuple | None:
     if model.model.growing_mixers():
         return None
     kernels = () if ops._kernels is None else ops._kernels.candidates("step", "auto", device.type)
-    return (*Graph.lane(device), *kernels, *map(id, modules), *(x.data_ptr() for x in tensors))
+    return (*Graph.replayer(device), *kernels, *map(id, modules), *(x.data_ptr() for x in tensors))
 
 
 def _foreign(module: nn.Module) -> bool:

@@ -29,7 +29,13 @@ from nalanda.data.text_bytes import text_bytes
 from nalanda.data.token_set import SumCheck
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary, is_whole, save_tokenizer
 from nalanda.train import checkpoint, memory, parallel
-from nalanda.train.carried_states import CarriedStates, check_carries, read_slots, slots_of
+from nalanda.train.carried_states import (
+    CarriedStates,
+    check_carries,
+    read_slots,
+    slot_files,
+    slots_of,
+)
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, saved_before_sums
 from nalanda.train.checks import check_causal, keeps_documents_apart
 from nalanda.train.flops import flops_per_token, peak_flops
@@ -210,7 +216,7 @@ def restore(run: Run, resume: Path, say: Callable[[str], None]) -> None:
     if run.carried_states:
         rows, sharing = run.config.train.micro_batch_size, run.sharing
         slots = slots_of(sharing.rank, sharing.world_size, run.accumulation, rows)
-        saved = read_slots(run.checkpoint.glob("lanes-*"), slots)
+        saved = read_slots(slot_files(run.checkpoint), slots)
         run.carried_states.load(saved, slots, run.accelerator.device)
 
 

@@ -1,12 +1,13 @@
 """Carried states: recurrent states that pass from one training step to the next (stateful truncated BPTT).
 
-A batch slot is a row's place in the global batch of a step, the same for any number of processes. A
-document longer than a row continues in the same slot at the next step. In batches, `slots` has the slots and
-`carried` marks the rows that continue a document.
+A slot is a row's place in the global batch of a step, the same for any number of processes. A document longer
+than a row continues in the same slot at the next step. In batches, `slots` names the rows' slots and `carried`
+marks the rows that continue a document.
 """
 
 from collections.abc import Iterable, Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ class CarriedStates:
     """
 
     def __init__(self):
-        self._kept: dict[int, tuple[list[int], NalandaCache]] = {}
+        self._caches: dict[int, tuple[list[int], NalandaCache]] = {}
+        """The slots of each micro-batch, and the cache of its rows."""
 
     def before(self, i: int, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """The model's arguments for micro-batch i. batch: `slots` int64 `[B]` and `carried` bool `[B]`.
@@ -55,41 +57,44 @@ class CarriedStates:
         Raises ValueError if a row continues a document and there is no state for its slot.
         """
         slots, carried = batch["slots"].tolist(), batch["carried"]
-        known, states = self._kept.get(i, (None, None))
-        if known != slots:
-            states = None
+        saved_slots, cache = self._caches.get(i, (None, None))
+
+        if saved_slots != slots:
+            cache = None
             if continued := batch["slots"][carried].tolist():
-                held = (
-                    "no states: load those of the checkpoint" if known is None else f"slots {known}"
-                )
+                held = f"slots {saved_slots}"
+                if saved_slots is None:
+                    held = "no states: load those of the checkpoint"
                 raise ValueError(
                     f"slot {continued[0]} continues a document, but micro-batch {i} holds {held}"
                 )
-        return {"carried_cache": states, "carried": carried, "return_carried_cache": True}
+
+        return {"carried_cache": cache, "carried": carried, "return_carried_cache": True}
 
     def after(self, i: int, out: Any, batch: Mapping[str, Tensor]) -> None:
         """Keeps the final states of the rows of micro-batch i."""
-        self._kept[i] = (batch["slots"].tolist(), out.carried_cache)
+        self._caches[i] = (batch["slots"].tolist(), out.carried_cache)
 
     def forget(self) -> None:
         """Empties every slot after a bad step, whose states may be wrong: documents are cut there."""
-        for _, states in self._kept.values():
-            states.states = [
-                {k: torch.zeros_like(x) for k, x in state.items()} for state in states.states
+        for _, cache in self._caches.values():
+            cache.states = [
+                {name: torch.zeros_like(x) for name, x in state.items()} for state in cache.states
             ]
-            states.lengths = torch.zeros(states.batch_size, dtype=torch.int64)
+            cache.lengths = torch.zeros(cache.batch_size, dtype=torch.int64)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """This rank's states on the host, by slot: `lane.SLOT.LAYER.NAME` and `lane.SLOT.length`."""
+        """This rank's states on the host, by slot: `slot.SLOT.LAYER.NAME` and `slot.SLOT.length`."""
         tensors = {}
-        for slots, states in self._kept.values():
-            for layer, state in enumerate(states.states):
-                for name, rows in state.items():
-                    found = zip(slots, rows.cpu(), strict=True)
-                    tensors |= {f"lane.{slot}.{layer}.{name}": row.clone() for slot, row in found}
-            assert states.lengths is not None
-            found = zip(slots, states.lengths, strict=True)
-            tensors |= {f"lane.{slot}.length": length.clone() for slot, length in found}
+        for slots, cache in self._caches.values():
+            for layer, state in enumerate(cache.states):
+                for name, rows in state.items():  # [B, …]
+                    for slot, row in zip(slots, rows.cpu(), strict=True):
+                        tensors[f"slot.{slot}.{layer}.{name}"] = row.clone()
+
+            assert cache.lengths is not None
+            for slot, length in zip(slots, cache.lengths, strict=True):
+                tensors[f"slot.{slot}.length"] = length.clone()
         return tensors
 
     def load(
@@ -102,38 +107,53 @@ class CarriedStates:
 
         Raises InputError if a slot has no state.
         """
-        self._kept = {}
+        self._caches = {}
         if not tensors:
             return  # saved before the first step
-        names: dict[int, set[str]] = {}
-        for key in tensors:
+
+        saved: dict[int, dict[str, Tensor]] = {}  # by slot, then `LAYER.NAME` or `length`
+        for key, tensor in tensors.items():
             _, slot, name = key.split(".", 2)
-            names.setdefault(int(slot), set()).add(name)
-        for i, own in enumerate(slots):
-            for slot in own:
-                if slot not in names:
+            saved.setdefault(int(slot), {})[name] = tensor
+
+        for i, slots_of_batch in enumerate(slots):
+            for slot in slots_of_batch:
+                if slot not in saved:
                     raise InputError(
-                        f"the checkpoint has no state for slot {slot}, only for {len(names)} slots; resume "
+                        f"the checkpoint has no state for slot {slot}, only for {len(saved)} slots; resume "
                         "with as many rows a step as it was saved with"
                     )
-            fields = {
-                name: torch.stack([tensors[f"lane.{slot}.{name}"] for slot in own])
-                for name in names[own[0]]
-            }
-            lengths = fields.pop("length")
-            states = NalandaCache(1 + max(int(name.split(".")[0]) for name in fields))
-            for name in sorted(fields):
-                layer, key = name.split(".", 1)
-                states.states[int(layer)][key] = fields[name].to(device)
-            states.seen(int(lengths.max()), lengths)
-            self._kept[i] = (own, states)
+            rows = [saved[slot] for slot in slots_of_batch]
+            self._caches[i] = slots_of_batch, _stacked(rows, device)
+
+
+def _stacked(rows: list[dict[str, Tensor]], device: torch.device | str) -> NalandaCache:
+    """The cache of B rows, from the saved tensors of each."""
+    fields = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}  # [B, …]
+    lengths = fields.pop("length")
+
+    cache = NalandaCache(1 + max(int(name.split(".")[0]) for name in fields))
+    for name in sorted(fields):
+        layer, key = name.split(".", 1)
+        cache.states[int(layer)][key] = fields[name].to(device)
+
+    cache.seen(int(lengths.max()), lengths)
+    return cache
+
+
+def slot_files(checkpoint: Path) -> list[Path]:
+    """The files of all ranks' `state_tensors` in a checkpoint; `lanes-R` is their name before 0.1.0."""
+    return sorted([*checkpoint.glob("slots-*"), *checkpoint.glob("lanes-*")])
 
 
 def read_slots(files: Iterable[str | PathLike], slots: list[list[int]]) -> dict[str, Tensor]:
     """The states of `slots`, by micro-batch, from the ranks' saved `state_tensors`."""
-    wanted, tensors = {slot for own in slots for slot in own}, {}
+    wanted = {slot for slots_of_batch in slots for slot in slots_of_batch}
+    tensors = {}
     for file in files:
         with safe_open(file, "pt") as opened:
-            found = [key for key in opened.keys() if int(key.split(".")[1]) in wanted]  # noqa: SIM118
-            tensors |= {key: opened.get_tensor(key) for key in found}
+            for key in opened.keys():  # noqa: SIM118
+                _, slot, name = key.split(".", 2)  # the first is "slot", in `lanes-R` it is "lane"
+                if int(slot) in wanted:
+                    tensors[f"slot.{slot}.{name}"] = opened.get_tensor(key)
     return tensors

@@ -7,7 +7,7 @@
         model/, optimizer/                  instead of those two under FSDP: one part per process
         trainer.json                        step, tokens, processes
         rank-R.pt                           random states and data position of process R
-        lanes-R.safetensors                 carried states of process R, with `data.long_documents: carry`
+        slots-R.safetensors                 carried states of process R, with `data.long_documents: carry`
         manifest.json                       size and SHA-256 of every file; written last
         unsound.txt                         why no run may resume from it (`mark_unsound`); usually absent
 
@@ -110,7 +110,7 @@ class Saver:
         files = tensor_contents(model, optimizer, self.rank, copy)
         if carried_states is not None:
             parts = {name: (tensor, []) for name, tensor in carried_states.items()}
-            files[f"lanes-{self.rank}.safetensors"] = safetensors_content(parts, copy)
+            files[f"slots-{self.rank}.safetensors"] = safetensors_content(parts, copy)
         files[f"rank-{self.rank}.pt"] = [rank_content(data_state)]
         if self.rank == 0:
             files |= shared_contents(step, model, optimizer, trainer_state)
