@@ -179,16 +179,16 @@ def mix_is_its_weights_times_v(model: Any) -> None:
     """`mix` is linear in v: it equals the matrix of `weights`, lower triangular in decoders, times v."""
     for layer in model.model.layers:
         mixer, x = layer.mixer, torch.randn(2, 37, model.config.hidden_size, dtype=torch.float64)
-        seq = Sequences(both=mixer.both)
+        seq = Sequences(bidirectional=mixer.bidirectional)
         with torch.no_grad():
             heads = mixer.heads(x, seq, {}, None)
-            o = mixer.mix_ways(heads, seq, {}, None)
+            o = mixer.mix_directions(heads, seq, {}, None)
             o = o.transpose(1, 2)
         w = mixer.weights(x)
         v = heads["v"].unflatten(-1, (mixer.streams, -1)).flatten(2, 3).transpose(1, 2)
         products = (w @ v).unflatten(1, (mixer.steps, -1, mixer.streams)).sum(1)
         close(products.transpose(2, 3).flatten(-2), o)
-        assert (w.triu(1).abs().max() == 0) != mixer.both
+        assert (w.triu(1).abs().max() == 0) != mixer.bidirectional
 
 
 def every_token_sees_every_other(model: Any) -> None:

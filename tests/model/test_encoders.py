@@ -71,7 +71,7 @@ def mixed(name, T=37, **options):
     mixer = build(name, is_decoder=False, num_hidden_layers=1, **options).model.layers[0].mixer
     x = torch.randn(2, T, 24, dtype=torch.float64)
     with torch.no_grad():
-        heads = mixer.heads(x, Sequences(both=True), {}, None)
+        heads = mixer.heads(x, Sequences(bidirectional=True), {}, None)
         q, k = heads["q"], heads["k"]
         if mixer.map_name is not None and name != "soft" and getattr(mixer, "lrpe", None) is None:
             q, k = mixer.feature_map(q, k)
@@ -127,7 +127,9 @@ def test_pola_recovers_negative_products():
     mixer, heads, _, _, _ = mixed("pola")
     ones = heads | {"q": -heads["q"].abs(), "k": heads["k"].abs(), "v": torch.ones_like(heads["v"])}
     with torch.no_grad():
-        alike, unlike = mixer.mix_ways(ones, Sequences(both=True), {}, None).chunk(2, -1)
+        alike, unlike = mixer.mix_directions(ones, Sequences(bidirectional=True), {}, None).chunk(
+            2, -1
+        )
     close(alike, torch.zeros_like(alike))
     close(unlike, torch.ones_like(unlike), 1e-3)
 
@@ -208,5 +210,6 @@ def test_convolutions_are_centred(width):
     conv, x = ShortConv(6, width).double(), torch.randn(2, 11, 6, dtype=torch.float64)
     torch.nn.init.normal_(conv.weight)
     close(
-        conv(x, Sequences(both=True))[0], F.conv1d(x.mT, conv.weight, padding="same", groups=6).mT
+        conv(x, Sequences(bidirectional=True))[0],
+        F.conv1d(x.mT, conv.weight, padding="same", groups=6).mT,
     )

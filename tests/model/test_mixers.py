@@ -15,7 +15,7 @@ from nalanda.model.sequences import Sequences
 from nalanda.testing import build_map, norm_awareness, normal
 
 T, H, K = 23, 2, 6
-BOTH = Sequences(both=True)
+BOTH = Sequences(bidirectional=True)
 NORMED = ("direction", "rms", "relu_split")  # NaLa's angles that no length of q or k enters
 
 
@@ -129,7 +129,11 @@ def test_mala_sharpens_as_the_query_grows():
 
 @pytest.mark.parametrize(
     "seq",
-    [BOTH, Sequences(torch.tensor([0, 1, 9, 9, T]), both=True), Sequences(both=True, grid=(T, 1))],
+    [
+        BOTH,
+        Sequences(torch.tensor([0, 1, 9, 9, T]), bidirectional=True),
+        Sequences(bidirectional=True, grid=(T, 1)),
+    ],
     ids=["dense", "packed", "image"],
 )
 @pytest.mark.parametrize("mixer", ["nala", "mala"])

@@ -117,7 +117,7 @@ def test_convolution_of_a_grid():
     conv = ShortConv(4, 3, copies=2, image=True).double()
     torch.nn.init.normal_(conv.weight)
     x = torch.randn(2, 4 * 5, 8, dtype=torch.float64)
-    y, state = conv(x, Sequences(both=True, grid=(4, 5)))
+    y, state = conv(x, Sequences(bidirectional=True, grid=(4, 5)))
     assert state is None
     padded = F.pad(x.unflatten(1, (4, 5)), (0, 0, 1, 1, 1, 1))
     expected = sum(
@@ -149,7 +149,10 @@ def test_patches_are_those_of_a_convolution():
 
 def test_rotation_depends_on_both_distances():
     """q·k is the same wherever the pair stands, and another in another direction of the grid."""
-    seq, q, k = Sequences(both=True, grid=(4, 5)), *torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
+    seq, q, k = (
+        Sequences(bidirectional=True, grid=(4, 5)),
+        *torch.randn(2, 1, 1, 1, 8, dtype=torch.float64),
+    )
     x = q.expand(1, 20, 1, 8)
     angles = place_angles(x, seq, 8, 100.0)
     scores = (rotate(x, angles)[0, :, 0] @ rotate(k.expand(1, 20, 1, 8), angles)[0, :, 0].T).view(
@@ -165,7 +168,10 @@ def test_rotation_depends_on_both_distances():
 def test_features_rotate_above_the_denominator_alone():
     """Against the matrix of MALA's released form, with c = K^-½/T."""
     mixer = made("rotated_mala").model.layers[0].mixer
-    x, seq = torch.randn(1, 9, 24, dtype=torch.float64), Sequences(both=True, grid=(ROWS, COLUMNS))
+    x, seq = (
+        torch.randn(1, 9, 24, dtype=torch.float64),
+        Sequences(bidirectional=True, grid=(ROWS, COLUMNS)),
+    )
     heads = mixer.heads(x, seq, {}, None)
     q, k = mixer.feature_map(heads["q"], heads["k"])
     angles = place_angles(q, seq, q.shape[-1], 100.0)

@@ -123,7 +123,7 @@ class CachedAttention(Mixer):
 
     def attend_all(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences) -> Tensor:
         """Attends whole sequences, a batch `[B, T, …]` or `[1, ΣT, …]`."""
-        rule = self.reach, self.blocks, self.scores, seq.both
+        rule = self.reach, self.blocks, self.scores, seq.bidirectional
         if seq.cu_seqlens is None:
             dynamic = torch.compiler.is_exporting() and not isinstance(q.shape[1], int)
             return (_attend_op if dynamic and self.reach is not None else attend)(q, k, v, *rule)
@@ -172,7 +172,7 @@ class CachedAttention(Mixer):
         """How many tokens a token sees, the mean over length T: T/2, or up to the window; twice as many in
         both directions."""
         w = T if self.reach is None else min(T, self.reach)
-        return (1 + self.both) * (w - w * w / (2 * T))
+        return (1 + self.bidirectional) * (w - w * w / (2 * T))
 
 
 class SoftmaxAttention(CachedAttention):
@@ -374,7 +374,7 @@ class DiagAttention(CachedAttention):
         }
 
     def attend_all(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences) -> Tensor:
-        if seq.both:
+        if seq.bidirectional:
             return super().attend_all(q, k, v, seq)
         options = {"block_size": self.block, "scores": self.scores, "scale": self.K**-0.5}
         o = by_kernel("block_attention", "auto", q, q, k, v, cu_seqlens=seq.cu_seqlens, **options)
@@ -391,7 +391,7 @@ class DiagAttention(CachedAttention):
         return super().visible(keys, queries) & same
 
     def seen(self, T: int) -> float:
-        return (1 + self.both) * min(T, self.block) / 2
+        return (1 + self.bidirectional) * min(T, self.block) / 2
 
 
 def weigh(

@@ -84,7 +84,7 @@ def convolve(
 
     states: None for none. Returns their outputs and, with `carry`, their states.
     """
-    if seq.both:
+    if seq.bidirectional:
         *outputs, last = [conv(x, seq)[0] for conv, x in zip(convs, xs, strict=True)]
         return [*outputs, F.silu(last) if silu else last], None
     if seq.parts is not None:
@@ -142,7 +142,7 @@ class Mixer(FusedLinears):
     cut = False
     """Whether `mix` serves rows that are cut over processes (`seq.parts`); other mixers are refused there."""
     unmasked = False
-    """Whether `mix` serves sequences whose tokens see both ways (`seq.both`). Others mix each way, and both
+    """Whether `mix` serves sequences whose tokens see both ways (`seq.bidirectional`). Others mix each way, and both
     results are added, if the config has `directions` 2."""
     metrics: ClassVar[dict[str, Callable[["Mixer", Tensor], Tensor]]] = {}
     """Name to a number of a layer from its input x `[B, T, D]`. Validation logs the mean over the layers."""
@@ -161,14 +161,14 @@ class Mixer(FusedLinears):
         super().__init__()
         # Read here, because sharding wrappers make a module's class a subclass.
         self._states_rule = "step_rule" in vars(type(self))
-        self.both = not config.is_decoder
+        self.bidirectional = not config.is_decoder
         self.layer_idx = layer_idx
         self.num_heads, self.num_v_heads = config.num_heads, v_heads or config.num_heads
         self.K, self.V = config.key_dim, config.value_dim
 
         self._add_projections(config, k_heads or self.num_heads)
         if taps is None and self.conv_size is not None:
-            default = 0 if self.both else self.conv_size
+            default = 0 if self.bidirectional else self.conv_size
             taps = default if config.conv_size is None else config.conv_size
         self.conv_size = taps
         self._add_convolutions(config)
@@ -239,7 +239,7 @@ class Mixer(FusedLinears):
     def mixed(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Tensor:
         """The three steps: x `[B, T, D]` to y `[B, T, D]`."""
         heads = self.heads(x, seq, state, new)
-        o = self.mix_ways(heads, seq, state, new)
+        o = self.mix_directions(heads, seq, state, new)
         return self.read_out(self.add_local(o, heads) if self.value_conv else o, heads, x)
 
     def add_local(self, o: Tensor, heads: Heads) -> Tensor:
@@ -252,15 +252,21 @@ class Mixer(FusedLinears):
         sizes = {"num_heads": self.num_heads, "head_dim": self.K}
         return build_feature_map(self.map_name, **sizes, **config.feature_map_options)
 
-    def mix_ways(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+    def mix_directions(
+        self, heads: Heads, seq: Sequences, state: State, new: State | None
+    ) -> Tensor:
         """`mix`; for a rule with a mask, where tokens see both ways, the sum of one result each way."""
-        if self.unmasked or not self.both:
+        if self.unmasked or not self.bidirectional:
             return self.mix(heads, seq, state, new)
-        one_way = seq.one_way()
+        causal = seq.causal()
         # What only `read_out` reads need not turn, nor what is the same for all tokens.
         kept = ("gate", "local", "skip")
-        back = heads | {name: seq.turned(x) for name, x in heads.items() if name not in kept}
-        return self.mix(heads, one_way, {}, None) + seq.turned(self.mix(back, one_way, {}, None))
+        turn = {name: x for name, x in heads.items() if name not in kept}
+        reversed_heads = heads | {name: seq.reversed_tokens(x) for name, x in turn.items()}
+
+        forward = self.mix(heads, causal, {}, None)
+        backward = self.mix(reversed_heads, causal, {}, None)
+        return forward + seq.reversed_tokens(backward)
 
     def scatter_states(self, state: State, seq: Sequences) -> State:
         """States by row to states by sequence, as `heads` and `mix` take them."""
@@ -400,14 +406,14 @@ class Mixer(FusedLinears):
         The products with the values of all steps add up.
         It is `mix` of the unit vectors, so it is exact: `mix` is linear in v.
         """
-        seq, n, found = Sequences(both=self.both), self.streams, []
+        seq, n, found = Sequences(bidirectional=self.bidirectional), self.streams, []
         heads = self.heads(x, seq, {}, None)
         B, T, HV = heads["v"].shape[:3]
         unit = torch.eye(T, dtype=heads["v"].dtype, device=x.device).repeat(1, n)[None, :, None]
         for i in range(self.steps):
             v = unit.new_zeros(B, T, HV, n * T)
             v.unflatten(2, (self.steps, -1))[:, :, i] = unit
-            o = self.mix_ways(heads | {"v": v}, seq, {}, None)
+            o = self.mix_directions(heads | {"v": v}, seq, {}, None)
             found.append(o.unflatten(-1, (n, T)).flatten(2, 3).transpose(1, 2))
         return torch.cat(found, 1)
 

@@ -302,19 +302,19 @@ class NalandaConfig(PreTrainedConfig):
                 raise ValueError(
                     f"{field}={getattr(self, field)!r}: {names} does not use it; leave it out"
                 )
-        one_way = [name for name, mixer in mixers.items() if not mixer.unmasked]
+        causal = [name for name, mixer in mixers.items() if not mixer.unmasked]
         if self.directions not in (1, 2):
             raise ValueError(
                 f"directions={self.directions} must be 1, or 2 for an encoder that mixes each way"
             )
         if self.is_decoder and self.directions == 2:
             raise ValueError("directions=2: a decoder reads one way; set is_decoder: false")
-        if not self.is_decoder and one_way and self.directions == 1:
+        if not self.is_decoder and causal and self.directions == 1:
             raise ValueError(
-                f"is_decoder=false: {' and '.join(one_way)} has no form without a mask; set directions: 2 to "
+                f"is_decoder=false: {' and '.join(causal)} has no form without a mask; set directions: 2 to "
                 "add one pass each way"
             )
-        if self.directions == 2 and not one_way:
+        if self.directions == 2 and not causal:
             raise ValueError(
                 f"directions=2: {' and '.join(mixers)} sees both ways at once; leave it out"
             )

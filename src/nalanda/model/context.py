@@ -289,10 +289,10 @@ class _Incoming(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_o: Tensor, d_S: Tensor):
         M, S = ctx.saved_tensors
-        d_M, turned = None, M
+        d_M, transposed = None, M
         if M is not None and M.shape[-1] > 1:
-            turned = M.transpose(-1, -2)
-        d_U = scan(ctx.context, turned, d_S, reverse=True)
+            transposed = M.transpose(-1, -2)
+        d_U = scan(ctx.context, transposed, d_S, reverse=True)
         if M is not None and ctx.needs_input_grad[2]:
             d_M = (d_U * S).sum(-1, keepdim=True) if M.shape[-1] == 1 else d_U @ S.transpose(-1, -2)
         return d_o, None, d_M, d_U

@@ -381,7 +381,8 @@ class Decoder(NalandaPreTrainedModel):
         if grid is not None and any(x is not None for x in described):
             raise ValueError("images have no attention_mask, position_ids or cu_seqlens")
         layout = Layout(x, *described)
-        return Batch(x, layout, Sequences(layout.cu_seqlens, device=x.device, both=True, grid=grid))
+        seq = Sequences(layout.cu_seqlens, device=x.device, bidirectional=True, grid=grid)
+        return Batch(x, layout, seq)
 
     def _part_of_rows(self, x: Tensor, context: Context, packing: Packing) -> Batch:
         """This process's part of rows that are cut over a context; x `[B, T/N, D]`."""

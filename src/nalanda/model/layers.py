@@ -282,7 +282,7 @@ class ShortConv(nn.Module):
             return y.movedim(1, -1).flatten(1, 2), None
         gap, weight = self.width - 1, self.weight.squeeze(1).T.to(x.dtype)
         weight = weight.repeat(1, self.copies) if self.copies > 1 else weight
-        after = self.width // 2 if seq.both else 0  # of a centred one
+        after = self.width // 2 if seq.bidirectional else 0  # of a centred one
         if seq.cu_seqlens is None:
             if after:
                 return _CausalDepthwise.apply(

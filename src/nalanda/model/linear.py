@@ -45,7 +45,7 @@ class LinearRecurrence(Mixer):
         if v.dtype == torch.float16:  # sums of 1000 terms may exceed its range before the norm
             v = v.float()
         feature_map = None if mapped or self.map_name is None else self.feature_map
-        if seq.both:
+        if seq.bidirectional:
             with no_autocast(v):
                 q, k = map_features(q, k, feature_map)
                 return sum_both(q, k, v, seq, scale)
@@ -80,7 +80,7 @@ class LinearRecurrence(Mixer):
 
     def sum_flops(self, num_heads: int, key_dim: int, value_dim: int) -> float:
         """`linear_attention_flops`; in both directions at once there are no chunks."""
-        chunk = 0 if self.both and self.unmasked else 64
+        chunk = 0 if self.bidirectional and self.unmasked else 64
         return linear_attention_flops(num_heads, key_dim, value_dim, chunk)
 
 
@@ -108,7 +108,7 @@ class NormalizedAttention(LinearRecurrence):
 
     def rotate_features(self, theta: float | None) -> None:
         """Sets feature_theta. Raises ValueError for one that cannot work."""
-        if theta is not None and not self.both:
+        if theta is not None and not self.bidirectional:
             raise ValueError(f"rope_theta={theta}: encoders rotate features; set is_decoder: false")
         if theta is not None and theta <= 0:
             raise ValueError(f"rope_theta={theta} must be positive")
@@ -137,7 +137,7 @@ class NormalizedAttention(LinearRecurrence):
     ) -> Tensor | None:
         """`mix` by one kernel, which forms sums and denominators; None if none serves the call."""
         q, v = heads["q"], heads["v"]
-        if q.shape[1] == 1 or seq.parts is not None or seq.both:
+        if q.shape[1] == 1 or seq.parts is not None or seq.bidirectional:
             return None
         served = by_kernel(
             *("normalized_attention", "auto", q, q, heads["k"], v, heads.get("g")),
@@ -286,7 +286,7 @@ def negative_weights(mixer: Mixer, x: Tensor) -> Tensor:
     """The share of negative ones among the weights of the tokens that a token sees."""
     weights = mixer.weights(x)  # [B, heads, T, T]
     seen = torch.ones_like(weights[0, 0], dtype=torch.bool)
-    if not mixer.both:
+    if not mixer.bidirectional:
         seen = seen.tril()
     return (weights[..., seen] < 0).float().mean()
 
@@ -434,7 +434,7 @@ class SoftAttention(LinearRecurrence):
         self.grid = config.grid
 
     def build_map(self, config) -> Any:
-        if not self.both:
+        if not self.bidirectional:
             return super().build_map(config)
         options = config.feature_map_options
         check_names(options, PooledLandmarks)
@@ -442,7 +442,7 @@ class SoftAttention(LinearRecurrence):
         return PooledLandmarks(self.map_name == "softpp", **options)
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
-        if not seq.both:
+        if not seq.bidirectional:
             return self.recur(heads, seq, state, new, scale=1.0)
         q, v = heads["q"], heads["v"]
         if seq.cu_seqlens is None:
@@ -455,7 +455,7 @@ class SoftAttention(LinearRecurrence):
         return torch.cat([self.feature_map(*sequence) for sequence in sequences], 1)
 
     def rule_flops(self, T: int) -> float:
-        if not self.both:
+        if not self.bidirectional:
             return super().rule_flops(T)
         return self.num_heads * self.feature_map.flops_at(self.grid or (T,), self.K, self.V)
 

@@ -45,7 +45,7 @@ class Sequences:
     (on the host) mixers take and return the states of rows instead of sequences. `device`: that of the
     layers, whose `tables` are then made at once, as compiled layers need them. `static`: `past` is on the
     device, and the call is captured as a CUDA graph, so the host must not read it. `parts` (`context.Parts`):
-    the rows are cut over processes, and first sequences may continue documents of earlier parts. `both`:
+    the rows are cut over processes, and first sequences may continue documents of earlier parts. `bidirectional`:
     tokens see those behind them too. `grid`: each row is an image of (rows, columns) patches, row by row.
     """
 
@@ -59,11 +59,11 @@ class Sequences:
         device: torch.device | None = None,
         static: bool = False,
         parts: Any = None,
-        both: bool = False,
+        bidirectional: bool = False,
         grid: tuple[int, int] | None = None,
     ):
         self.cu_seqlens, self.past, self.rows, self.static = cu_seqlens, past, rows, static
-        self.parts, self.both, self.grid = parts, both, grid
+        self.parts, self.bidirectional, self.grid = parts, bidirectional, grid
         self._tables: dict[torch.device, Tables] = {}
         self._made: dict[tuple, Any] = {}
         if cu_seqlens is not None and device is not None:
@@ -153,14 +153,14 @@ class Sequences:
 
     def counts(self, T: int, device: torch.device) -> Tensor:
         """How many tokens each token sees, with itself: int64 `[1, T]` if equal in all rows, or `[B, T]`."""
-        if not self.both:
+        if not self.bidirectional:
             return self.positions(T, device) + 1
         if self.cu_seqlens is None:
             return torch.full((1, 1), T, device=device).expand(1, T)
         cu, sequence, _, _ = self.tables(device)
         return cu.diff()[sequence][None]
 
-    def turned(self, x: Tensor) -> Tensor:
+    def reversed_tokens(self, x: Tensor) -> Tensor:
         """x `[B, T, …]` with the tokens of each sequence in the opposite order."""
         if self.cu_seqlens is None:
             return x.flip(1)
@@ -172,9 +172,9 @@ class Sequences:
         """Each sequence of a packed row, `[1, ΣT, …]` to N times `[1, T, …]`, without the empty ones."""
         return [part for part in x.split(self.lengths.tolist(), 1) if part.shape[1]]
 
-    def one_way(self) -> "Sequences":
+    def causal(self) -> "Sequences":
         """The same, where tokens see none behind them."""
-        return self._once(("one_way",), lambda: Sequences(self.cu_seqlens))
+        return self._once(("causal",), lambda: Sequences(self.cu_seqlens))
 
     def longest(self, T: int) -> int:
         """Length of the longest sequence of a batch of T columns, including earlier calls."""
