@@ -332,7 +332,7 @@ def _run_part(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor]:
 
     parts, v = seq.parts, call.v
     linear = call.beta is None
-    rows, tokens = seq.tables(v.device).rows, parts.tokens.to(v.device)
+    rows, tokens = seq.on_device(v.device).rows, parts.tokens.to(v.device)
     assert rows is not None
     continued = (parts.continued if rank else parts.continued[:0]).to(v.device)
 
@@ -380,7 +380,7 @@ def _run_part(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor]:
 def _run_last_part(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor]:
     """`_run_part` on the last part: it waits for its state and takes one pass."""
     parts, v = seq.parts, call.v
-    rows, continued = seq.tables(v.device).rows, parts.continued.to(v.device)
+    rows, continued = seq.on_device(v.device).rows, parts.continued.to(v.device)
     assert rows is not None
 
     F, V = call.k.shape[3], v.shape[3]

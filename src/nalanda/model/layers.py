@@ -302,7 +302,7 @@ class ShortConv(nn.Module):
             laid = laid.index_copy(0, gaps.flatten(), state.to(x.dtype).flatten(0, 1))
         y = _CausalDepthwise.apply(laid[None], weight, tokens - gap + after)
         # A sequence's last W−1 rows are `length` rows after those of its gap.
-        return y, laid[gaps + seq.tables(x.device).cu_seqlens.diff()[:, None]] if carry else None
+        return y, laid[gaps + seq.on_device(x.device).cu_seqlens.diff()[:, None]] if carry else None
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, width={self.width}"

@@ -20,7 +20,7 @@ class Rows(NamedTuple):
     """Whether the row's first sequence continues its carried state, bool `[B]`."""
 
 
-class Tables(NamedTuple):
+class DevicePacking(NamedTuple):
     """A packed batch on a device.
 
     What else a layer needs to know follows by arithmetic, with shapes that depend on N, ΣT and B but on no
@@ -43,7 +43,7 @@ class Sequences:
     `[N+1]`, on the host, where reading it needs no device synchronisation) bounds its N sequences, which may
     be empty. `past` (int64 `[N]`, on the host) counts the tokens of each that earlier calls read. With `rows`
     (on the host) mixers take and return the states of rows instead of sequences. `device`: that of the
-    layers, whose `tables` are then made at once, as compiled layers need them. `static`: `past` is on the
+    layers, whose `on_device` is then made at once, as compiled layers need them. `static`: `past` is on the
     device, and the call is captured as a CUDA graph, so the host must not read it. `parts` (`context.Parts`):
     the rows are cut over processes, and first sequences may continue documents of earlier parts. `bidirectional`:
     tokens see those behind them too. `grid`: each row is an image of (rows, columns) patches, row by row.
@@ -64,10 +64,10 @@ class Sequences:
     ):
         self.cu_seqlens, self.past, self.rows, self.static = cu_seqlens, past, rows, static
         self.parts, self.bidirectional, self.grid = parts, bidirectional, grid
-        self._tables: dict[torch.device, Tables] = {}
+        self._on_device: dict[torch.device, DevicePacking] = {}
         self._made: dict[tuple, Any] = {}
         if cu_seqlens is not None and device is not None:
-            self.tables(device)
+            self.on_device(device)
 
     @property
     def lengths(self) -> Tensor:
@@ -75,20 +75,22 @@ class Sequences:
         assert self.cu_seqlens is not None, "a dense batch has no packed lengths"
         return self.cu_seqlens.diff()
 
-    def tables(self, device: torch.device) -> Tables:
+    def on_device(self, device: torch.device) -> DevicePacking:
         """The packed batch on `device`."""
-        if device not in self._tables:
-            self._make_tables(device)
-        return self._tables[device]
+        if device not in self._on_device:
+            self._put_on_device(device)
+        return self._on_device[device]
 
     @torch.compiler.disable  # their shapes depend on values
-    def _make_tables(self, device: torch.device) -> None:
+    def _put_on_device(self, device: torch.device) -> None:
         assert self.cu_seqlens is not None
         here = partial(Tensor.to, device=device, non_blocking=True)
         sequence = torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
         past = None if self.past is None else here(self.past)
         rows = None if self.rows is None else Rows(*map(here, self.rows))
-        made = self._tables[device] = Tables(here(self.cu_seqlens), here(sequence), past, rows)
+        made = self._on_device[device] = DevicePacking(
+            here(self.cu_seqlens), here(sequence), past, rows
+        )
         for x in (self.cu_seqlens, made.cu_seqlens, past):  # N differs from batch to batch
             if x is not None:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
@@ -120,7 +122,7 @@ class Sequences:
         """
 
         def make() -> tuple[Tensor, Tensor]:
-            cu, sequence, _, _ = self.tables(device)
+            cu, sequence, _, _ = self.on_device(device)
             tokens = torch.arange(len(sequence), device=device) + gap * (1 + sequence)
             starts = cu[:-1] + gap * torch.arange(cu.shape[0] - 1, device=device)
             return tokens, starts[:, None] + torch.arange(gap, device=device)
@@ -138,7 +140,7 @@ class Sequences:
                     if self.past is None
                     else places + self.past.to(device, non_blocking=True)[:, None]
                 )
-            cu, sequence, past, _ = self.tables(device)
+            cu, sequence, past, _ = self.on_device(device)
             first = cu[:-1] if past is None else cu[:-1] - past
             return places - first[sequence]
 
@@ -157,14 +159,14 @@ class Sequences:
             return self.positions(T, device) + 1
         if self.cu_seqlens is None:
             return torch.full((1, 1), T, device=device).expand(1, T)
-        cu, sequence, _, _ = self.tables(device)
+        cu, sequence, _, _ = self.on_device(device)
         return cu.diff()[sequence][None]
 
     def reversed_tokens(self, x: Tensor) -> Tensor:
         """x `[B, T, …]` with the tokens of each sequence in the opposite order."""
         if self.cu_seqlens is None:
             return x.flip(1)
-        cu, sequence, _, _ = self.tables(x.device)
+        cu, sequence, _, _ = self.on_device(x.device)
         ends = cu[:-1] + cu[1:] - 1  # a token and its place in the other order add up to these
         return x.index_select(1, ends[sequence] - torch.arange(len(sequence), device=x.device))
 
@@ -255,7 +257,7 @@ class Sequences:
 
     def scatter_states(self, state: Tensor) -> Tensor:
         """Carried states `[B, …]` to initial states of sequences `[N, …]`, zero where none continues."""
-        cu, _, _, rows = self.tables(state.device)
+        cu, _, _, rows = self.on_device(state.device)
         assert rows is not None
         # Selected, not multiplied by 0: a row that does not continue may hold NaN.
         held = state.where(rows.carried.view(-1, *(1,) * (state.dim() - 1)), 0)
@@ -263,7 +265,7 @@ class Sequences:
 
     def gather_states(self, state: Tensor) -> Tensor:
         """Final states of sequences `[N, …]` to carried states `[B, …]`, detached."""
-        rows = self.tables(state.device).rows
+        rows = self.on_device(state.device).rows
         assert rows is not None
         return self.settled(state.detach().index_select(0, rows.last))
 
@@ -304,7 +306,7 @@ class Sequences:
 
     def tails(self, x: Tensor, width: int) -> Tensor:
         """The last tokens of each row's last sequence, left-padded: `[1, ΣT, …]` to `[B, width, …]`."""
-        cu, _, _, rows = self.tables(x.device)
+        cu, _, _, rows = self.on_device(x.device)
         assert rows is not None
         index = cu[1:][rows.last, None] + torch.arange(-width, 0, device=x.device)
         missing = index < cu[rows.last, None]
