@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from nalanda.model import FeatureMap, Mixer, ops, register_feature_map, register_mixer
-from nalanda.model.base import Heads, State, StateSpec
+from nalanda.model.base import Heads, LayerState, StateSpec
 from nalanda.model.call import Call, Rule
 from nalanda.model.context import recurrence
 from nalanda.model.layers import Fp32Module, at_least_fp32
@@ -54,7 +54,9 @@ class ForgetfulAttention(Mixer):
         super().__init__(config, layer_idx)
         self.rates = Rates(self.num_heads) if forget else None
 
-    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> torch.Tensor:
+    def mix(
+        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
+    ) -> torch.Tensor:
         g = None if self.rates is None else self.rates().expand(*heads["v"].shape[:2], -1)
         q, k, v = heads["q"], heads["k"], heads["v"]  # [B, T, H, ·]
         rule = Rule(

@@ -308,8 +308,10 @@ def packed_is_separate(model: Any) -> None:
 
 
 def cut_rows_are_whole(model: Any) -> None:
-    """Rows cut over three threads, by documents that end, begin or lie inside a part, end at its edge or pass
-    through: losses, gradients and carried states are those of whole rows. For mixers that say they serve them."""
+    """Losses, gradients and carried states of rows cut over three threads are those of whole rows.
+
+    Documents end, begin or lie inside a part, end at its edge or pass through. Only for mixers with `cut`.
+    """
     if not all(layer.mixer.cut for layer in model.model.layers):
         return
     B, T, N = 2, 69, 3

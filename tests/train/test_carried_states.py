@@ -456,7 +456,7 @@ def test_saved_by_two_ranks_loaded_by_one_and_by_two(row, tmp_path):
 
 
 def test_files_of_lanes_are_read(tmp_path):
-    """As checkpoints before 0.1.0 have them: `lanes-R.safetensors` with `lane.SLOT.…`."""
+    """As earlier checkpoints have them: `lanes-R.safetensors` with `lane.SLOT.…`."""
     _, made = batches()
     states = CarriedStates()
     states.after(0, run(build(), made[0], None), made[0])

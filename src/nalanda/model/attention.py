@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
-from .base import Heads, Mixer, State, StateSpec
+from .base import Heads, LayerState, Mixer, StateSpec
 from .layers import RMSNorm, place_angles, rotate, slow_down
 from .ops import by_kernel
 from .options import fits
@@ -35,7 +35,9 @@ class CachedAttention(Mixer):
     """Whether a token sees only those of its own block of `reach` tokens."""
     scores = "softmax"
 
-    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+    def mix(
+        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
+    ) -> Tensor:
         q, k, v = (heads[name] for name in ("q", "k", "v"))
         T = q.shape[1]
         if seq.parts is not None and self.reach is None:
@@ -50,12 +52,12 @@ class CachedAttention(Mixer):
                 return seq.unpad(self.attend_past(seq.pad(q), laid["k"], laid["v"], seq, T), T)
         return self.attend_all(q, k, v, seq)
 
-    def scatter_states(self, state: State, seq: Sequences) -> State:
+    def scatter_states(self, state: LayerState, seq: Sequences) -> LayerState:
         """Keys and values stay by row, see `mix_rows`."""
         convs, rest = split_states(state)
         return super().scatter_states(convs, seq) | rest
 
-    def gather_states(self, new: State, seq: Sequences) -> State:
+    def gather_states(self, new: LayerState, seq: Sequences) -> LayerState:
         convs, rest = split_states(new)
         return super().gather_states(convs, seq) | {
             n: seq.settled(x.detach()) for n, x in rest.items()
@@ -63,7 +65,13 @@ class CachedAttention(Mixer):
 
     @torch.compiler.disable  # the values of cu_seqlens decide how much is kept
     def mix_rows(
-        self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, state: State, new: State | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seq: Sequences,
+        state: LayerState,
+        new: LayerState | None,
     ) -> Tensor:
         """Attends packed rows that continue carried states or parts of other processes, within `reach`.
 
@@ -92,7 +100,13 @@ class CachedAttention(Mixer):
 
     @torch.compiler.disable  # lengths depend on the values of cu_seqlens
     def mix_parts(
-        self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, state: State, new: State | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seq: Sequences,
+        state: LayerState,
+        new: LayerState | None,
     ) -> Tensor:
         """Attends a part of rows without a `reach`, after the keys and values of all parts before it."""
         parts = seq.parts
@@ -265,7 +279,7 @@ class SoftmaxAttention(CachedAttention):
     def linears(self) -> dict[str, nn.Linear]:
         return super().linears() | ({"gate": self.g_proj} if self.gate else {})
 
-    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
+    def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
         heads = super().heads(x, seq, state, new)
         q, k = heads["q"], heads["k"]
         if self.qk_norm:
@@ -313,7 +327,7 @@ def checked_scaling(given: dict) -> dict[str, float]:
     return numbers
 
 
-def split_states(state: State) -> tuple[State, State]:
+def split_states(state: LayerState) -> tuple[LayerState, LayerState]:
     """(those of convolutions, the others)."""
     convs = {name: x for name, x in state.items() if name.startswith("conv_")}
     return convs, {name: x for name, x in state.items() if name not in convs}
@@ -364,7 +378,7 @@ class DiagAttention(CachedAttention):
             self.norm, self.o_norm = "rms", SimpleRMSNorm(config.norm_eps, norm_eps_placement)
         self.lrpe = build_positions(positions, self.K)
 
-    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
+    def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
         heads = super().heads(x, seq, state, new)
         if self.lrpe is None:
             return heads

@@ -55,7 +55,7 @@ from .projections import FusedLinears
 from .sequences import Sequences
 from .step import StepLayer, StepRule, step
 
-State = dict[str, Tensor]
+LayerState = dict[str, Tensor]
 StateSpec = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 
 
@@ -65,7 +65,7 @@ class CarriedState:
     Not a dict: FSDP casts tensors inside dicts to the compute dtype.
     """
 
-    def __init__(self, tensors: State):
+    def __init__(self, tensors: LayerState):
         self.tensors = tensors
 
 
@@ -220,8 +220,8 @@ class Mixer(FusedLinears):
         self.o_proj = nn.Linear(width, D, bias=bias)
 
     def forward(
-        self, x: Tensor, seq: Sequences, state: State | CarriedState | None = None
-    ) -> tuple[Tensor, State | CarriedState | None]:
+        self, x: Tensor, seq: Sequences, state: LayerState | CarriedState | None = None
+    ) -> tuple[Tensor, LayerState | CarriedState | None]:
         """x `[B, T, D]` to y `[B, T, D]` and the new state. state: None for none, {} for an empty one."""
         if isinstance(state, CarriedState):
             new, held = {}, self.scatter_states(state.tensors, seq)
@@ -233,10 +233,10 @@ class Mixer(FusedLinears):
             served = self.step(x, seq, state)
             if served is not None:
                 return served
-        new: State | None = None if state is None else {}
+        new: LayerState | None = None if state is None else {}
         return self.mixed(x, seq, state or {}, new), new
 
-    def mixed(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Tensor:
+    def mixed(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Tensor:
         """The three steps: x `[B, T, D]` to y `[B, T, D]`."""
         heads = self.heads(x, seq, state, new)
         o = self.mix_directions(heads, seq, state, new)
@@ -253,7 +253,7 @@ class Mixer(FusedLinears):
         return build_feature_map(self.map_name, **sizes, **config.feature_map_options)
 
     def mix_directions(
-        self, heads: Heads, seq: Sequences, state: State, new: State | None
+        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
     ) -> Tensor:
         """`mix`; for a rule with a mask, where tokens see both ways, the sum of one result each way."""
         if self.unmasked or not self.bidirectional:
@@ -268,15 +268,15 @@ class Mixer(FusedLinears):
         backward = self.mix(reversed_heads, causal, {}, None)
         return forward + seq.reversed_tokens(backward)
 
-    def scatter_states(self, state: State, seq: Sequences) -> State:
+    def scatter_states(self, state: LayerState, seq: Sequences) -> LayerState:
         """States by row to states by sequence, as `heads` and `mix` take them."""
         return {name: seq.scatter_states(x) for name, x in state.items()}
 
-    def gather_states(self, new: State, seq: Sequences) -> State:
+    def gather_states(self, new: LayerState, seq: Sequences) -> LayerState:
         """States by sequence to states by row, of each row's last sequence."""
         return {name: seq.gather_states(x) for name, x in new.items()}
 
-    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
+    def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
         """The inputs of `mix`, by name: q `[B, T, H, K]`, k `[B, T, HK, K]`, v `[B, T, HV, V]`, gates; and
         `gate`, the input of the output gate, and `local` `[B, T, HV, V]`, the convolution of v.
 
@@ -305,7 +305,9 @@ class Mixer(FusedLinears):
         """The Linear layers that read x: `heads` has their outputs by these names."""
         return self.projections() | ({"gate": self.g_proj} if self.gated else {})
 
-    def convolve(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Heads:
+    def convolve(
+        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
+    ) -> Heads:
         """The short convolutions of q, k and v, by name; SiLU follows for v."""
         names = list(self.projections())
         convs, past = [getattr(self, f"{n}_conv1d") for n in names], None
@@ -318,7 +320,9 @@ class Mixer(FusedLinears):
             new |= {f"conv_{n}": x for n, x in zip(names, past, strict=True)}
         return dict(zip(names, outputs, strict=True))
 
-    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+    def mix(
+        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
+    ) -> Tensor:
         """o `[B, T, HV, V]` from `heads`; linear in v, and the only step that sees other tokens."""
         raise NotImplementedError
 
@@ -331,7 +335,9 @@ class Mixer(FusedLinears):
         o = (o.flatten(-2) if self.norm is None else self.o_norm(o.flatten(-2))).to(x.dtype)
         return self.o_proj(o if gate is None else swiglu(gate, o))
 
-    def step(self, x: Tensor, seq: Sequences, state: State) -> tuple[Tensor, State] | None:
+    def step(
+        self, x: Tensor, seq: Sequences, state: LayerState
+    ) -> tuple[Tensor, LayerState] | None:
         """`forward` for one token per sequence, in one kernel after the projections; None: none serves it."""
         rule = self.rule_of_a_token()
         if rule is None:
@@ -372,7 +378,7 @@ class Mixer(FusedLinears):
         """The recurrence of one token, of mixers that decode by a kernel; None: not with these options."""
         raise NotImplementedError
 
-    def step_layer(self, x: Tensor, state: State) -> StepLayer:
+    def step_layer(self, x: Tensor, state: LayerState) -> StepLayer:
         """The sizes and layers around the rule of a token, for x `[N, 1, D]`."""
         convs = self.projections() if self.conv_size else ()
         filters = {name: getattr(self, f"{name}_conv1d").weight for name in convs}

@@ -14,8 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from .base import CarriedState
-from .base import State as Tensors
+from .base import CarriedState, LayerState
 from .cache import NalandaCache
 from .configuration import NalandaConfig
 from .context import Context, Parts
@@ -103,8 +102,8 @@ class Block(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, seq: Sequences, state: Tensors | CarriedState | None = None
-    ) -> tuple[Tensor, Tensors | CarriedState | None]:
+        self, x: Tensor, seq: Sequences, state: LayerState | CarriedState | None = None
+    ) -> tuple[Tensor, LayerState | CarriedState | None]:
         x, h = add_norm(x, None, self.mixer_norm)
         y, state = self.mixer(h, seq, state)
         x, h = add_norm(x, self.dropout(y) if self.training else y, self.mlp_norm)

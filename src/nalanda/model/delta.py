@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Heads, Mixer, State, StateSpec
+from .base import Heads, LayerState, Mixer, StateSpec
 from .call import Call, Rule
 from .context import recurrence
 from .epilogues import norm_gate
@@ -141,7 +141,7 @@ class DeltaNet(Mixer):
             self.a_proj = nn.Linear(D, self.num_v_heads, bias=False)
             self.decay = Decay(self.num_v_heads)
 
-    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
+    def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
         heads = super().heads(x, seq, state, new)
         if not self.conv_size:
             heads["v"] = F.silu(heads["v"])
@@ -155,7 +155,9 @@ class DeltaNet(Mixer):
     def linears(self) -> dict[str, nn.Linear]:
         return super().linears() | {"b": self.b_proj} | ({"a": self.a_proj} if self.decays else {})
 
-    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+    def mix(
+        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
+    ) -> Tensor:
         q, k, beta, features = heads["q"], heads["k"], heads["beta"], self.feature_map
         erase, norm = heads.get("erase"), "l2" if self.qk_norm == "l2" else None
         if self.norm_write:
@@ -398,7 +400,9 @@ class DeltaProduct(DeltaNet):
             config, layer_idx, allow_neg_eigval=allow_neg_eigval, num_v_heads=num_v_heads
         )
 
-    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+    def mix(
+        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
+    ) -> Tensor:
         # One row of n·T steps: the decay comes before a token's first, and q reads after its last.
         n, k, v = self.steps, heads["k"], heads["v"]
         steps = {"q": heads["q"].repeat_interleave(n, 1), "beta": self.by_step(heads["beta"])}

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Heads, Mixer, State, StateSpec
+from .base import Heads, LayerState, Mixer, StateSpec
 from .call import Call, Rule, wide_dtype
 from .context import recurrence
 from .delta import Decay
@@ -26,15 +26,17 @@ class LinearRecurrence(Mixer):
 
     cut = True
 
-    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+    def mix(
+        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
+    ) -> Tensor:
         return self.recur(heads, seq, state, new)
 
     def recur(
         self,
         heads: Heads,
         seq: Sequences,
-        state: State,
-        new: State | None,
+        state: LayerState,
+        new: LayerState | None,
         *,
         mapped: bool = False,
         scale: float | None = None,
@@ -125,7 +127,9 @@ class NormalizedAttention(LinearRecurrence):
         features = self.feature_map.feature_dim
         return self.K if features == 2 * self.K else features
 
-    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+    def mix(
+        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
+    ) -> Tensor:
         o = self.readout(heads, seq, state, new)
         if o is not None:
             return o
@@ -133,7 +137,7 @@ class NormalizedAttention(LinearRecurrence):
         return o / (z + EPS * self.counts(heads, seq))
 
     def readout(
-        self, heads: Heads, seq: Sequences, state: State, new: State | None, **options
+        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None, **options
     ) -> Tensor | None:
         """`mix` by one kernel, which forms sums and denominators; None if none serves the call."""
         q, v = heads["q"], heads["v"]
@@ -157,7 +161,13 @@ class NormalizedAttention(LinearRecurrence):
         return o
 
     def sums(
-        self, heads: Heads, seq: Sequences, state: State, new: State | None, *, mapped: bool = False
+        self,
+        heads: Heads,
+        seq: Sequences,
+        state: LayerState,
+        new: LayerState | None,
+        *,
+        mapped: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """φ(q)ᵀ S `[B, T, HV, V]` and φ(q)ᵀ z `[B, T, HV, 1]`, in fp32, by one op: z is S with v = 1."""
         v = at_least_fp32(heads["v"])
@@ -223,7 +233,9 @@ class LinearAttention(NormalizedAttention):
             self.norm = "head"
         super().__init__(config, layer_idx)
 
-    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+    def mix(
+        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
+    ) -> Tensor:
         if not self.denominator:
             return self.recur(heads, seq, state, new)
         return super().mix(heads, seq, state, new)
@@ -320,7 +332,9 @@ class MALA(NormalizedAttention):
         self.scale = scale
         self.rotate_features(rope_theta)
 
-    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+    def mix(
+        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
+    ) -> Tensor:
         o = self.readout(heads, seq, state, new, magnitude=self.scale)
         if o is not None:
             return o
@@ -375,7 +389,9 @@ class PolaAttention(NormalizedAttention):
         super().__init__(config, layer_idx)
         self.gate_first = gate_first
 
-    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+    def mix(
+        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
+    ) -> Tensor:
         halves = {name: heads[name] for name in ("q", "k")}
         halves["v"] = heads["v"].unflatten(-1, (2, -1)).flatten(2, 3)
         o = self.readout(halves, seq, state, new, mirrored=True)
@@ -441,7 +457,9 @@ class SoftAttention(LinearRecurrence):
         check_types(options, PooledLandmarks.__init__.__annotations__, "feature_map_options: ")
         return PooledLandmarks(self.map_name == "softpp", **options)
 
-    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+    def mix(
+        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
+    ) -> Tensor:
         if not seq.bidirectional:
             return self.recur(heads, seq, state, new, scale=1.0)
         q, v = heads["q"], heads["v"]
@@ -482,7 +500,7 @@ class Retention(LinearRecurrence):
         super().__init__(config, layer_idx)
         self.rope_theta = rope_theta
 
-    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
+    def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
         heads = super().heads(x, seq, state, new)
         angles = place_angles(x, seq, self.K, self.rope_theta)
         h = torch.arange(self.num_heads, device=x.device, dtype=angles.dtype)
@@ -523,7 +541,7 @@ class GLA(LinearRecurrence):
             nn.Linear(gate_rank, self.num_heads * self.K),
         )
 
-    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
+    def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
         gates = at_least_fp32(self.gk_proj(x)).unflatten(-1, (-1, self.K))
         heads = super().heads(x, seq, state, new)
         return heads | {"g": F.logsigmoid(gates) / self.temperature}
@@ -588,12 +606,14 @@ class Mamba2(LinearRecurrence):
     def linears(self) -> dict[str, nn.Linear]:
         return super().linears() | {"a": self.a_proj}
 
-    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
+    def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
         heads = super().heads(x, seq, state, new)
         dt, g, skip = self.discretization(heads["a"])
         return heads | {"dt": dt, "g": g, "skip": skip}
 
-    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+    def mix(
+        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
+    ) -> Tensor:
         v = at_least_fp32(heads["v"])
         o = self.recur(heads | {"v": heads["dt"][..., None] * v}, seq, state, new, scale=1.0)
         return o + heads["skip"][:, None] * v

@@ -276,7 +276,7 @@ class Sequences:
     def with_kept(
         self, kept: int, wanted: Tensor, device: torch.device
     ) -> tuple["Sequences", Tensor, Tensor]:
-        """These sequences with tokens of earlier calls before those that continue a carried state.
+        """The sequences with tokens of earlier calls before those that continue a carried state.
 
         Each row keeps `kept` tokens; its first sequence gets the last `wanted` (int64 `[N]`, on the host).
         Returns the longer sequences of ΣT' tokens in all; int64 `[ΣT']`, the index of each of these in the ΣT

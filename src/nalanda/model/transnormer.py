@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Heads, State
+from .base import Heads, LayerState
 from .layers import Fp32Module, at_least_fp32, rotate
 from .linear import LinearRecurrence
 from .ops import map_features
@@ -110,7 +110,7 @@ class NormAttention(LinearRecurrence):
         for projection in (self.q_proj, self.k_proj, self.v_proj):
             projection.gain = 2**-0.5  # pyrefly: ignore[bad-argument-type]
 
-    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
+    def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
         heads = super().heads(x, seq, state, new)
         q, k, dtype = heads["q"], heads["k"], heads["q"].dtype
         if self.lrpe is not None:
@@ -119,5 +119,7 @@ class NormAttention(LinearRecurrence):
             q, k = (self.lrpe(phi, positions).to(dtype) for phi in features)
         return heads | {"q": q, "k": k}
 
-    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+    def mix(
+        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
+    ) -> Tensor:
         return self.recur(heads, seq, state, new, mapped=self.lrpe is not None, scale=1.0)

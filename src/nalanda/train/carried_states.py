@@ -84,7 +84,7 @@ class CarriedStates:
             cache.lengths = torch.zeros(cache.batch_size, dtype=torch.int64)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """This rank's states on the host, by slot: `slot.SLOT.LAYER.NAME` and `slot.SLOT.length`."""
+        """States of this rank on the host, by slot: `slot.SLOT.LAYER.NAME` and `slot.SLOT.length`."""
         tensors = {}
         for slots, cache in self._caches.values():
             for layer, state in enumerate(cache.states):
@@ -142,7 +142,7 @@ def _stacked(rows: list[dict[str, Tensor]], device: torch.device | str) -> Nalan
 
 
 def slot_files(checkpoint: Path) -> list[Path]:
-    """The files of all ranks' `state_tensors` in a checkpoint; `lanes-R` is their name before 0.1.0."""
+    """The files of all ranks' `state_tensors` in a checkpoint; `lanes-R` is their earlier name."""
     return sorted([*checkpoint.glob("slots-*"), *checkpoint.glob("lanes-*")])
 
 
