@@ -184,7 +184,9 @@ def _sequences(
     """
     target = torch.device(device)
     if context is None:
-        return Sequences(torch.arange(rows + 1) * length, device=target, bidirectional=not config.is_decoder)
+        return Sequences(
+            torch.arange(rows + 1) * length, device=target, bidirectional=not config.is_decoder
+        )
     parts = Parts(context, rows, context.size * length, None, None, None)
     return Sequences(parts.cu_seqlens, parts.past, parts.rows, target, False, parts)
 
