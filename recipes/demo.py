@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -33,12 +34,8 @@ def main(overrides: list[str]) -> None:
         config = load_config(recipe, overrides)
         run_dir = Path(config.output_dir)
         console.rule("train")
-        run(
-            *accelerate(config.train.cpu_threads or 1),
-            os.path.relpath(RECIPES / "pretrain.py"),
-            recipe,
-            *overrides,
-        )
+        script = os.path.relpath(RECIPES / "pretrain.py")
+        run(*accelerate(config.train.cpu_threads or 1), script, recipe, *overrides)
 
         console.rule("evaluate")
         write_python_tasks(run_dir / "eval", config.data)
@@ -46,21 +43,13 @@ def main(overrides: list[str]) -> None:
         run("nalanda", "eval", str(run_dir / "final"), *tasks, "--output", str(run_dir / "eval"))
 
         console.rule("generate")
-        run(
-            "nalanda",
-            "generate",
-            str(run_dir / "final"),
-            PROMPT,
-            "--max-new-tokens",
-            "120",
-            "--seed",
-            "0",
-        )
+        options = ("--max-new-tokens", "120", "--seed", "0")
+        run("nalanda", "generate", str(run_dir / "final"), PROMPT, *options)
 
         console.rule("compare")
         with console.status("counting bigrams, zeroing the token mixers …"):
-            summary = compare(run_dir)
-        console.print(summary)
+            panel = compare(run_dir)
+        console.print(panel)
 
 
 def accelerate(threads: int) -> list[str]:
@@ -68,26 +57,23 @@ def accelerate(threads: int) -> list[str]:
     import torch
 
     command = ["accelerate", "launch", "--quiet", "--num_processes=1", "--num_machines=1"]
-    command += [
-        "--mixed_precision=no",
-        "--dynamo_backend=no",
-        f"--num_cpu_threads_per_process={threads}",
-    ]
-    return command if torch.cuda.is_available() else [*command, "--cpu"]
+    command += ["--mixed_precision=no", "--dynamo_backend=no"]
+    command.append(f"--num_cpu_threads_per_process={threads}")
+    if not torch.cuda.is_available():
+        command.append("--cpu")
+    return command
 
 
 def run(program: str, *arguments: str) -> None:
     """Shows and runs a command of this environment. If it fails, the demo exits with its code."""
-    shown = [
-        argument if argument.isprintable() and " " not in argument else repr(argument)
-        for argument in arguments
-    ]
-    console.print(f"$ {' '.join([program, *shown])}", style="bold", markup=False, soft_wrap=True)
-    command, quiet = (
-        [Path(sys.executable).with_name(program), *arguments],
-        {"NALANDA_NEXT_STEPS": "0"},
-    )
-    process = subprocess.Popen(command, env=os.environ | quiet)
+    words = [program]
+    for argument in arguments:
+        simple = argument.isprintable() and " " not in argument
+        words.append(argument if simple else repr(argument))
+    console.print(f"$ {' '.join(words)}", style="bold", markup=False, soft_wrap=True)
+
+    command = [Path(sys.executable).with_name(program), *arguments]
+    process = subprocess.Popen(command, env=os.environ | {"NALANDA_NEXT_STEPS": "0"})
     while True:
         try:
             code = process.wait()
@@ -109,9 +95,7 @@ def compare(run_dir: Path) -> Panel:
     from nalanda.config.load import load_config
     from nalanda.data.text_bytes import text_bytes
     from nalanda.inference.load import load_model
-    from nalanda.report.plot import plot
     from nalanda.train.build import open_batches
-    from nalanda.train.loss import count_bytes, count_labels
 
     config = load_config(run_dir / "config.yaml")
     model, tokenizer = load_model(str(run_dir / "final"))
@@ -128,25 +112,39 @@ def compare(run_dir: Path) -> Panel:
     with zeroed_mixers(model):
         figures["the model, token mixers zeroed"] = measure_perplexity(model, rows)
 
-    measured = Table(
-        "[bold]on the validation rows", box=None, header_style="", padding=(0, 2, 0, 0)
-    )
-    measured.add_column("perplexity", justify="right")
-    sizes = text_bytes(tokenizer)
-    if sizes:
-        measured.add_column("bits per byte", justify="right")
-        tokens_per_byte = sum(map(count_labels, rows)) / sum(
-            count_bytes(row, sizes) for row in rows
-        )
+    return summary(run_dir, figures, _tokens_per_byte(rows, text_bytes(tokenizer)))
+
+
+def _tokens_per_byte(rows: list[dict], sizes: Any) -> float | None:
+    """Predicted tokens per byte of the text behind them; None if the tokenizer loses bytes."""
+    from nalanda.train.loss import count_bytes, count_labels
+
+    if not sizes:
+        return None
+    return sum(map(count_labels, rows)) / sum(count_bytes(row, sizes) for row in rows)
+
+
+def summary(run_dir: Path, figures: dict[str, float], tokens_per_byte: float | None) -> Panel:
+    """The panel with the perplexities, and with the paths of the run."""
+    from nalanda.report.plot import plot
+
+    plain: Any = {"box": None, "header_style": "", "padding": (0, 2, 0, 0)}
+    perplexities = Table("[bold]on the validation rows", **plain)
+    perplexities.add_column("perplexity", justify="right")
+    if tokens_per_byte:
+        perplexities.add_column("bits per byte", justify="right")
     for name, value in figures.items():
-        bits = [f"{math.log2(value) * tokens_per_byte:.3f}"] if sizes else []
-        measured.add_row(f"  {name}", f"{value:,.1f}", *bits)
-    places = Table("[bold]where it is", "", box=None, header_style="", padding=(0, 2, 0, 0))
-    places.add_row("  model", str(run_dir / "final"))
-    places.add_row("  loss curve", str(plot([run_dir], run_dir / "loss.png")))
-    places.add_row("  metrics", str(run_dir / "metrics.jsonl"))
-    places.add_row("  scores", str(run_dir / "eval" / "results.md"))
-    content = Group(measured, "", places)
+        cells = [f"  {name}", f"{value:,.1f}"]
+        if tokens_per_byte:
+            cells.append(f"{math.log2(value) * tokens_per_byte:.3f}")
+        perplexities.add_row(*cells)
+
+    paths = Table("[bold]where it is", "", **plain)
+    paths.add_row("  model", str(run_dir / "final"))
+    paths.add_row("  loss curve", str(plot([run_dir], run_dir / "loss.png")))
+    paths.add_row("  metrics", str(run_dir / "metrics.jsonl"))
+    paths.add_row("  scores", str(run_dir / "eval" / "results.md"))
+    content = Group(perplexities, "", paths)
     return Panel(content, title="NaLa + Gated DeltaNet, pretrained", expand=False, padding=(1, 2))
 
 

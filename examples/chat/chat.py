@@ -203,7 +203,7 @@ class Conversation:
 
     @property
     def end(self) -> str:
-        """The token that ended the last answer, which is read but not in `text`; empty if none did."""
+        """The token that ended the last answer, or "". The model has read it; `text` lacks it."""
         last = self.tokens[-1:] if self.state is None else self.state.last[0].tolist()
         if self.text and last[-1] in self.options.get("eos_token_id", ()):
             return str(self.tokenizer.decode(last))

@@ -69,7 +69,7 @@ def test_work_of_unknown_length_says_how_long_it_lasts(monkeypatch, capsys):
     shown = Progress("loading")
     waits = iter([False, False, True])
     monkeypatch.setattr(shown.ended, "wait", lambda seconds: next(waits))
-    shown._wait()
+    shown._write_clock()
     assert capsys.readouterr().err == "loading … 0 s\n" * 2
 
 

@@ -64,27 +64,29 @@ _NO_ROOM = re.compile(rf"\(os error ({'|'.join(map(str, NO_ROOM))})\)|disk is fu
 _NO_MEMORY = re.compile(
     r"out of memory|(can't|cannot) allocate memory|not enough memory|bad_alloc", re.I
 )
-_ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.I)
+_REQUESTED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.I)
 
 
 def no_room(error: BaseException) -> bool:
     """Whether a file could not be written because the disk is full or the file may not grow."""
-    known = isinstance(error, OSError) and error.errno in NO_ROOM
-    return known or _NO_ROOM.search(str(error)) is not None
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return True
+    return _NO_ROOM.search(str(error)) is not None
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether Python, torch (on any device) or the system is out of memory."""
-    known = isinstance(error, MemoryError) or (
-        isinstance(error, OSError) and error.errno == errno.ENOMEM
-    )
-    return known or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
 def asked_for(error: BaseException) -> str:
     """`out of memory`, with the amount asked for last if the error states it."""
-    found = _ASKED.search(str(error))
-    return "out of memory" + (f": {found[1]} more were asked for" if found else "")
+    amount = _REQUESTED.search(str(error))
+    return f"out of memory: {amount[1]} more were asked for" if amount else "out of memory"
 
 
 def explained(error: BaseException) -> InputError | None:
@@ -95,12 +97,17 @@ def explained(error: BaseException) -> InputError | None:
         return OutOfMemory(
             f"{asked_for(error)}; take a smaller model, fewer rows at a time or shorter ones"
         )
-    name = getattr(error, "filename", None)
+    file = getattr(error, "filename", None)
     if no_room(error):
-        what = "the file may not grow further" if _is(error, errno.EFBIG) else "the disk is full"
-        return DiskFull(f"{f'{name}: ' if name else ''}{what}; make room, and start again")
-    if isinstance(error, OSError) and isinstance(name, str | os.PathLike):
-        return InputError(f"{name}: {_reason(error)}")
+        problem = "the disk is full"
+        if getattr(error, "errno", None) == errno.EFBIG or f"(os error {errno.EFBIG})" in str(
+            error
+        ):
+            problem = "the file may not grow further"
+        prefix = f"{file}: " if file else ""
+        return DiskFull(f"{prefix}{problem}; make room, and start again")
+    if isinstance(error, OSError) and isinstance(file, str | os.PathLike):
+        return InputError(f"{file}: {_describe(error)}")
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # of Path.expanduser
         return InputError(
             "a path begins with ~ and the name of an unknown user; write the whole path"
@@ -155,8 +162,8 @@ def output_folder(path: str | os.PathLike, option: str) -> Path:
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "nothing may be written there", str(path))
     except OSError as error:
-        at = "" if error.filename in (None, str(path)) else f"{error.filename}: "
-        raise InputError(f"{option} {path}: {at}{_reason(error)}") from None
+        other = "" if error.filename in (None, str(path)) else f"{error.filename}: "
+        raise InputError(f"{option} {path}: {other}{_describe(error)}") from None
     return path
 
 
@@ -169,7 +176,7 @@ def output_file(path: str | os.PathLike, option: str) -> Path:
     if path.is_dir():
         raise InputError(f"{option} {path}: a folder; name a file")
     if path.is_symlink() and not path.exists():
-        raise InputError(f"{option} {path}: {_link(path)}")
+        raise InputError(f"{option} {path}: {_describe_link(path)}")
     output_folder(path.parent, option)
     return path
 
@@ -182,25 +189,20 @@ def local_output(path: str | os.PathLike, option: str) -> Path:
     return Path(name).expanduser()
 
 
-def _reason(error: OSError) -> str:
-    path = Path(os.fsdecode(error.filename)) if error.filename is not None else None
-    if isinstance(error, FileExistsError) and path:  # mkdir found a file
-        return _link(path) if path.is_symlink() else "a file; name a folder"
+def _describe(error: OSError) -> str:
+    if isinstance(error, FileExistsError) and error.filename is not None:  # mkdir met a file
+        path = Path(os.fsdecode(error.filename))
+        return _describe_link(path) if path.is_symlink() else "a file; name a folder"
     return error.strerror or type(error).__name__
 
 
-def _link(path: Path) -> str:
+def _describe_link(path: Path) -> str:
     return f"a symbolic link to {os.readlink(path)}, which does not exist"
 
 
-def _is(error: BaseException, number: int) -> bool:
-    return getattr(error, "errno", None) == number or f"(os error {number})" in str(error)
-
-
 def first_line(error: BaseException) -> str:
-    """The first line of the error's message, with the next one if it ends in a colon; its type if it has
-    none."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
-        type(error).__name__
-    ]
+    """The first line of the error's message, with the next one if it ends in a colon; else its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

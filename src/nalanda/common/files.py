@@ -11,59 +11,60 @@ from typing import Any
 
 
 def verify_manifest(path: Path) -> str | None:
-    """One line on what is wrong with a folder that has a manifest, or None."""
+    """The problem of a folder that has a manifest, in one line, or None."""
     try:
-        return _problem_of(path)
+        return _find_problem(path)
     except OSError as error:  # such as a file in place of the folder, or a disk that cannot be read
         name = os.path.relpath(error.filename, path) if error.filename else path.name
         return f"{name}: {error.strerror or type(error).__name__}"
 
 
-def _problem_of(path: Path) -> str | None:
+UNLISTED = (".safetensors", ".pt", ".pth", ".bin", ".pkl", ".py")
+"""Suffixes of files that loading would read although the manifest has no sum of them."""
+
+
+def _find_problem(path: Path) -> str | None:
     try:
         text = (path / "manifest.json").read_text()
         manifest = json.loads(text)
         if manifest.get("format") != 1 and text != manifest_text(manifest):  # format 1 had no sum
             return "manifest.json does not have the bytes that were written"
-        files = {
-            str(name): (entry["bytes"], entry["sha256"])
-            for name, entry in manifest["files"].items()
-        }
+        sizes = {str(name): entry["bytes"] for name, entry in manifest["files"].items()}
+        sums = {str(name): entry["sha256"] for name, entry in manifest["files"].items()}
     except FileNotFoundError:
         return "no manifest.json"
     except (ValueError, KeyError, TypeError, AttributeError):
         return "manifest.json is unreadable"
-    for name, (size, _) in files.items():
+
+    for name, size in sizes.items():
         file = path / name
-        inside = not Path(name).is_absolute() and ".." not in Path(name).parts
-        if not inside or any(
-            p.is_symlink() for p in (file, *file.parents[: len(Path(name).parts) - 1])
-        ):
+        if _leaves(path, name):
             return f"{name} leaves the checkpoint's folder"
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes of {size}"
-    for file in path.rglob(
-        "*"
-    ):  # files that loading would read although the manifest has no sum of them
+    for file in path.rglob("*"):
         name = file.relative_to(path).as_posix()
-        if name not in files and file.suffix in (
-            ".safetensors",
-            ".pt",
-            ".pth",
-            ".bin",
-            ".pkl",
-            ".py",
-        ):
+        if name not in sizes and file.suffix in UNLISTED:
             return f"{name} was not saved with it"
+
+    # The sums last: they read all bytes.
     with ThreadPoolExecutor(4) as pool:
-        for name, digest in zip(
-            files, pool.map(sha256_of, [path / name for name in files]), strict=True
-        ):
-            if digest != files[name][1]:
+        digests = pool.map(sha256_of, [path / name for name in sums])
+        for name, digest in zip(sums, digests, strict=True):
+            if digest != sums[name]:
                 return f"{name} does not have the bytes that were written"
     return None
+
+
+def _leaves(folder: Path, name: str) -> bool:
+    """Whether a name in a manifest leads out of `folder`, by its parts or by a link."""
+    parts = Path(name).parts
+    if Path(name).is_absolute() or ".." in parts:
+        return True
+    file = folder / name
+    return any(path.is_symlink() for path in (file, *file.parents[: len(parts) - 1]))
 
 
 def manifest_text(manifest: dict[str, Any]) -> str:
@@ -87,15 +88,15 @@ def write_manifest(folder: Path) -> None:
 
 def write_atomically(file: Path, content: str | bytes) -> None:
     """Replaces the content of `file`: whenever the machine stops, it has the old content or the new."""
-    part = file.with_name(f".tmp-{file.name}")
-    part.write_bytes(content.encode() if isinstance(content, str) else content)
-    rename_synced(part, file)
+    temporary = file.with_name(f".tmp-{file.name}")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    rename_synced(temporary, file)
 
 
-def rename_synced(part: Path, file: Path) -> None:
-    """Renames `part` to `file`, in the same folder, with the content and then the name on the disk."""
-    sync(part)
-    part.rename(file)
+def rename_synced(temporary: Path, file: Path) -> None:
+    """Renames `temporary` to `file`, in the same folder: first its content is on the disk, then its name."""
+    sync(temporary)
+    temporary.rename(file)
     sync(file.parent)
 
 
@@ -114,7 +115,7 @@ def sha256_of(file: Path) -> str:
 
 
 def read_records(record: Path | None) -> Iterator[Any]:
-    """The entries that `append_record` wrote, without lines that were cut short. None: no entry."""
+    """Reads the entries that `append_record` wrote, without lines that were cut short. None: no entry."""
     if record is None or not record.is_file():
         return
     for line in record.read_bytes().splitlines():

@@ -1,4 +1,4 @@
-"""What to do after a command, as commands to copy."""
+"""The commands to type after a command."""
 
 import json
 import os
@@ -49,47 +49,72 @@ def next_steps(done: str, of: object = None, **values: object) -> list[str]:
 
     of: the folder of a run or model, whose data choose the prompt and the tasks.
     """
-    recipe = Path(str(of)) / "config.yaml"
-    text = recipe.read_text("utf-8", "replace") if of is not None and recipe.is_file() else ""
-    python = re.search("^  source: python$", text, re.MULTILINE) is not None
+    recipe = ""
+    if of is not None and (file := Path(str(of)) / "config.yaml").is_file():
+        recipe = file.read_text("utf-8", "replace")
+    on_python = re.search("^  source: python$", recipe, re.MULTILINE) is not None
     # A mixer or map of the user's own, which the model's folder carries.
-    trust = re.search("^plugins:$", text, re.MULTILINE) is not None
-    tasks = ["--tasks", "python_docs"] if python else []  # those of the default need a network
-    values = {"settings": []} | values  # what a recipe must set for a prepared set
-    values |= {"prompt": "def read_lines(path):" if python else "Once upon a time", "tasks": tasks}
+    trust = re.search("^plugins:$", recipe, re.MULTILINE) is not None
+    tasks = ["--tasks", "python_docs"] if on_python else []  # those of the default need a network
+
+    values = {"settings": []} | values  # `settings`: keys that a recipe must set for a prepared set
+    values["prompt"] = "def read_lines(path):" if on_python else "Once upon a time"
+    values["tasks"] = tasks
     if "run" in values:
-        values["measure"] = ["perplexity", values["run"], "--text", f"{values['run']}/config.yaml"]
-        if python or not _is_text(text):
-            values["measure"] = ["eval", values["run"], *tasks, "--output", values["run"]]
+        run = values["run"]
+        if _is_text(recipe) and not on_python:
+            values["measure"] = ["perplexity", run, "--text", f"{run}/config.yaml"]
+        else:
+            values["measure"] = ["eval", run, *tasks, "--output", run]
     if "folder" in values:
-        library = {"convert": "", "convert to fla": "import fla; "}.get(done, "import nalanda; ")
-        head = "MaskedLM" if done == "write an encoder" else "CausalLM"
-        folder = json.dumps(str(values["folder"]))
-        allowed = ", trust_remote_code=True" * (trust and done.startswith("write"))
-        values["load"] = library + LOAD.format(folder=folder, head=head, trust=allowed)
-    several = {
-        f"{{{key}}}": [*map(str, value)] for key, value in values.items() if isinstance(value, list)
-    }
-    commands = [
-        shlex.join(
-            word for part in command.split() for word in several.get(part, [part.format(**values)])
-        )
-        for command in NEXT[done]
-    ]
-    return [c + " --trust-remote-code" * (trust and c.startswith(LOADING)) for c in commands]
+        values["load"] = _loading_code(done, str(values["folder"]), trust)
+
+    commands = []
+    for template in NEXT[done]:
+        command = shlex.join(_fill(template, values))
+        if trust and command.startswith(LOADING):
+            command += " --trust-remote-code"
+        commands.append(command)
+    return commands
+
+
+def _loading_code(done: str, folder: str, trust: bool) -> str:
+    """Python that loads the model of `folder`."""
+    library = {"convert": "", "convert to fla": "import fla; "}.get(done, "import nalanda; ")
+    head = "MaskedLM" if done == "write an encoder" else "CausalLM"
+    argument = ", trust_remote_code=True" if trust and done.startswith("write") else ""
+    return library + LOAD.format(folder=json.dumps(folder), head=head, trust=argument)
+
+
+def _fill(template: str, values: dict[str, object]) -> list[str]:
+    """The words of a command with `values` in them; a list stands for several words."""
+    words: list[str] = []
+    for word in template.split():
+        value = values.get(word.strip("{}"))
+        if isinstance(value, list) and word.startswith("{"):
+            words += map(str, value)
+        else:
+            words.append(word.format(**values))
+    return words
 
 
 def _is_text(recipe: str) -> bool:
-    """Whether the recipe's source is text on this machine, of which `nalanda perplexity` reads the held-out
-    part: the default tasks of `nalanda eval` need a network."""
-    found = re.search("^  source: (.+)$", recipe, re.MULTILINE)
-    source = Path(found[1].strip("'\"")) if found else Path()
-    return found is not None and source.exists() and not (source / "index.json").exists()
+    """Whether the recipe's source is text on this machine.
+
+    `nalanda perplexity` then reads its held-out part; the default tasks of `nalanda eval` need a network.
+    """
+    line = re.search("^  source: (.+)$", recipe, re.MULTILINE)
+    if line is None:
+        return False
+    source = Path(line[1].strip("'\""))
+    return source.exists() and not (source / "index.json").exists()
 
 
 def print_next_steps(done: str, **values: object) -> None:
-    """Prints them to stderr, on the first process of a launch. A script of several commands, such as the
-    demo, sets NALANDA_NEXT_STEPS=0."""
+    """Prints the next steps to stderr, on the first process of a launch.
+
+    A script of several commands, such as the demo, sets NALANDA_NEXT_STEPS=0.
+    """
     if first_process() and os.environ.get("NALANDA_NEXT_STEPS") != "0":
         for number, command in enumerate(next_steps(done, **values)):
             print("      " if number else "\nnext: ", command, sep="", file=sys.stderr, flush=True)

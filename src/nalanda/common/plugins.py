@@ -19,18 +19,17 @@ def import_plugins(names: Iterable[str], *folders: Path) -> None:
     for name in names:
         if name in imported:
             continue
-        sys.path += [
-            place for folder in folders if (place := str(folder.resolve())) not in sys.path
-        ]
+        for folder in folders:
+            path = str(folder.resolve())
+            if path not in sys.path:
+                sys.path.append(path)
         try:
             importlib.import_module(name)
         except Exception as error:  # whatever the module's own code raises
-            absent = isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]
-            hint = (
-                "; install it or put its file beside the recipe or in the working directory"
-                * absent
-            )
-            raise InputError(
-                f"plugins: {name} cannot be imported: {first_line(error)}{hint}"
-            ) from None
+            message = f"plugins: {name} cannot be imported: {first_line(error)}"
+            if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
+                message += (
+                    "; install it or put its file beside the recipe or in the working directory"
+                )
+            raise InputError(message) from None
         imported.append(name)

@@ -59,19 +59,25 @@ class Progress:
         stream: TextIO | None = None,
         quiet: bool = False,
     ):
-        self.what, self.total, self.unit, self.start = what, total, unit, start
+        self.what = what
+        self.total = total
+        self.unit = unit
+        self.start = start
         self.done: float = start
-        self.stream, self.pace, self.bar = stream or sys.stderr, Pace(), None
-        self.quiet, self.ended = quiet or not first_process(), threading.Event()
+        self.stream = stream or sys.stderr
+        self.quiet = quiet or not first_process()
+        self.pace = Pace()
+        self.bar = None
+        self.ended = threading.Event()
 
     def __enter__(self) -> Self:
         if self.quiet:
             return self
         if self.stream.isatty():
-            self.bar = self._bar()
+            self.bar = self._make_bar()
             self.bar.start()
         elif self.total is None:
-            threading.Thread(target=self._wait, daemon=True).start()
+            threading.Thread(target=self._write_clock, daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -96,25 +102,29 @@ class Progress:
     ) -> None:
         """`done` units of `total` are done, with those of before.
 
-        note: what else to show. details: more, for which only a line has room; a terminal then gets lines
-        too. left: seconds, if they are known better than from the speed so far. end: write a line in any
-        case.
+        note: text beside the count. details: more text, for which only a line has room; a terminal then gets
+        lines too. left: seconds, if they are known better than from the speed so far. end: write a line even
+        if none is due.
         """
-        self.done, self.total = done, self.total if total is None else total
+        self.done = done
+        if total is not None:
+            self.total = total
         if self.quiet:
             return
+
         if left is None and done > self.start and self.total:
-            left = (self.total - done) * (time.monotonic() - self.pace.begun) / (done - self.start)
-        left_text = f"ETA {duration(left)}" if left and left > 0 else ""
+            seconds = time.monotonic() - self.pace.begun
+            left = (self.total - done) * seconds / (done - self.start)
+        eta = f"ETA {duration(left)}" if left and left > 0 else ""
         if self.bar:
-            text = "  ".join(filter(None, [self._count(), note, left_text]))
+            text = _join(self._count(), note, eta)
             self.bar.update(
                 self.bar.task_ids[0], completed=done, total=self.total or None, text=text
             )
-        if (details or not self.bar) and (end or (self.pace.due() and done < (self.total or 0))):
-            self.say(
-                "  ".join(filter(None, [f"{self.what} {self._count()}", note, details, left_text]))
-            )
+        if self.bar and not details:
+            return
+        if end or (self.pace.due() and done < (self.total or 0)):
+            self.say(_join(f"{self.what} {self._count()}", note, details, eta))
 
     def call(self, what: str) -> None:
         """Renames what is under way."""
@@ -136,16 +146,16 @@ class Progress:
             return f"{self.done / self.total:4.0%}" if self.total else ""
         if not self.total:
             return f"{self.done:,} {self.unit}".rstrip()
-        whole = f"{self.total:,}"
-        return f"{self.done:>{len(whole)},}/{whole} {self.unit}".rstrip()
+        total = f"{self.total:,}"
+        return f"{self.done:>{len(total)},}/{total} {self.unit}".rstrip()
 
-    def _wait(self) -> None:
+    def _write_clock(self) -> None:
         """Without a terminal and a total: writes a line when one is due."""
         while not self.ended.wait(1.0):
             if self.pace.due():
                 self.say(f"{self.what} … {duration(time.monotonic() - self.pace.begun)}")
 
-    def _bar(self) -> Any:
+    def _make_bar(self) -> Any:
         from rich.console import Console
         from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
@@ -162,13 +172,17 @@ class Progress:
             console=Console(file=self.stream, emoji=False),
             transient=True,
             refresh_per_second=4,
-            # What is printed goes above the bar if it goes to the terminal, and else where it was sent.
+            # Prints to the terminal go above the bar; prints to a file stay there.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )
         text = self._count() if self.total else ""
         bar.add_task(self.what, total=self.total or None, completed=self.start, text=text)
         return bar
+
+
+def _join(*texts: str) -> str:
+    return "  ".join(text for text in texts if text)
 
 
 def track(items: Collection[T], what: str, *, quiet: bool = False) -> Iterator[T]:

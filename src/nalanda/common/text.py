@@ -19,9 +19,9 @@ def redact(text: str) -> str:
 
 
 def scheme_of(text: str) -> str:
-    """What a URL has before its `://`, in lower case; "" for what is no URL."""
-    found = re.match(r"([A-Za-z][A-Za-z\d+.-]*)://", text)
-    return found[1].lower() if found else ""
+    """The scheme of a URL, before its `://`, in lower case; "" for other text."""
+    scheme = re.match(r"([A-Za-z][A-Za-z\d+.-]*)://", text)
+    return scheme[1].lower() if scheme else ""
 
 
 def is_url(source: Any) -> bool:
@@ -33,26 +33,27 @@ def is_url(source: Any) -> bool:
 
 def local_path(source: Any) -> Any:
     """The path that a file:// URL names; anything else is unchanged."""
-    return (
-        re.sub(r"(?i)^file://(localhost(?=/))?", "", source) if isinstance(source, str) else source
-    )
+    if not isinstance(source, str):
+        return source
+    return re.sub(r"(?i)^file://(localhost(?=/))?", "", source)
 
 
-def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The known name that `name` may be a misspelling of, or None."""
-    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)), None)
+def closest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The one of `names` that `name` may be a misspelling of, or None."""
+    matches = difflib.get_close_matches(name, sorted(names), n=1, cutoff=cutoff)
+    return matches[0] if matches else None
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean steps?`, or the list of known names."""
-    known = sorted(known)
-    if close := closest(name, known):
+def suggest(name: str, names: Iterable[str]) -> str:
+    """`; did you mean steps?`, or the list of `names`."""
+    names = sorted(names)
+    if close := closest(name, names):
         return f"; did you mean {close}?"
-    return f"; there are {', '.join(known)}" if known else ""
+    return f"; there are {', '.join(names)}" if names else ""
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 05 min`, `4 d 07 h`, `192 years`; `unknown` for what is no number."""
+    """`45 s`, `12 min`, `3 h 05 min`, `4 d 07 h`, `192 years`; `unknown` for NaN and infinity."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 90:
@@ -63,11 +64,9 @@ def duration(seconds: float) -> str:
     hours = round(seconds / 3600)
     if hours >= 2 * 8766:
         return f"{hours / 8766:,.0f} years"
-    return (
-        f"{minutes // 60} h {minutes % 60:02d} min"
-        if hours < 72
-        else f"{hours // 24} d {hours % 24:02d} h"
-    )
+    if hours >= 72:
+        return f"{hours // 24} d {hours % 24:02d} h"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def si(number: float) -> str:
@@ -88,6 +87,6 @@ def size(count: float) -> str:
     """Bytes as `512 B`, `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
-            return f"{count:,.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+            return f"{count:.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
         count /= 1024
     raise AssertionError

@@ -39,7 +39,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int] | Tensor) -> st
 class Printer(BaseStreamer):
     """Prints generated tokens as soon as they form characters, up to a stop text, and keeps the tokens.
 
-    What is printed is the text of prompt and answer, from the end of the prompt's last whole character. It
+    It prints the text of prompt and answer from the end of the prompt's last whole character. Printed text
     stays where later bytes change how those before them decode, as bytes that form no character may.
 
     before: tokens of the prompt, whose end decides whether the first word begins with a space.
@@ -48,90 +48,99 @@ class Printer(BaseStreamer):
     CONTEXT, WINDOW = 8, 64  # tokens: as many are decoded again, at least and at most
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: list[int], stop: str = ""):
-        self.tokenizer, self.stop = tokenizer, stop
-        self.tokens: list[int] = []
-        self.held, self.silent = "", True
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.tokens: list[int] = []  # generated
+        self.ahead = ""  # text that is decoded and not yet printed
+        self.prompt_is_next = True
 
-        ends = range(len(before), max(len(before) - MAX_BYTES, -1), -1)
-        whole = next(
-            (n for n in ends if not self._decoded(before[:n]).endswith(REPLACEMENT)), len(before)
-        )
-        self.window = before[:whole]  # tokens
-        self.shown = self._decoded(self.window)  # as much of their text as is printed
-        self._shorten()
-        self.window = self.window + before[whole:]
-        self.waiting = len(before) - whole  # tokens behind the last whole character
+        # Decode from the prompt's last whole character on.
+        complete = len(before)
+        for end in range(len(before), max(len(before) - MAX_BYTES, -1), -1):
+            if not self._decode(before[:end]).endswith(REPLACEMENT):
+                complete = end
+                break
+        self.window = before[:complete]  # tokens that are decoded together
+        self.printed = self._decode(self.window)  # the text of the window that is printed
+        self._shorten_window()
+        self.window = self.window + before[complete:]
+        self.waiting = len(before) - complete  # tokens after the last whole character
 
     @property
     def stopped(self) -> bool:
         """Whether the stop text has come."""
-        return bool(self.stop) and self.stop in self.held
+        return bool(self.stop) and self.stop in self.ahead
 
-    def _decoded(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         return decode(self.tokenizer, tokens)
 
-    def _shorten(self) -> None:
-        """Leaves the last tokens of the window, if they decode to the end of what is shown."""
+    def _shorten_window(self) -> None:
+        """Keeps only the last tokens of the window, if they decode to the end of the printed text."""
         for count in range(self.CONTEXT, min(self.WINDOW, len(self.window))):
-            text = self._decoded(self.window[-count:])
-            if text and self.shown.endswith(text):
-                self.window, self.shown = self.window[-count:], text
+            text = self._decode(self.window[-count:])
+            if text and self.printed.endswith(text):
+                self.window = self.window[-count:]
+                self.printed = text
                 return
 
     def put(self, value: Tensor) -> None:
-        if self.silent:  # `generate` first puts the prompt
-            self.silent = False
+        """Takes tokens from `generate`, which first puts the prompt."""
+        if self.prompt_is_next:
+            self.prompt_is_next = False
             return
         for token in value.flatten().tolist():
             self.tokens.append(token)
             self.window.append(token)
             self.waiting += 1
-            self._take()
+            self._print_characters()
 
-    def _take(self) -> None:
-        text = self._decoded(self.window)
-        if (
-            text.endswith(REPLACEMENT) and self.waiting < MAX_BYTES
-        ):  # bytes of a character, if more come
+    def _print_characters(self) -> None:
+        """Prints the window's new text, unless it ends within a character."""
+        text = self._decode(self.window)
+        within_character = text.endswith(REPLACEMENT)
+        if within_character and self.waiting < MAX_BYTES:
             return
-        self._show(text, open_end=True)
-        if len(self.window) > self.WINDOW and not text.endswith(REPLACEMENT):
-            self._shorten()
+        self._print_new(text, open_end=True)
+        if len(self.window) > self.WINDOW and not within_character:
+            self._shorten_window()
 
-    def _show(self, text: str, open_end: bool) -> None:
-        """Prints what is new in the window's text; open_end: the last byte may begin a character."""
-        if not text.startswith(self.shown):  # bytes that form no character change those before them
-            self.window, self.shown = self.window[len(self.window) - self.waiting :], ""
-            text = self._decoded(self.window)
+    def _print_new(self, text: str, open_end: bool) -> None:
+        """Prints the new end of the window's text; open_end: the last byte may begin a character."""
+        if not text.startswith(self.printed):
+            # Bytes that form no character have changed those before them: begin a new window.
+            self.window = self.window[len(self.window) - self.waiting :]
+            self.printed = ""
+            text = self._decode(self.window)
         if open_end:
             text = text.removesuffix(REPLACEMENT)
-        self._print(text[len(self.shown) :])
-        self.shown, self.waiting = text, 0
+        self._print_until_stop(text[len(self.printed) :])
+        self.printed = text
+        self.waiting = 0
 
-    def _print(self, text: str) -> None:
-        self.held += text
-        if not self.stop:
-            ready = len(self.held)
-        elif self.stop in self.held:
-            ready = self.held.index(self.stop)
-        else:  # holds back what may become the stop text
+    def _print_until_stop(self, text: str) -> None:
+        """Prints text, and holds back an end that may become the stop text."""
+        self.ahead += text
+        ready = len(self.ahead)
+        if self.stop in self.ahead and self.stop:
+            ready = self.ahead.index(self.stop)
+        elif self.stop:
             ready = next(
-                i for i in range(len(self.held) + 1) if self.stop.startswith(self.held[i:])
+                i for i in range(len(self.ahead) + 1) if self.stop.startswith(self.ahead[i:])
             )
-        print(self.held[:ready], end="", flush=True)
-        self.held = self.held[ready:]
+        print(self.ahead[:ready], end="", flush=True)
+        self.ahead = self.ahead[ready:]
 
     def end(self) -> None:
-        self._show(self._decoded(self.window), open_end=False)
-        print(self.held.split(self.stop)[0] if self.stop else self.held, flush=True)
-        self.held = ""
+        self._print_new(self._decode(self.window), open_end=False)
+        print(self.ahead.split(self.stop)[0] if self.stop else self.ahead, flush=True)
+        self.ahead = ""
 
 
 def read_with_progress(model: Any, tokens: list[int], state: State | None = None) -> State:
     """`model.read`, with progress on stderr for long texts."""
     ids = torch.tensor([tokens], device=model.device)
     progress = Progress("reading", len(tokens), "tokens", quiet=len(tokens) <= PIECE)
-    # Callers add no special tokens: a bos at the start of a piece belongs to the text, so nothing to warn of.
+    # Callers add no special tokens: a bos at the start of a piece belongs to the text and needs no warning.
     with warnings.catch_warnings(action="ignore", category=UserWarning), progress:
         for piece in ids.split(PIECE, 1):
             state = model.read(piece, state=state)
@@ -146,7 +155,8 @@ def load_state(path: str | Path, model: Any) -> State:
         raise InputError(
             f"{model.config.model_type} models have no state to load; leave the state file out"
         )
-    if (path := Path(path).expanduser()).is_dir():
+    path = Path(path).expanduser()
+    if path.is_dir():
         raise InputError(f"{path}: a folder; name a file with a state")
     if not path.exists():
         raise InputError(f"{path}: no such file; write one with --save-state")
@@ -164,8 +174,9 @@ def cache_bytes(cache: Any) -> int:
     def nbytes(value: Any) -> int:
         if isinstance(value, Tensor):
             return value.nbytes
-        values = value.values() if isinstance(value, dict) else value
-        return sum(map(nbytes, values)) if isinstance(value, dict | list | tuple) else 0
+        if isinstance(value, dict):
+            return sum(map(nbytes, value.values()))
+        return sum(map(nbytes, value)) if isinstance(value, list | tuple) else 0
 
     return sum(nbytes(vars(layer)) for layer in getattr(cache, "layers", ()))
 
@@ -177,7 +188,8 @@ def peak_memory(device: torch.device) -> str:
     import resource  # not on Windows
 
     unit = 1 if sys.platform == "darwin" else 1024
-    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:.0f} MiB resident at most"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return f"{peak / 2**20:.0f} MiB resident at most"
 
 
 def describe_speed(new: int, seconds: float, cache: Any, device: torch.device) -> str:

@@ -37,8 +37,8 @@ def load_model(
     Raises:
         InputError: no such model, an unknown dtype or device, or weights that do not fill the model.
     """
-    found = resolve(name)
-    name, folder = found.model, Path(found.model)
+    resolved = resolve(name)
+    name = resolved.model
     device = choose_device(device)
     if device == "cpu":
         torch.set_flush_denormal(True)  # their products are slow
@@ -47,60 +47,79 @@ def load_model(
             f"unknown dtype {dtype!r}: use auto, float32, bfloat16, float16 or float64"
         )
     keep_model_types()
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            found.tokenizer, trust_remote_code=trust_remote_code
-        )
-        model, report = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
-        if take_torch_path(sys.modules[type(model).__module__]) and device == "cpu":
-            print(
-                "computing with torch: flash-linear-attention's kernels need a GPU", file=sys.stderr
+    with _silence_transformers():
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                resolved.tokenizer, trust_remote_code=trust_remote_code
             )
-        model = model.to(device)
-    except Exception as error:  # tokenizers, safetensors and transformers share no exception class
-        if out_of_memory(error):
-            raise explained(error) from None  # pyrefly: ignore[bad-raise]
-        if folder.is_dir() and not [
-            *folder.glob("*token*"),
-            *folder.glob("vocab*"),
-            *folder.glob("*.model"),
-        ]:
-            advice = "copy its files there, or make a model of a run's step with `nalanda export`"
-            raise InputError(f"{name} has no tokenizer; {advice}") from None
-        reason = first_line(error)
-        raise InputError(f"cannot load {name}: {reason}") from error
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        transformers.logging.enable_progress_bar()
+            model, report = AutoModelForCausalLM.from_pretrained(
+                name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+            )
+            if take_torch_path(sys.modules[type(model).__module__]) and device == "cpu":
+                print(
+                    "computing with torch: flash-linear-attention's kernels need a GPU",
+                    file=sys.stderr,
+                )
+            model = model.to(device)
+        except (
+            Exception
+        ) as error:  # tokenizers, safetensors and transformers share no exception class
+            raise _loading_error(name, error) from error
+
     if report["missing_keys"]:  # transformers only warns and initialises them randomly
         missing = sorted(report["missing_keys"])
         raise InputError(
             f"{name} lacks {len(missing)} of the model's tensors, such as {missing[0]}"
         )
-    known = getattr(model.get_input_embeddings(), "num_embeddings", math.inf)
-    if tokenizer.vocab_size > known:  # without added tokens, of which some models read none
+    size = _vocabulary_size(model)
+    if tokenizer.vocab_size > size:  # without added tokens, of which some models read none
         raise InputError(
-            f"{name}: its tokenizer has {tokenizer.vocab_size} tokens, the model only {known}; give it the "
+            f"{name}: its tokenizer has {tokenizer.vocab_size} tokens, the model only {size}; give it the "
             "tokenizer that it was trained with"
         )
     return model.eval(), tokenizer  # type: ignore[bad-return]
 
 
+@contextlib.contextmanager
+def _silence_transformers() -> Iterator[None]:
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        transformers.logging.enable_progress_bar()
+
+
+def _loading_error(name: str, error: Exception) -> InputError:
+    """The error in one line for a model or tokenizer that cannot be loaded."""
+    folder = Path(name)
+    if out_of_memory(error) and (explanation := explained(error)):
+        return explanation
+    if folder.is_dir() and not any(
+        any(folder.glob(pattern)) for pattern in ("*token*", "vocab*", "*.model")
+    ):
+        advice = "copy its files there, or make a model of a run's step with `nalanda export`"
+        return InputError(f"{name} has no tokenizer; {advice}")
+    return InputError(f"cannot load {name}: {first_line(error)}")
+
+
+def _vocabulary_size(model: PreTrainedModel) -> float:
+    """Tokens that the model has an embedding of; infinity if it does not say."""
+    return getattr(model.get_input_embeddings(), "num_embeddings", math.inf)
+
+
 def check_tokens(
     ids: Iterable[int], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raises `InputError` for a token of a text that the model has no embedding of, such as an added one."""
-    known = getattr(model.get_input_embeddings(), "num_embeddings", math.inf)
+    """Raises `InputError` for a token without an embedding in the model, such as an added one."""
+    size = _vocabulary_size(model)
     last = max(ids, default=0)
-    if last >= known:
+    if last >= size:
         raise InputError(
             f"{model.name_or_path or 'the model'}: the text has token {last} "
-            f"({tokenizer.convert_ids_to_tokens(last)}), the model reads only {known} tokens; give it the "
+            f"({tokenizer.convert_ids_to_tokens(last)}), the model reads only {size} tokens; give it the "
             "tokenizer that it was trained with"
         )
 
@@ -112,9 +131,9 @@ def choose_device(name: str | None) -> str:
     try:
         torch.zeros(1, device=name).item()  # `item` fails on meta, which has no values
     except (RuntimeError, AssertionError):
-        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
         raise InputError(
-            f"--device {name}: not on this machine, which has {', '.join(there)}"
+            f"--device {name}: not on this machine, which has {', '.join(devices)}"
         ) from None
     return name
 
@@ -150,13 +169,20 @@ def bos_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> lis
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The options of `generate` for the tokens that end a text, the tokenizer's and the model's, and for
-    padding. Empty without such tokens."""
-    given = (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None))
-    ends = sorted(
-        {i for ids in given for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
-    )
-    pad = [i for i in (tokenizer.pad_token_id, *ends) if i is not None]
-    return ({"eos_token_id": ends} if ends else {}) | ({"pad_token_id": pad[0]} if pad else {})
+    padding. Empty if there are none.
+    """
+    ends: set[int] = set()
+    for ids in (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None)):
+        if ids is not None:
+            ends |= set(ids) if isinstance(ids, list) else {ids}
+    options: dict[str, Any] = {}
+    if ends:
+        options["eos_token_id"] = sorted(ends)
+    if tokenizer.pad_token_id is not None:
+        options["pad_token_id"] = tokenizer.pad_token_id
+    elif ends:
+        options["pad_token_id"] = min(ends)
+    return options
 
 
 def is_ours(model: PreTrainedModel) -> bool:
