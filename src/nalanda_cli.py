@@ -13,7 +13,7 @@ try:
 
     import nalanda_options as opt
     from nalanda_typer import (
-        Version,
+        add_version_option,
         command,
         group,
         loading_torch,
@@ -40,12 +40,10 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """The commands by what a person wants to do, in the order of the help."""
 
-
 app = group(
     PANELS["nalanda"],
     """Pretrain linear-attention language models, evaluate them, and generate text.
 
-    \b
     nalanda train demo                          train a first, small model
     nalanda generate runs/demo/final "def "     continue a text with it
     nalanda COMMAND --help                      examples and options of a command
@@ -53,10 +51,7 @@ app = group(
 )
 data = group(PANELS["data"], "Tokenise a corpus before training, and check the result.")
 app.add_typer(data, name="data")
-
-
-@app.callback()
-def before_any_command(version: Version = False) -> None: ...
+add_version_option(app)
 
 
 @command(app)
@@ -65,7 +60,6 @@ def train(
 ) -> None:
     """Pretrain from a recipe.
 
-    \b
     nalanda train demo
     nalanda train gated_deltanet_340m optim.lr=1e-3 output_dir=runs/lr
     nalanda train --keys lr
@@ -105,7 +99,6 @@ def eval(
 ) -> None:
     """Evaluate models zero-shot.
 
-    \b
     nalanda eval runs/demo/final --tasks python_docs
     nalanda eval runs/demo/final runs/lr/final --output runs/demo
 
@@ -142,7 +135,6 @@ def perplexity(
 ) -> None:
     """Measure perplexity by position, for texts of any length.
 
-    \b
     nalanda perplexity runs/demo/final
     nalanda perplexity runs/demo/final --text book.txt --length 16384
 
@@ -172,7 +164,6 @@ def generate(
 ) -> None:
     """Stream a continuation of a prompt.
 
-    \b
     nalanda generate runs/demo/final "def main(" --temperature 0.5
     nalanda generate runs/demo/final --file book.txt --save-state book.state
     """
@@ -198,7 +189,6 @@ def info(
 ) -> None:
     """Estimate a recipe's parameters, FLOPs, memory and time.
 
-    \b
     nalanda info gated_deltanet_340m --device H100
 
     The model is not allocated. Without a recipe: tables of the recipes that ship with Nalanda, the token
@@ -237,7 +227,6 @@ def export(
 ) -> None:
     """Write a checkpoint, sharded or not, as a model folder.
 
-    \b
     nalanda export runs/demo demo-model
 
     Safetensors, config, code, tokenizer, recipe and model card, in the form of transformers and the hub. The
@@ -281,7 +270,6 @@ def convert(
 ) -> None:
     """Convert models to and from the formats of other libraries.
 
-    \b
     nalanda convert runs/hybrid_30m/final hybrid.gguf --to gguf --dtype q8_0
     nalanda convert runs/hybrid_30m/final published --to qwen3_5
     nalanda convert published ours
@@ -321,7 +309,6 @@ def convert(
 def runs(directory: opt.RunsFolder = "runs", as_json: opt.AsJson = False) -> None:
     """List the runs of a directory.
 
-    \b
     nalanda runs
     nalanda runs runs/sweep --json
 
@@ -337,7 +324,6 @@ def runs(directory: opt.RunsFolder = "runs", as_json: opt.AsJson = False) -> Non
 def verify(run: opt.Run, as_json: opt.AsJson = False) -> None:
     """Check the checkpoints of a run.
 
-    \b
     nalanda verify runs/demo
 
     Reads all of each to check that it is whole, finite and loadable. The exit code is 1 if one is not.
@@ -368,7 +354,6 @@ def plot(
 ) -> None:
     """Draw the loss curves of runs into one picture.
 
-    \b
     nalanda plot runs/demo
     nalanda plot runs/demo runs/lr --output losses.png --x hours
 
@@ -399,7 +384,6 @@ def prepare(
 ) -> None:
     """Tokenise a corpus into token shards.
 
-    \b
     nalanda data prepare python tokens/python --vocab-size 4096
     nalanda data prepare gated_deltanet_340m tokens/340m --workers 16
 
@@ -442,7 +426,6 @@ def prepare(
 def inspect(directory: opt.PreparedSet, verify: opt.Sums = False, show: opt.Show = 0) -> None:
     """Summarize and check a prepared set.
 
-    \b
     nalanda data inspect tokens/python --verify --show 3
     """
     from nalanda.data.inspect import inspect
@@ -454,7 +437,6 @@ def inspect(directory: opt.PreparedSet, verify: opt.Sums = False, show: opt.Show
 def tune(json: opt.BlocksFile = "blocks.json", minutes: opt.Minutes = 30.0) -> None:
     """Choose the kernels' block sizes and backends on this GPU.
 
-    \b
     nalanda tune --json blocks.json
 
     NALANDA_BLOCKS names the table that a run reads.

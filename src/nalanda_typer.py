@@ -4,6 +4,7 @@ Imports of `nalanda` stand inside functions, as the package takes seconds.
 """
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -40,7 +41,7 @@ def group(panels: dict[str, tuple[str, ...]], help: str) -> typer.Typer:
     """A group of commands, listed in `panels`: names of commands by title."""
     return typer.Typer(
         cls=type("Panels", (Panels,), {"panels": panels}),
-        help=help,
+        help=keep_example_lines(help),
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -78,10 +79,16 @@ def take_apart(function: Callable) -> Callable:
             values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
         return function(**values)
 
-    call.__name__, call.__doc__ = function.__name__, function.__doc__
+    call.__name__ = function.__name__
+    call.__doc__ = keep_example_lines(function.__doc__ or "")
     call.__annotations__ = {}
     call.__signature__ = signature(function).replace(parameters=parameters)  # type: ignore
     return call
+
+
+def keep_example_lines(help: str) -> str:
+    """Marks paragraphs of examples, which begin with `nalanda`: typer then keeps their lines apart."""
+    return re.sub(r"\n\n( *)(?=nalanda )", r"\n\n\1\b\n\1", help)
 
 
 def run_command(app: typer.Typer, name: str, arguments: list[str]) -> None:
@@ -161,6 +168,8 @@ def print_versions(wanted: bool) -> None:
     raise typer.Exit
 
 
-Version = Annotated[
-    bool, Option("--version", help="print versions", callback=print_versions, is_eager=True)
-]
+def add_version_option(app: typer.Typer) -> None:
+    option = Option("--version", help="print versions", callback=print_versions, is_eager=True)
+
+    @app.callback()
+    def show_version(version: Annotated[bool, option] = False) -> None: ...
