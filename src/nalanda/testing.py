@@ -102,11 +102,11 @@ def build_map(name: str, *, num_heads: int = 2, head_dim: int = 16, **options: A
     """A map with its parameters at their initial values; five landmarks where it has any."""
     if name in ("soft", "softpp"):
         options = {"landmarks": 5, **options}
-    made: Any = build_feature_map(name, num_heads=num_heads, head_dim=head_dim, **options)
+    feature_map: Any = build_feature_map(name, num_heads=num_heads, head_dim=head_dim, **options)
     torch.manual_seed(0)
-    if list(made.parameters()):
-        made.load_state_dict(made.initial())
-    return made
+    if list(feature_map.parameters()):
+        feature_map.load_state_dict(feature_map.initial())
+    return feature_map
 
 
 def ids(*shape: int, seed: int = 1) -> Tensor:
@@ -168,11 +168,11 @@ def norm_awareness(mixer: Mixer, x: Tensor, factor: float = 3.0) -> tuple[float,
 def moves_the_logits(model: Any) -> None:
     """Zeroed mixers change the logits; otherwise the other properties would prove nothing."""
     tokens = ids(2, 40)
-    whole = logits(model, tokens)
+    before = logits(model, tokens)
     for layer in model.model.layers:
         for parameter in layer.mixer.o_proj.parameters():
             parameter.data.zero_()
-    assert (whole - logits(model, tokens)).norm() > 0.1 * whole.norm()
+    assert (before - logits(model, tokens)).norm() > 0.1 * before.norm()
 
 
 def mix_is_its_weights_times_v(model: Any) -> None:
@@ -194,11 +194,11 @@ def mix_is_its_weights_times_v(model: Any) -> None:
 def every_token_sees_every_other(model: Any) -> None:
     """Each of four tokens changes the logits of the three others."""
     tokens = ids(1, 4)
-    whole = logits(model, tokens)
+    before = logits(model, tokens)
     for t in range(4):
         changed = tokens.clone()
         changed[:, t] = (changed[:, t] + 1) % VOCAB
-        moved = (logits(model, changed) - whole).abs().amax(-1)[0]
+        moved = (logits(model, changed) - before).abs().amax(-1)[0]
         assert (moved > 1e-9).all(), f"token {t} moves the logits of the four by {moved.tolist()}"
 
 
@@ -221,15 +221,17 @@ def causal(model: Any) -> None:
 
 
 def gradients_of_a_prefix_ignore_the_future(model: Any) -> None:
-    x, t, found = model.get_input_embeddings()(ids(2, 70)).detach(), 66, []
+    x, t, both = model.get_input_embeddings()(ids(2, 70)).detach(), 66, []
     for future in (x[:, t:], -2 * x[:, t:]):
         model.zero_grad()
         inputs = torch.cat([x[:, :t], future], 1).requires_grad_()
         model(inputs_embeds=inputs, use_cache=False).logits[:, :t].square().mean().backward()
-        own, *gradients = [x.grad for x in (inputs, *model.parameters()) if x.grad is not None]
-        assert own[:, t:].abs().max() == 0
-        found.append([own[:, :t], *gradients])
-    for a, b in zip(*found, strict=True):
+        of_inputs, *gradients = [
+            x.grad for x in (inputs, *model.parameters()) if x.grad is not None
+        ]
+        assert of_inputs[:, t:].abs().max() == 0
+        both.append([of_inputs[:, :t], *gradients])
+    for a, b in zip(*both, strict=True):
         close(a, b, 1e-9 * max(1.0, float(a.abs().max())))
 
 
@@ -261,7 +263,7 @@ def gradients_are_finite_differences(model: Any) -> None:
 def chunkwise_is_recurrent_is_reference(model: Any) -> None:
     """Where a mixer calls `delta_rule` or `linear_attention`: all modes of the op give one result."""
     tokens = ids(2, 70)
-    whole = logits(model, tokens)
+    chunkwise = logits(model, tokens)
     for mode in ("recurrent", "reference"):
 
         def in_mode(
@@ -271,13 +273,13 @@ def chunkwise_is_recurrent_is_reference(model: Any) -> None:
 
         without_kernels = mock.patch.object(ops, "_kernels", None)
         with without_kernels, mock.patch.object(ops, "_run_in_torch", in_mode):
-            close(logits(model, tokens), whole)
+            close(logits(model, tokens), chunkwise)
 
 
 def cached_is_uncached(model: Any) -> None:
     """Token by token, and in pieces that split chunk and convolution anywhere; the states are as promised."""
     tokens, layers = ids(2, 70), model.model.layers
-    whole = logits(model, tokens)
+    uncached = logits(model, tokens)
     for pieces in ([1] * 70, [1, 2, 63, 1, 3], [66, 4]):
         cache, out = NalandaCache(len(layers)), []
         for piece in tokens.split(pieces, 1):
@@ -288,7 +290,7 @@ def cached_is_uncached(model: Any) -> None:
                 assert {name: tuple(x.shape[1:]) for name, x in state.items()} == shapes, (
                     "state_spec"
                 )
-        close(torch.cat(out, 1), whole)
+        close(torch.cat(out, 1), uncached)
         assert cache.get_seq_length() == 70
 
 
@@ -357,22 +359,24 @@ def cut_rows_are_whole(model: Any) -> None:
 class _Thread(Context):
     """A context whose processes are threads: they meet at `barrier` to look at each other's tensors."""
 
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, shown: list):
-        self.rank, self.size, self.barrier, self.shown = rank, size, barrier, shown
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, board: list):
+        self.rank, self.size, self.barrier, self.board = rank, size, barrier, board
 
     def all(self, x: Any) -> list:
-        self.shown[self.rank] = x
+        self.board[self.rank] = x
         self.barrier.wait()
-        found = list(self.shown)
+        of_all = list(self.board)
         self.barrier.wait()
-        return found
+        return of_all
 
     def gather(self, x: Tensor) -> Tensor:
         return torch.stack(self.all(x))
 
     def shift(self, tensors: list[Tensor], by: int) -> list[Tensor]:
-        found, source = self.all(tensors), self.rank - by
-        return found[source] if 0 <= source < self.size else [torch.zeros_like(x) for x in tensors]
+        of_all, source = self.all(tensors), self.rank - by
+        if 0 <= source < self.size:
+            return of_all[source]
+        return [torch.zeros_like(x) for x in tensors]
 
     def sums(self, x: Tensor) -> Tensor:
         return torch.stack(self.all(x))[:, self.rank].sum(0)
@@ -383,7 +387,7 @@ class _Thread(Context):
 
 def in_threads(size: int, run: Callable[[Context], Any]) -> list:
     """`run(context)` in each of `size` threads, and their results; raises what the first one raised."""
-    barrier, shown = threading.Barrier(size, timeout=60), [None] * size
+    barrier, board = threading.Barrier(size, timeout=60), [None] * size
 
     def guarded(context: Context) -> Any:
         try:
@@ -394,7 +398,7 @@ def in_threads(size: int, run: Callable[[Context], Any]) -> list:
 
     with ThreadPoolExecutor(size) as threads:
         tasks = [
-            threads.submit(guarded, _Thread(rank, size, barrier, shown)) for rank in range(size)
+            threads.submit(guarded, _Thread(rank, size, barrier, board)) for rank in range(size)
         ]
     failures = [error for task in tasks if (error := task.exception())]
     for error in sorted(failures, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
@@ -411,16 +415,16 @@ def padded_is_alone(model: Any) -> None:
         for i, row in enumerate(rows):
             where = slice(T - row.shape[1], T) if side == "left" else slice(0, row.shape[1])
             tokens[i, where], mask[i, where] = row[0], 1
-        found = [logits(model, tokens, attention_mask=mask)]
+        padded = [logits(model, tokens, attention_mask=mask)]
         if model.config.is_decoder:
             cache = NalandaCache(len(model.model.layers))
             first = logits(model, tokens[:, :7], attention_mask=mask[:, :7], past_key_values=cache)
             second = logits(model, tokens[:, 7:], attention_mask=mask, past_key_values=cache)
-            found.append(torch.cat([first, second], 1))
+            padded.append(torch.cat([first, second], 1))
         for i, row in enumerate(rows):
             alone, real = logits(model, row)[0], mask[i].bool()
-            for whole in found:
-                close(whole[i][real], alone)
+            for rows_logits in padded:
+                close(rows_logits[i][real], alone)
 
 
 def every_parameter_learns(model: Any) -> None:
@@ -448,8 +452,8 @@ def all_memory_is_set_at_construction(model: Any) -> None:
         torch.manual_seed(0)
 
         def dirty(*args: Any, _value: float = value, **kwargs: Any) -> Tensor:
-            made = empty(*args, **kwargs)
-            return made.fill_(_value) if made.is_floating_point() else made
+            x = empty(*args, **kwargs)
+            return x.fill_(_value) if x.is_floating_point() else x
 
         with mock.patch.object(torch, "empty", dirty):
             again.append(type(model)(model.config).state_dict())
@@ -501,14 +505,14 @@ def half_precision_agrees(model: Any) -> None:
         halves.append(logits(model, ids(2, 40)))
     for half in halves:
         assert (half.float() - full).norm() < 0.2 * full.norm()
-    kept = [m for m in cast.modules() if isinstance(m, Fp32Module)]
-    assert all(p.dtype == torch.float32 for m in kept for p in m.parameters())
+    fp32_modules = [m for m in cast.modules() if isinstance(m, Fp32Module)]
+    assert all(p.dtype == torch.float32 for m in fp32_modules for p in m.parameters())
     if not model.config.is_decoder:
         return
     assert 2 * cast.config.state_bytes(40) == cache.nbytes  # two rows
     for layer, state in zip(cast.model.layers, cache.states, strict=True):
         spec = layer.mixer.state_spec(40).items()
-        promised = {name: (shape, own or torch.bfloat16) for name, (shape, own) in spec}
+        promised = {name: (shape, dtype or torch.bfloat16) for name, (shape, dtype) in spec}
         assert {name: (tuple(x.shape[1:]), x.dtype) for name, x in state.items()} == promised, (
             "state_spec"
         )
@@ -559,24 +563,26 @@ def products_are_nonnegative_if_promised(make: Callable[..., FeatureMap]) -> Non
 def small_and_large_inputs_are_finite(make: Callable[..., FeatureMap]) -> None:
     """Outputs and gradients are finite for inputs from 0 and 1e-30 to 1e3."""
     for size in (0.0, 1e-30, 1e-6, 1e-3, 1e3):
-        made = make()
+        feature_map = make()
         q, k = (normal(1, 4, 2, 16, seed=s).float().mul_(size).requires_grad_() for s in (0, 1))
-        phi = made(q, k)
+        phi = feature_map(q, k)
         torch.stack([x.square().sum() for x in phi]).sum().backward()
-        gradients = [x.grad for x in (q, k, *made.parameters()) if x.grad is not None]
+        gradients = [x.grad for x in (q, k, *feature_map.parameters()) if x.grad is not None]
         assert all(x.isfinite().all() for x in (*phi, *gradients))
 
 
 def gradients_are_the_formulas(make: Callable[..., FeatureMap]) -> None:
     """Of q, k and the map's own parameters, by finite differences."""
-    made = make(head_dim=4).double()
-    own = dict(made.named_parameters())
+    feature_map = make(head_dim=4).double()
+    parameters_of = dict(feature_map.named_parameters())
 
     def function(q: Tensor, k: Tensor, *parameters: Tensor) -> Any:
-        return torch.func.functional_call(made, dict(zip(own, parameters, strict=True)), (q, k))
+        return torch.func.functional_call(
+            feature_map, dict(zip(parameters_of, parameters, strict=True)), (q, k)
+        )
 
     inputs = (normal(1, 2, 2, 4).requires_grad_(), normal(1, 2, 2, 4, seed=1).requires_grad_())
-    assert torch.autograd.gradcheck(function, (*inputs, *own.values()))
+    assert torch.autograd.gradcheck(function, (*inputs, *parameters_of.values()))
 
 
 def computed_in_fp32(make: Callable[..., FeatureMap]) -> None:
@@ -595,11 +601,11 @@ def computed_in_fp32(make: Callable[..., FeatureMap]) -> None:
 
 
 def runs_on_the_meta_device(make: Callable[..., FeatureMap]) -> None:
-    made = copy.deepcopy(make()).to("meta")
+    feature_map = copy.deepcopy(make()).to("meta")
     q, k = (torch.empty(3, 5, 2, 16, device="meta", requires_grad=True) for _ in range(2))
-    phi = made(q, k)
+    phi = feature_map(q, k)
     torch.stack([x.sum() for x in phi]).sum().backward()
-    assert all(x.shape == (3, 5, 2, made.feature_dim) for x in phi)
+    assert all(x.shape == (3, 5, 2, feature_map.feature_dim) for x in phi)
 
 
 MAP_PROPERTIES: list[Callable[[Callable[..., FeatureMap]], None]] = [

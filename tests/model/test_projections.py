@@ -172,8 +172,8 @@ def test_weights_side_by_side_are_saved_copied_and_moved_one_by_one(tmp_path):
     whole = mixer._joined
     assert model.eval().model.layers[0].mixer._joined is whole  # nothing moves twice
     model.double()
-    assert mixer._joined.whole.dtype == torch.float64
-    assert mixer._joined.whole.data_ptr() == mixer.q_proj.weight.data_ptr()
+    assert mixer._joined.matrix.dtype == torch.float64
+    assert mixer._joined.matrix.data_ptr() == mixer.q_proj.weight.data_ptr()
     close(generated(model).float(), expected, 1e-4)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -31,9 +32,9 @@ class _Power(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None]:
         base, y, exponent = ctx.saved_tensors
         base, dy = base.clamp_min(EPS), dy * y
-        d_exponent = (
-            (base.log() * dy).sum_to_size(exponent.shape) if ctx.needs_input_grad[1] else None
-        )
+        d_exponent = None
+        if ctx.needs_input_grad[1]:
+            d_exponent = (base.log() * dy).sum_to_size(exponent.shape)
         return dy.mul_(ctx.exponent if exponent is None else exponent).div_(base), d_exponent
 
 
@@ -156,19 +157,18 @@ class Elementwise(FeatureMap):
         phi = self.function(at_least_fp32(x))
         if self.norm == "l2":
             return direction(phi, EPS)[0]
-        return phi / (phi.sum(-1, keepdim=True) + EPS) if self.norm == "sum" else phi
+        if self.norm == "sum":
+            return phi / (phi.sum(-1, keepdim=True) + EPS)
+        return phi
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.features(q), self.features(k)
 
     def kernel_settings(self) -> dict | None:
-        names = (
-            name
-            for name, row in FEATURE_MAPS.items()
-            if getattr(row, "args", ())[:1] == (self.function,)
-        )
-        name = next(names, None)
-        return None if name is None else {"name": name, "norm": self.norm}
+        for name, row in FEATURE_MAPS.items():
+            if getattr(row, "args", ())[:1] == (self.function,):
+                return {"name": name, "norm": self.norm}
+        return None  # a function of another module
 
     def extra_repr(self) -> str:
         return f"norm={self.norm}"
@@ -307,9 +307,9 @@ class NaLa(FeatureMap):
         return parts
 
     def rotate(self, magnitude: Tensor, x: Tensor, d: Tensor) -> Tensor:
-        return (
-            polar(magnitude, x) if isinstance(self.alpha, str) else polar(magnitude, d, self.alpha)
-        )
+        if isinstance(self.alpha, str):
+            return polar(magnitude, x)
+        return polar(magnitude, d, self.alpha)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q, k = at_least_fp32(q), at_least_fp32(k)
@@ -475,11 +475,9 @@ class Pola(Fp32Module, FeatureMap):
 
     def initial(self) -> dict[str, Tensor]:
         values = {"w": torch.zeros_like(self.w)}
-        return (
-            values
-            if self.s is None
-            else values | {"s": torch.full_like(self.s, math.log(math.e - 1))}
-        )
+        if self.s is not None:
+            values["s"] = torch.full_like(self.s, math.log(math.e - 1))
+        return values
 
     def features(self, x: Tensor) -> Tensor:
         x = at_least_fp32(x)
@@ -600,29 +598,36 @@ def register_feature_map(name: str, row: Any) -> None:
 
     Raises ValueError for a name that is taken, or a class that lacks what the contract in `base.py` asks.
     """
-    kind, missing = getattr(row, "func", row), []
+    register("feature_map", name, row, FEATURE_MAPS, list(_missing_of_map(name, row)))
+
+
+def _missing_of_map(name: str, row: Any) -> Iterator[str]:
+    """Each demand of the contract that a map does not meet. Raises ValueError for one that cannot be built."""
+    kind = getattr(row, "func", row)
     if not (isinstance(kind, type) and issubclass(kind, FeatureMap)):
-        missing = ["is not a subclass of FeatureMap"]
-    elif kind.forward is FeatureMap.forward:
-        missing = ["does not define forward()"]
-    else:
-        try:
-            with torch.device("meta"):
-                made = row(num_heads=2, head_dim=4)
-        except TypeError as error:
-            raise ValueError(
-                f"register_feature_map({name!r}): {kind.__name__} needs __init__(self, *, num_heads, "
-                f"head_dim, options with defaults): {error} (the contract: nalanda/model/base.py)"
-            ) from None
-        missing += [
-            f"has no `{n}`" for n in ("equation", "source", "feature_dim") if not hasattr(made, n)
-        ]
-        if dict(made.named_parameters(recurse=False)):
-            missing += (
-                [] if isinstance(made, Fp32Module) else ["has parameters but is no Fp32Module"]
-            )
-            missing += [] if hasattr(made, "initial") else ["has parameters but no initial()"]
-    register("feature_map", name, row, FEATURE_MAPS, missing)
+        yield "is not a subclass of FeatureMap"
+        return
+    if kind.forward is FeatureMap.forward:
+        yield "does not define forward()"
+        return
+
+    try:
+        with torch.device("meta"):
+            feature_map = row(num_heads=2, head_dim=4)
+    except TypeError as error:
+        raise ValueError(
+            f"register_feature_map({name!r}): {kind.__name__} needs __init__(self, *, num_heads, "
+            f"head_dim, options with defaults): {error} (the contract: nalanda/model/base.py)"
+        ) from None
+
+    for attribute in ("equation", "source", "feature_dim"):
+        if not hasattr(feature_map, attribute):
+            yield f"has no `{attribute}`"
+    if dict(feature_map.named_parameters(recurse=False)):
+        if not isinstance(feature_map, Fp32Module):
+            yield "has parameters but is no Fp32Module"
+        if not hasattr(feature_map, "initial"):
+            yield "has parameters but no initial()"
 
 
 def build_feature_map(name: str, *, num_heads: int, head_dim: int, **options) -> FeatureMap:

@@ -13,7 +13,7 @@ def fits(value, wanted) -> bool:
     if wanted is typing.Any:
         return True
     if kind in (types.UnionType, typing.Union):
-        return any(fits(value, part) for part in parts)
+        return any(fits(value, choice) for choice in parts)
     if kind is list:
         return isinstance(value, (list, tuple)) and all(fits(x, parts[0]) for x in value)
     if wanted in (int, float) and isinstance(value, (int, float)):
@@ -27,8 +27,8 @@ def check_types(values: dict, annotations: dict, where: str = "") -> None:
     for name, value in values.items():
         wanted = annotations.get(name, typing.Any)
         if not fits(value, wanted):
-            words = wanted.__name__ if isinstance(wanted, type) else str(wanted)
-            raise ValueError(f"{where}{name}={value!r} must be {words}")
+            kind = wanted.__name__ if isinstance(wanted, type) else str(wanted)
+            raise ValueError(f"{where}{name}={value!r} must be {kind}")
 
 
 OF_SUBCLASSES = ("k_heads", "v_heads", "taps")
@@ -47,14 +47,14 @@ def defaults(function) -> dict:
     return {p.name: p.default for p in parameters if is_option(p) and p.default is not None}
 
 
-def beyond(known: dict, options: dict) -> dict:
-    """The options that `known` lacks or has another value for."""
+def beyond(base: dict, options: dict) -> dict:
+    """The options that `base` lacks or has another value for."""
     return {
         name: value
         for name, value in options.items()
-        if name not in known
-        or known[name] != value
-        or isinstance(known[name], bool) != isinstance(value, bool)
+        if name not in base
+        or base[name] != value
+        or isinstance(base[name], bool) != isinstance(value, bool)
     }
 
 
@@ -63,19 +63,19 @@ def check_names(options: dict, function) -> None:
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
-    known = [p.name for p in parameters if is_option(p)]
+    choices = [p.name for p in parameters if is_option(p)]
     for name in options:
-        if name not in known:
-            there = f"; there are {', '.join(known)}" if known else "; it has none"
-            raise TypeError(f"no option {name!r}{did_you_mean(name, known) or there}")
+        if name not in choices:
+            listed = f"; there are {', '.join(choices)}" if choices else "; it has none"
+            raise TypeError(f"no option {name!r}{did_you_mean(name, choices) or listed}")
 
 
-def nearest(name: str, known: typing.Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The closest of `known`, or None if none is similar."""
-    return next(iter(difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=cutoff)), None)
+def nearest(name: str, names: typing.Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The closest of `names`, or None if none is similar."""
+    return next(iter(difflib.get_close_matches(str(name), sorted(names), n=1, cutoff=cutoff)), None)
 
 
-def did_you_mean(name: str, known: typing.Iterable[str]) -> str:
+def did_you_mean(name: str, names: typing.Iterable[str]) -> str:
     """`, did you mean 'gla'?`, or an empty string."""
-    near = nearest(name, known)
+    near = nearest(name, names)
     return f", did you mean {near!r}?" if near else ""

@@ -118,13 +118,9 @@ def portable_source(name: str, path: Path) -> str:
         )
     lines = source.splitlines(keepends=True)
     for node in ast.walk(ast.parse(source, str(path))):
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            modules = ["." * node.level + (node.module or "")]
-        else:
+        if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
-        for module in modules:
+        for module in _imported_modules(node):
             if module.partition(".")[0] in PORTABLE:
                 continue
             files = _defining_files(node, module) if isinstance(node, ast.ImportFrom) else None
@@ -133,6 +129,8 @@ def portable_source(name: str, path: Path) -> str:
                     f"{path}, line {node.lineno}: imports {module}; checkpoints carry this file, so it may "
                     f"import only torch, numpy, transformers, the standard library and `from {__package__}`"
                 )
+
+            # One relative import for each file, in place of the statement.
             first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
             indent, rest = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
             imports = [
@@ -142,16 +140,22 @@ def portable_source(name: str, path: Path) -> str:
     return "".join(lines)
 
 
+def _imported_modules(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return ["." * node.level + (node.module or "")]
+
+
 def _defining_files(node: ast.ImportFrom, module: str) -> dict[str, list[str]] | None:
     """File of this folder ("" is the folder) to what `node` imports from it; None for other names."""
     package, files = str(__package__), {}
     for alias in node.names:
         owner = module
         if module in (package, package.rpartition(".")[0]):
-            found = getattr(importlib.import_module(module), alias.name, None)
-            owner = (
-                package if isinstance(found, ModuleType) else str(getattr(found, "__module__", ""))
-            )
+            value = getattr(importlib.import_module(module), alias.name, None)
+            owner = str(getattr(value, "__module__", ""))
+            if isinstance(value, ModuleType):
+                owner = package
         if owner != package and not owner.startswith(f"{package}."):
             return None
         text = alias.name + (f" as {alias.asname}" if alias.asname else "")

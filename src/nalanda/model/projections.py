@@ -31,12 +31,12 @@ def side_by_side(
         return weights[0].to(dtype)
     heights = [*map(len, weights)]
     heights.append(-sum(heights) % aligned)
-    whole = weights[0].new_empty(sum(heights), weights[0].shape[1], dtype=dtype)
-    *places, rest = whole.split(heights)
-    torch._foreach_copy_(places, weights)
-    if len(rest):
-        rest.zero_()
-    return whole
+    joined = weights[0].new_empty(sum(heights), weights[0].shape[1], dtype=dtype)
+    *targets, padding = joined.split(heights)
+    torch._foreach_copy_(targets, weights)
+    if len(padding):
+        padding.zero_()
+    return joined
 
 
 def columns(y: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -47,10 +47,9 @@ def columns(y: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def adjacent(x: Tensor, y: Tensor) -> bool:
     """Whether the rows of y continue those of x in memory."""
-    one = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-    return (
-        one and x.stride() == y.stride() and y.data_ptr() == x.data_ptr() + x.shape[1] * x.itemsize
-    )
+    if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
+        return False
+    return x.stride() == y.stride() and y.data_ptr() == x.data_ptr() + x.shape[1] * x.itemsize
 
 
 def merged(tensors: Sequence[Tensor | None]) -> list[tuple[list[int], Tensor]]:
@@ -58,19 +57,19 @@ def merged(tensors: Sequence[Tensor | None]) -> list[tuple[list[int], Tensor]]:
 
     Adjacent ones are merged, and narrow ones copied; None is left out.
     """
-    found: list[tuple[list[int], Tensor]] = []
+    groups: list[tuple[list[int], Tensor]] = []
     for i, x in enumerate(tensors):
         if x is None:
             continue
-        before, last = found[-1] if found else ([], x)
+        before, last = groups[-1] if groups else ([], x)
         if i - 1 in before and adjacent(last, x):
             x = last.as_strided((len(x), last.shape[1] + x.shape[1]), x.stride())
         elif i - 1 in before and max(last.shape[1], x.shape[1]) < NARROW:
             x = torch.cat([last, x], 1)
         else:
-            found.append(([], x))
-        found[-1] = ([*found[-1][0], i], x)
-    return found
+            groups.append(([], x))
+        groups[-1] = ([*groups[-1][0], i], x)
+    return groups
 
 
 class _Product(torch.autograd.Function):
@@ -96,8 +95,8 @@ class _Product(torch.autograd.Function):
         for group, d in merged([None if d is None else d.flatten(0, -2) for d in grads]):
             some = [weights[i] for i in group]
             if ctx.needs_input_grad[0]:
-                whole = side_by_side(some, d.dtype)
-                d_x = d @ whole if d_x is None else d_x.addmm_(d, whole)
+                joined = side_by_side(some, d.dtype)
+                d_x = d @ joined if d_x is None else d_x.addmm_(d, joined)
             if any(needed[i] for i in group):
                 d_some = (d.T @ rows).to(some[0].dtype).split([*map(len, some)])
                 for i, d_weight in zip(group, d_some, strict=True):
@@ -112,21 +111,20 @@ class _Joined:
         self, modules: dict[str, Any], layers: dict[str, nn.Linear], weights: list[Tensor]
     ):
         with torch.inference_mode(weights[0].is_inference()), torch.no_grad():
-            self.whole = side_by_side(weights, weights[0].dtype, ALIGNED)
-            places = columns(self.whole.T, weights)
-            for weight, place in zip(weights, places, strict=True):
-                weight.data = torch.from_dlpack(place.T)
+            self.matrix = side_by_side(weights, weights[0].dtype, ALIGNED)
+            for weight, rows in zip(weights, columns(self.matrix.T, weights), strict=True):
+                weight.data = torch.from_dlpack(rows.T)
         self.modules, self.names, self.layers = dict(modules), list(layers), list(layers.values())
-        self.widths = [*map(len, weights), len(self.whole) - sum(map(len, weights))]
+        self.widths = [*map(len, weights), len(self.matrix) - sum(map(len, weights))]
         self.memory = [(weight.data_ptr(), weight.numel()) for weight in weights]
 
     def holds(self, modules: dict[str, Any]) -> bool:
         """Whether the same layers are still matrices, each in its place."""
         if modules != self.modules:
             return False
-        for layer, (place, count) in zip(self.layers, self.memory):  # noqa: B905 (it is called for every token)
+        for layer, (address, count) in zip(self.layers, self.memory):  # noqa: B905 (it is called for every token)
             weight = matrix_of(layer)
-            if weight is None or weight.data_ptr() != place:
+            if weight is None or weight.data_ptr() != address:
                 return False
             if weight.numel() != count or not weight.is_contiguous():
                 return False
@@ -151,9 +149,10 @@ class FusedLinears(nn.Module):
         if not torch.is_grad_enabled():  # generation: as few steps as possible
             joined = None if compiling else self._still_joined()
             if joined is not None:
-                outputs = F.linear(x, joined.whole).split_with_sizes(joined.widths, -1)
+                outputs = F.linear(x, joined.matrix).split_with_sizes(joined.widths, -1)
                 return dict(zip(joined.names, outputs))  # noqa: B905 (padding)
             return {name: layer(x) for name, layer in self.linears().items()}
+
         layers = self.linears()
         weights = [matrix_of(layer) for layer in layers.values()]
         if len(weights) < 2 or not _fit(weights, x):
@@ -202,11 +201,11 @@ def matrix_of(layer: nn.Linear) -> Tensor | None:
     """The weight if a call of the layer is nothing but a product with it, in memory; else None."""
     if type(layer) is not nn.Linear:
         return None
-    own = layer.__dict__  # a module's own lookups would take longer than a product for one token
-    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
+    fields = layer.__dict__  # a module's own lookups would take longer than a product for one token
+    hooks = fields["_forward_hooks"] or fields["_forward_pre_hooks"] or fields["_backward_hooks"]
     # Replicas of DataParallel, FSDP1 and pruning keep the weight elsewhere.
-    weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
-    if hooks or own["_backward_pre_hooks"] or "forward" in own or bias is not None:
+    weight, bias = fields["_parameters"].get("weight"), fields["_parameters"].get("bias")
+    if hooks or fields["_backward_pre_hooks"] or "forward" in fields or bias is not None:
         return None
     return weight if type(weight) in (nn.Parameter, Tensor) else None
 
@@ -223,12 +222,12 @@ def _are_movable(weights: list[Tensor | None]) -> TypeGuard[list[Tensor]]:
 
     FSDP fills the memory of its parameters again and again; others share it between processes or parameters.
     """
-    there = [weight for weight in weights if weight is not None]
-    kinds = {(weight.dtype, weight.device, weight.is_inference()) for weight in there}
-    if len(there) < len(weights) or len(kinds) > 1 or there[0].device.type == "meta":
+    present = [weight for weight in weights if weight is not None]
+    kinds = {(weight.dtype, weight.device, weight.is_inference()) for weight in present}
+    if len(present) < len(weights) or len(kinds) > 1 or present[0].device.type == "meta":
         return False
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False
-    if there[0].device.type == "cpu" and any(weight.is_shared() for weight in there):
+    if present[0].device.type == "cpu" and any(weight.is_shared() for weight in present):
         return False
-    return all(weight.untyped_storage().nbytes() == weight.nbytes for weight in there)
+    return all(weight.untyped_storage().nbytes() == weight.nbytes for weight in present)

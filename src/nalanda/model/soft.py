@@ -92,11 +92,10 @@ def landmark_weights(
     with no_autocast(Z):
         A = gaussian_kernel(Z, Z)
         ridged = A + ridge * torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-        W = (
-            cholesky_inverse(ridged)
-            if inverse == "cholesky"
-            else newton_inverse(ridged, iterations)
-        )
+        if inverse == "cholesky":
+            W = cholesky_inverse(ridged)
+        else:
+            W = newton_inverse(ridged, iterations)
         if normalized:
             root = A.sum(-1).rsqrt()  # D^-½; each sum is ≥ 1 because it includes κ(z, z) = 1
             W = root[..., :, None] * W * root[..., None, :]
