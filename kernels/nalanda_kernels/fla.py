@@ -45,36 +45,35 @@ def delta_rule(
     """
     no_negative(allow_neg_eigval)
     dtype = _common_dtype(q, v, allowed=(torch.bfloat16, torch.float16))
-    _check(q, v, g, chunk_size)
-    theirs = feature_map is None and qk_norm == "l2"  # the same formula in fp32, with one cast
+    _check_call(q, v, g, chunk_size)
+    # Their norm is the same formula in fp32, with one cast.
+    normed_inside = feature_map is None and qk_norm == "l2"
+
     with without_autocast(q):
-        if not theirs:
+        if not normed_inside:
             q, k = features_of(q, k, feature_map, qk_norm)
+
         if q.shape[-1] > WIDEST:
             raise Unsupported(f"K = {q.shape[-1]}: at most {WIDEST} features")
+
         options = options_of(q, v, scale, initial_state, output_final_state, cu_seqlens)
-        options |= {"use_qk_l2norm_in_kernel": theirs}
-        q, k, values, size = (
-            q.to(dtype),
-            k.to(dtype),
-            v.to(dtype),
-            {"chunk_size": min(chunk_size, 64)},
-        )
+        options |= {"use_qk_l2norm_in_kernel": normed_inside}
+        q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
+        size = {"chunk_size": min(chunk_size, 64)}
+
         if erase is not None or write is not None:
             from fla.ops.gdn2 import chunk_gdn2
 
-            q, k = _repeat(q, k, v)
+            q, k = _repeat_heads(q, k, v)
             g = torch.zeros_like(beta) if g is None else g
             g = (g if g.ndim == 4 else g[..., None]).float().expand(k.shape)
-            erase, write = (  # in the precision of k and v, which they multiply
-                (beta[..., None] if x is None else beta[..., None] * x).to(dtype).expand(like.shape)
-                for x, like in ((erase, k), (write, v))
-            )
+            erase = _scaled_gate(beta, erase, k, dtype)
+            write = _scaled_gate(beta, write, v, dtype)
             o, state = chunk_gdn2(q, k, values, g, erase, write, **options)
         elif g is None:
             from fla.ops.delta_rule import chunk_delta_rule
 
-            q, k = _repeat(q, k, v)
+            q, k = _repeat_heads(q, k, v)
             o, state = chunk_delta_rule(q, k, values, beta, **options, **size)
         elif g.ndim == 4:
             from fla.ops.kda import chunk_kda
@@ -111,14 +110,16 @@ def linear_attention(
             compiles fla's gated backward wrongly for this GPU.
     """
     dtype = _common_dtype(q, v, allowed=(torch.bfloat16, torch.float16, torch.float32))
-    _check(q, v, g, chunk_size)
+    _check_call(q, v, g, chunk_size)
     with without_autocast(q):
-        q, k = _repeat(*features_of(q, k, feature_map, qk_norm), v)
+        q, k = _repeat_heads(*features_of(q, k, feature_map, qk_norm), v)
+
         K, V = q.shape[-1], v.shape[-1]
         if dtype.itemsize == 2 and (K % 2 or V % 2):
             raise Unsupported(f"K = {K} and V = {V}: in 16 bits both must be even")
         if g is not None and g.ndim == 4 and g.shape[3] != K:
             raise Unsupported(f"g with {g.shape[3]} key channels for K = {K}")
+
         options = options_of(q, v, scale, initial_state, output_final_state, cu_seqlens)
         q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
         if g is not None and g.ndim == 4:
@@ -154,7 +155,7 @@ def no_channels(g: Tensor | None, erase: Tensor | None, write: Tensor | None) ->
         raise Unsupported("a delta rule with gates by channel")
 
 
-def _check(q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int) -> None:
+def _check_call(q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int) -> None:
     from fla.ops.common import chunk_o
 
     if 0 in (*q.shape, *v.shape):
@@ -172,6 +173,12 @@ def _check(q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int) -> None:
         )
 
 
+def _scaled_gate(beta: Tensor, gate: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """β times a gate by channel, in the shape and the dtype of the x that it multiplies."""
+    scaled = beta[..., None] if gate is None else beta[..., None] * gate
+    return scaled.to(dtype).expand(x.shape)
+
+
 def features_of(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor, Tensor]:
     """φ(q) and φ(k), normed, in fp32 with one cast; by our kernel if it can, else by torch."""
     if feature_map is None and qk_norm is None:
@@ -180,7 +187,7 @@ def features_of(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple
     return map_in_torch(q, k, feature_map, qk_norm) if served is None else served
 
 
-def _repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q and k with one head for each head of v."""
     group = v.shape[2] // q.shape[2]
     return (q, k) if group == 1 else (q.repeat_interleave(group, 2), k.repeat_interleave(group, 2))
@@ -198,12 +205,12 @@ def options_of(q, v, scale, initial_state, output_final_state, cu_seqlens) -> di
     if cu_seqlens is None:
         return options
     bounds = bounds_of(cu_seqlens, q.shape[1])
-    here, there = _bounds(bounds, q.device)
-    return options | {"cu_seqlens": there, "cu_seqlens_cpu": here}
+    on_host, on_device = _bounds(bounds, q.device)
+    return options | {"cu_seqlens": on_device, "cu_seqlens_cpu": on_host}
 
 
 @functools.lru_cache(maxsize=32)
 def _bounds(bounds: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """The bounds on host and device. All layers get the same tensors, by which fla caches its tables."""
-    here = torch.tensor(bounds)
-    return here, here.to(device)
+    on_host = torch.tensor(bounds)
+    return on_host, on_host.to(device)

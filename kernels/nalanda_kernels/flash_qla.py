@@ -49,9 +49,11 @@ def delta_rule(
         raise Unsupported("a delta rule without a decay")
     no_channels(g, erase, write)
     no_negative(allow_neg_eigval)
+
     dtype = torch.promote_types(q.dtype, v.dtype)
     if dtype not in (torch.bfloat16, torch.float16):
         raise Unsupported(f"{name_of(dtype)} inputs: it computes in 16 bits")
+
     features = getattr(feature_map, "feature_dim", q.shape[3])
     if (features, v.shape[3]) != (WIDTH, WIDTH):
         raise Unsupported(f"K = {features} and V = {v.shape[3]}: both must be {WIDTH}")
@@ -60,14 +62,16 @@ def delta_rule(
         raise Unsupported("an empty sequence")
     from flash_qla import chunk_gated_delta_rule  # pyrefly: ignore[missing-import]
 
-    theirs = feature_map is None and qk_norm == "l2"  # the same formula in fp32, with one cast
+    # Their norm is the same formula in fp32, with one cast.
+    normed_inside = feature_map is None and qk_norm == "l2"
     with without_autocast(q):
-        if not theirs:
+        if not normed_inside:
             q, k = features_of(q, k, feature_map, qk_norm)
         options = options_of(q, v, scale, initial_state, output_final_state, cu_seqlens)
         options.pop("cu_seqlens_cpu", None)
+
         q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
         o, state = chunk_gated_delta_rule(
-            q, k, values, g.float(), beta, use_qk_l2norm_in_kernel=theirs, **options
+            q, k, values, g.float(), beta, use_qk_l2norm_in_kernel=normed_inside, **options
         )
     return o.to(v.dtype), state if output_final_state else None

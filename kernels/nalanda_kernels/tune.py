@@ -78,6 +78,7 @@ def choose(out: str | Path, *, minutes: float) -> None:
     os.environ.setdefault(
         "FLA_FLASH_QLA", "0"
     )  # else fla hands calls on to FlashQLA, and each is timed twice
+
     out, end = Path(out), time.monotonic() + 60 * minutes
     table: Table = copy.deepcopy(common._table())
     arch = common.architecture()
@@ -87,6 +88,7 @@ def choose(out: str | Path, *, minutes: float) -> None:
         if name != "backends"
     }
     table[arch]["backends"] = []
+
     print(f"{torch.cuda.get_device_name()}, {arch}: at most {minutes:g} minutes", flush=True)
     with mock.patch.object(common, "_table", return_value=table):
         for row, message in fastest_backends(backend_jobs(), lambda: time.monotonic() > end):
@@ -151,11 +153,11 @@ def fastest_backends(
                 times[name] = ms
         if times:
             best = min(times, key=lambda name: times[name])
-            shown = ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items())
-            what = " ".join(
+            figures = ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items())
+            kind = " ".join(
                 ["gated" * row["gated"], row["op"], "with a map" * row["mapped"]]
             ).strip()
-            yield row | {"backend": best}, f"{what}, {row['length']} tokens: {shown}"
+            yield row | {"backend": best}, f"{kind}, {row['length']} tokens: {figures}"
 
 
 def spread(kernel: str, arch: str, variants: Callable[..., Rows]) -> Rows:
@@ -186,6 +188,7 @@ def improve(
             for row in kernels[name]
             if key(row) == (itemsize, features)
         ]
+
         try:
             jobs = jobs_of(itemsize, features)
             best, expected = total(jobs)
@@ -193,23 +196,27 @@ def improve(
             yield f"{where}: {type(error).__name__}: {error}".splitlines()[0]
             continue
         yield f"{where}: {best:.3f} ms"
+
+        # One size of one kernel after another; a size stays where no other is faster.
         for name, row in rows:
             for size in [size for size in CHOICES if size in row]:
-                kept = row[size]
+                chosen = row[size]
                 for choice in CHOICES[size]:
                     if late():
-                        row[size] = kept
+                        row[size] = chosen
                         yield f"out of time at {name}, {where}"
                         return
+
                     row[size] = choice
                     try:
-                        ms, results = total(jobs) if choice != kept else (best, expected)
+                        ms, results = total(jobs) if choice != chosen else (best, expected)
                     except Exception:  # most often too much shared memory
                         continue
+
                     if ms < (1 - GAIN) * best and same(results, expected, TOLERANCE[itemsize]):
-                        best, kept = ms, choice
+                        best, chosen = ms, choice
                         yield f"  {name} {size}={choice}: {ms:.3f} ms"
-                row[size] = kept
+                row[size] = chosen
 
 
 def key(row: dict[str, int]) -> tuple[int | None, int | None]:
@@ -224,14 +231,14 @@ def jobs(itemsize: int, features: int) -> list[Job]:
 
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     V = min(features, 256)
-    found = [
+    calls = [
         timed(delta_rule, dtype, features, V),
         timed(delta_rule, dtype, features, V, length=8192),
     ]
-    found.append(timed(delta_rule, dtype, features, V, channels=True))
+    calls.append(timed(delta_rule, dtype, features, V, channels=True))
     if features == 256:
-        found.append(timed(delta_rule, dtype, 128, V, feature_map=SimpleNamespace(fused=NALA)))
-    return found
+        calls.append(timed(delta_rule, dtype, 128, V, feature_map=SimpleNamespace(fused=NALA)))
+    return calls
 
 
 def timed(
@@ -258,6 +265,7 @@ def timed(
     gates = [normal(B, T, H).sigmoid()] if delta else []
     decays = normal(B, T, H, K) if channels else normal(B, T, H)
     gates += [torch.nn.functional.logsigmoid(decays + 3)] if gated else []
+
     leaves = [x.requires_grad_() for x in inputs + gates]
     d_o = normal(B, T, H, V).to(dtype)
 

@@ -31,7 +31,7 @@ _BLOCKS = {
 
 
 @triton.jit
-def _rows(starts, counts, H, SPAN: tl.constexpr, BT: tl.constexpr):
+def _locate_rows(starts, counts, H, SPAN: tl.constexpr, BT: tl.constexpr):
     """The program's rows of x [tokens · H, …], and the mask of those inside its span."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     i = tl.arange(0, BT)
@@ -39,7 +39,7 @@ def _rows(starts, counts, H, SPAN: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
-def _tile(rows, real, first, N: tl.constexpr, BN: tl.constexpr):
+def _locate_tile(rows, real, first, N: tl.constexpr, BN: tl.constexpr):
     """Offsets and mask of BN columns from `first` on, in rows of N columns."""
     c = first + tl.arange(0, BN)
     return rows[:, None] * N + c[None, :], real[:, None] & (c < N)[None, :]
@@ -47,8 +47,9 @@ def _tile(rows, real, first, N: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _read(x, rows, real, first, N: tl.constexpr, BN: tl.constexpr):
-    at, there = _tile(rows, real, first, N, BN)
-    return tl.load(x + at, there, other=0.0)
+    """A tile [BT, BN] of x; 0 outside the span and the columns."""
+    at, mask = _locate_tile(rows, real, first, N, BN)
+    return tl.load(x + at, mask, other=0.0)
 
 
 @triton.jit
@@ -65,7 +66,8 @@ def _write_transposed(x, y, rows, real, first, N: tl.constexpr, BN: tl.constexpr
 @triton.jit
 def _scores(q, k, rows, real, scale, K: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr):
     """S = scale · QK⊤, and the last tiles of Q and K that were read. With q and k exchanged it gives S⊤."""
-    q_, k_ = _read(q, rows, real, 0, K, BK), _read(k, rows, real, 0, K, BK)
+    q_ = _read(q, rows, real, 0, K, BK)
+    k_ = _read(k, rows, real, 0, K, BK)
     s = tl.dot(q_, tl.trans(k_), input_precision=PREC)
     for first in range(BK, K, BK):
         q_, k_ = _read(q, rows, real, first, K, BK), _read(k, rows, real, first, K, BK)
@@ -110,7 +112,8 @@ def forward_kernel(
     BV: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    rows, real = _rows(starts, counts, H, SPAN, BT)
+    """O⊤ = V⊤P⊤ of one span of a head, BV columns at a time."""
+    rows, real = _locate_rows(starts, counts, H, SPAN, BT)
     s, _, _ = _scores(k, q, rows, real, scale, K, BK, PREC)
     p = _weights(s, SOFTMAX, BLOCK, BT, 0).to(v.dtype.element_ty)
     for first in range(0, V, BV):
@@ -133,9 +136,10 @@ def _write_dqk(
     BK: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    at, there = _tile(rows, real, first, K, BK)
+    """Stores BK columns of dQ = scale · dS K and dK⊤ = scale · Q⊤dS."""
+    at, mask = _locate_tile(rows, real, first, K, BK)
     dq_ = tl.dot(d_s, k_, input_precision=PREC) * scale
-    tl.store(d_q + at, dq_.to(d_q.dtype.element_ty), there)
+    tl.store(d_q + at, dq_.to(d_q.dtype.element_ty), mask)
     dk_ = tl.dot(tl.trans(q_), d_s, input_precision=PREC) * scale
     _write_transposed(d_k, dk_, rows, real, first, K, BK)
 
@@ -163,7 +167,8 @@ def backward_kernel(
     BV: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    rows, real = _rows(starts, counts, H, SPAN, BT)
+    """dV⊤ = dO⊤P, dP = dO V⊤, dS, and then dQ and dK, of one span of a head."""
+    rows, real = _locate_rows(starts, counts, H, SPAN, BT)
     s, q_, k_ = _scores(q, k, rows, real, scale, K, BK, PREC)
     p = _weights(s, SOFTMAX, BLOCK, BT, 1)
     p_ = p.to(v.dtype.element_ty)
@@ -175,12 +180,15 @@ def backward_kernel(
         _write_transposed(
             d_v, tl.dot(tl.trans(do_), p_, input_precision=PREC), rows, real, first, V, BV
         )
+
+    # dS [BT, BT].
     if SOFTMAX:
         d_s = p * (d_p - tl.sum(p * d_p, 1)[:, None])
     else:
         d_s = tl.where(p > 0, d_p, 0.0)
     d_s = d_s.to(q.dtype.element_ty)
 
+    # The tiles of Q and K that were read last are still in registers.
     LAST: tl.constexpr = (K - 1) // BK * BK
     _write_dqk(d_q, d_k, d_s, q_, k_, rows, real, LAST, scale, K, BK, PREC)
     for first in range(0, LAST, BK):
@@ -258,13 +266,8 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _gradients(function, ctx, d_o: Tensor) -> tuple[Tensor | None, ...]:
-    return (
-        *function(d_o, *ctx.saved_tensors, ctx.block_size, ctx.softmax, ctx.scale),
-        None,
-        None,
-        None,
-        None,
-    )
+    grads = function(d_o, *ctx.saved_tensors, ctx.block_size, ctx.softmax, ctx.scale)
+    return *grads, None, None, None, None
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -332,6 +335,18 @@ def block_attention(
         Unsupported: sizes or dtypes that the kernels lack.
         ValueError: shapes that do not match, or an unknown option.
     """
+    _check_call(q, k, v, block_size, scores, cu_seqlens)
+    _check_limits(q, k, v, block_size)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    call = _forward_op if torch.compiler.is_compiling() else _BlockAttention.apply
+    inputs = (x.contiguous() for x in (q, k, v))
+    return call(*inputs, cu_seqlens, block_size, scores == "softmax", scale)
+
+
+def _check_call(
+    q: Tensor, k: Tensor, v: Tensor, block_size: int, scores: str, cu_seqlens: Tensor | None
+) -> None:
+    """Raises ValueError for a call that no backend could serve."""
     if q.ndim != 4 or v.ndim != 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2]:
         shapes = f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
         raise ValueError(f"q, k, v: {shapes}; must be [B, T, H, K], [B, T, H, K] and [B, T, H, V]")
@@ -341,6 +356,10 @@ def block_attention(
         raise ValueError(f"scores={scores!r}: must be softmax or relu")
     if cu_seqlens is not None and q.shape[0] != 1:
         raise ValueError(f"cu_seqlens: B = {q.shape[0]}; flatten the batch into one row, B = 1")
+
+
+def _check_limits(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> None:
+    """Raises Unsupported for sizes and dtypes that the kernels lack."""
     if q.shape[2] != v.shape[2]:
         raise Unsupported(f"{q.shape[2]} heads of q with {v.shape[2]} heads of v")
     if block_size > max(_BLOCKS):
@@ -349,13 +368,7 @@ def block_attention(
         raise Unsupported(f"block_size={block_size}: at most 64 with {name_of(q.dtype)}")
     if not 0 < q.shape[3] <= 256 or not 0 < v.shape[3] <= 256:
         raise Unsupported(f"K={q.shape[3]} and V={v.shape[3]}: both must be from 1 to 256")
-    if (
-        v.dtype not in (torch.float32, torch.bfloat16, torch.float16)
-        or not q.dtype == k.dtype == v.dtype
-    ):
+    supported = v.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if not supported or not q.dtype == k.dtype == v.dtype:
         dtypes = ", ".join(name_of(x.dtype) for x in (q, k, v))
         raise Unsupported(f"q, k and v in {dtypes}: all must be fp32, bf16 or fp16")
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    call = _forward_op if torch.compiler.is_compiling() else _BlockAttention.apply
-    inputs = (x.contiguous() for x in (q, k, v))
-    return call(*inputs, cu_seqlens, block_size, scores == "softmax", scale)

@@ -97,21 +97,23 @@ def chunks_between(
 ) -> Chunks:
     """`chunks_of` for bounds that have been checked. segment: see `Chunks.segments`."""
     cu = torch.arange(batch + 1) * length if bounds is None else torch.tensor(bounds)
-    first, sequence, step = _numbered(-(-cu.diff() // size))
-    start = cu[sequence] + step * size
+    first, sequence, step = _number_pieces(-(-cu.diff() // size))
+    start = cu[sequence] + step * size  # [chunks]
     count = cu[sequence + 1] - start
     longest, parts = max(first.diff().tolist(), default=0), None
-    if segment:
-        parts, sequence, step = _numbered((-(-first.diff() // segment)).clamp(min=1))
+
+    if segment:  # from here on a sequence is a segment
+        parts, sequence, step = _number_pieces((-(-first.diff() // segment)).clamp(min=1))
         cu = torch.cat([cu[sequence] + step * (segment * size), cu[-1:]])
         first = torch.cat([first[sequence] + step * segment, first[-1:]])
+        parts = parts.to(device, torch.int32, non_blocking=True)
+
     tables = start, count.to(torch.int32), cu, first.to(torch.int32)
-    there = [x.to(device, non_blocking=True) for x in tables]
-    parts = parts if parts is None else parts.to(device, torch.int32, non_blocking=True)
-    return Chunks(*there, longest, (batch, length, bounds, size, device), parts)
+    on_device = [x.to(device, non_blocking=True) for x in tables]
+    return Chunks(*on_device, longest, (batch, length, bounds, size, device), parts)
 
 
-def _numbered(counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _number_pieces(counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Where each sequence's pieces begin [N + 1]; of each piece, its sequence and its place in it."""
     first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     sequence = torch.arange(len(counts)).repeat_interleave(counts)
@@ -171,12 +173,15 @@ def variants(
         older = [a for a in table if a.startswith(family) and _number(a) <= _number(arch)]
         small = family == "sm_" and _number(arch) >= 120
         arch = "sm_80" if small else max(older, key=_number, default="sm_80")
+
     rows = table[arch].get(kernel) or _shipped()["sm_80"][kernel]
-    covers = [(row["itemsize"], row["features"]) for row in rows]
-    for cover in covers:
+    for row in rows:
+        cover = row["itemsize"], row["features"]
         if itemsize <= cover[0] and features <= cover[1]:
-            same = [row for row, other in zip(rows, covers, strict=True) if other == cover]
-            return [{x: row[x] for x in row if x not in ("itemsize", "features")} for row in same]
+            same = [x for x in rows if (x["itemsize"], x["features"]) == cover]
+            return [
+                {name: x[name] for name in x if name not in ("itemsize", "features")} for x in same
+            ]
     raise ValueError(
         f"{kernel}: no block sizes for {features} features of {itemsize} bytes; add a row"
     )
@@ -230,19 +235,19 @@ def _schedule(
     def steps(run: int, columns: int, BV: int) -> float:
         return (64 + BV) / 128 * max(run, chunks * -(-columns // BV) / fed)
 
-    whole = min((steps(longest, V, BV), i, 0) for i, BV in enumerate(widths))
-    lengths = (
-        []
-        if composing is None
-        else [4 << i for i in range(longest.bit_length()) if 4 << i < longest]
-    )
-    split = (
-        (steps(n, V + M, BV) + steps(n, V, BV) + composing * -(-longest // n) + 8, i, n)
-        for n in lengths
-        for i, BV in enumerate(widths)
-    )
-    best = min(split, default=whole)
-    return best[1:] if best[0] < 0.8 * whole[0] else whole[1:]
+    # (steps, which width, chunks of a segment): first without segments, then with each length.
+    unsplit = min((steps(longest, V, BV), i, 0) for i, BV in enumerate(widths))
+    if composing is None:
+        return unsplit[1:]
+    split = []
+    for length in [4 << i for i in range(longest.bit_length()) if 4 << i < longest]:
+        for i, BV in enumerate(widths):
+            passes = steps(length, V + M, BV) + steps(length, V, BV)
+            cost = passes + composing * -(-longest // length) + 8
+            split.append((cost, i, length))
+
+    best = min(split, default=unsplit)
+    return best[1:] if best[0] < 0.8 * unsplit[0] else unsplit[1:]
 
 
 # ------------------------------------------------------------------------------ maps that kernels cannot form

@@ -31,6 +31,7 @@ WIDEST = 16384
 
 @triton.jit
 def swiglu_kernel(a, b, y, a_stride, b_stride, rows, N, BT: tl.constexpr, BN: tl.constexpr):
+    """y = SiLU(a) ⊙ b, a tile [BT, BN] of rows [rows, N]."""
     r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     c = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
     m = (r < rows) & (c < N)
@@ -43,6 +44,7 @@ def swiglu_kernel(a, b, y, a_stride, b_stride, rows, N, BT: tl.constexpr, BN: tl
 def swiglu_backward_kernel(
     a, b, d_y, d_a, d_b, a_stride, b_stride, rows, N, BT: tl.constexpr, BN: tl.constexpr
 ):
+    """da = dy ⊙ b ⊙ SiLU'(a) and db = dy ⊙ SiLU(a), a tile as in `swiglu_kernel`."""
     r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     c = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
     m = (r < rows) & (c < N)
@@ -70,15 +72,19 @@ def norm_kernel(
     BT: tl.constexpr,
     BV: tl.constexpr,
 ):
+    """s = x + add and h = n ⊙ w ⊙ SiLU(g) of BT rows of V columns; a row of the gate has H of them."""
     r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     c = tl.arange(0, BV)[None, :]
     m = (r < rows) & (c < V)
     at = r * V + c
+
+    # The sum is rounded as it is stored, so that the backward reads the same.
     s = tl.load(x + at, m, other=0.0).to(tl.float32)
     if add is not None:
         s = (s + tl.load(add + at, m, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + at, s, m)
         s = s.to(tl.float32)
+
     h = s * tl.rsqrt(tl.sum(s * s, 1) / V + eps)[:, None]
     h *= tl.load(weight + c, c < V, other=0.0).to(tl.float32)
     if gate is not None:
@@ -107,19 +113,23 @@ def norm_backward_kernel(
     BT: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """SPAN rows, and the program's row of the sums of d_weight [programs, V]."""
+    """dx, dadd and dgate of SPAN rows, and the program's row of the sums of d_weight [programs, V]."""
     c = tl.arange(0, BV)[None, :]
     w = tl.load(weight + c, c < V, other=0.0).to(tl.float32)
     dw = tl.zeros([BV], tl.float32)
     first = tl.program_id(0).to(tl.int64) * SPAN
+
     for i in range(0, SPAN, BT):
         r = first + i + tl.arange(0, BT)[:, None]
         m = (r < rows) & (c < V)
         at = r * V + c
+
+        # n = r s, and d = dh, then e = dh ⊙ SiLU(g).
         n = tl.load(total + at, m, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(n * n, 1) / V + eps)[:, None]
         n *= scale
         d = tl.load(d_y + at, m, other=0.0).to(tl.float32)
+
         if gate is not None:
             g = tl.load(gate + r // H * gate_stride + r % H * V + c, m, other=0.0).to(tl.float32)
             s = tl.sigmoid(g)
@@ -127,14 +137,19 @@ def norm_backward_kernel(
                 d_gate + at, (d * n * w * s * (1 + g * (1 - s))).to(d_gate.dtype.element_ty), m
             )
             d *= g * s
+
+        # Through w and the norm: r (w ⊙ e − n mean(w ⊙ e ⊙ n)).
         dw += tl.sum(d * n, 0)
         d *= w
         d = scale * (d - n * (tl.sum(d * n, 1) / V)[:, None])
+
         if d_total is not None:
             d += tl.load(d_total + at, m, other=0.0).to(tl.float32)
+
         tl.store(d_x + at, d.to(d_x.dtype.element_ty), m)
         if d_add is not None:
             tl.store(d_add + at, d.to(d_add.dtype.element_ty), m)
+
     if d_weight is not None:
         i = tl.arange(0, BV)
         tl.store(d_weight + tl.program_id(0).to(tl.int64) * V + i, dw, i < V)
@@ -198,11 +213,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, add, weight, gate, eps, dtype):
         (rows, V), tiles = x.shape, _norm_tiles(x.shape[1])
-        total = (
-            x
-            if add is None
-            else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, add.dtype))
-        )
+        total = x
+        if add is not None:
+            total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, add.dtype))
         y = x.new_empty(x.shape, dtype=dtype)
         H, stride = (1, 0) if gate is None else (gate.shape[1] // V, gate.stride(0))
         if rows:
@@ -227,9 +240,9 @@ class _RMSNorm(torch.autograd.Function):
         # A program's sums are as wide as a row: a few percent of the traffic with so many rows.
         span = max(16, 8192 // tiles["BV"])
         grid = (triton.cdiv(rows, span),)
-        d_weight = (
-            total.new_empty(*grid, V, dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        )
+        d_weight = None
+        if ctx.needs_input_grad[2]:
+            d_weight = total.new_empty(*grid, V, dtype=torch.float32)
         if rows:
             grads = d_total, d_y, d_x, d_add, d_gate, d_weight
             norm_backward_kernel[grid](
@@ -256,11 +269,11 @@ def rms_norm(
 
     Raises Unsupported for other dtypes than fp32, bf16 and fp16, and V not from 1 to 16384.
     """
-    V, given = weight.numel(), [z for z in (x, weight, add, gate) if z is not None]
-    shapes = ", ".join(str(list(z.shape)) for z in given)
-    if dtype not in DTYPES or any(z.dtype not in DTYPES for z in given):
+    V, tensors = weight.numel(), [z for z in (x, weight, add, gate) if z is not None]
+    shapes = ", ".join(str(list(z.shape)) for z in tensors)
+    if dtype not in DTYPES or any(z.dtype not in DTYPES for z in tensors):
         raise Unsupported(
-            f"{', '.join(name_of(z.dtype) for z in given)} inputs to {name_of(dtype)}"
+            f"{', '.join(name_of(z.dtype) for z in tensors)} inputs to {name_of(dtype)}"
         )
     if (
         not 0 < V <= WIDEST
@@ -272,6 +285,7 @@ def rms_norm(
         if gate.numel() != x.numel() or not gate.shape[-1] or gate.shape[-1] % V:
             raise Unsupported(f"shapes {shapes}")
         gate = rows_of(gate, gate.shape[-1])
+
     x_, add = (None if z is None else rows_of(z, V).contiguous() for z in (x, add))
     total, y = _RMSNorm.apply(x_, add, weight.contiguous(), gate, float(eps), dtype)
     return total.view(x.shape), y.view(x.shape)

@@ -84,13 +84,16 @@ def describe(feature_map, qk_norm: str | None, head_dim: int) -> tuple[Map, tupl
         fused = getattr(feature_map, "fused", None)
         if fused is None:
             raise Unsupported(f"the feature map {type(feature_map).__name__}")
+
     name, norm = fused["name"], fused.get("norm")
     if name not in NAMES:
         raise Unsupported(f"the feature map {name!r}")
     if norm is not None and (norm != "l2" or l2):
         raise Unsupported(f"norm={norm!r} inside the map with qk_norm={qk_norm!r}")
+
     l2 = l2 or norm == "l2"
     root = head_dim**0.5
+
     if name == "nala":
         # Older exports name α = 1 and √K, and have no power where both exponents are constants.
         angle = {"direction": 1.0, "rms": root}.get(fused["angle"], fused["angle"])
@@ -105,6 +108,7 @@ def describe(feature_map, qk_norm: str | None, head_dim: int) -> tuple[Map, tupl
             "key_power": fused["key_power"],
         }
         return Map("nala", l2=l2, halves=2, **options), ()
+
     if name == "pola":
         w, s = fused["parameters"]
         if w.is_meta:
@@ -122,6 +126,7 @@ def describe(feature_map, qk_norm: str | None, head_dim: int) -> tuple[Map, tupl
 
 @triton.jit
 def exp(x):
+    """e^x by the hardware's 2^x."""
     return tl.exp2(x * LOG2_E)
 
 
@@ -133,6 +138,7 @@ def log(x):
 
 @triton.jit
 def sigmoid(x):
+    """1 / (1 + e^{−x}), as a square of rsqrt; a division costs more."""
     root = tl.rsqrt(1 + exp(-x))
     return root * root
 
@@ -185,6 +191,7 @@ def plain_slope(x, MAP: tl.constexpr):
 
 @triton.jit
 def guarded_log(b):
+    """ln of max(|b|, 1e-6)."""
     return log(tl.maximum(tl.abs(b), EPS))
 
 
@@ -203,6 +210,8 @@ def nala_base(x, r, MAP: tl.constexpr, IS_Q: tl.constexpr):
         p = MAP.power * (2 * sigmoid((2 * MAP.n_scale) / r) - 0.5)
     if IS_Q and MAP.scale != 0:
         x *= MAP.scale * r
+
+    # M/b for the exponent; powers of integers need no logarithm.
     log_b = guarded_log(x)
     if FIXED == 1.0:
         over = tl.where(tl.abs(x) > EPS, tl.where(x > 0, 1.0, -1.0), 0.0)
@@ -247,6 +256,7 @@ def features(x, m, MAP: tl.constexpr, IS_Q: tl.constexpr):
         M = over * b
         if MAP.l2:
             M *= inverse_length(M)
+
         if MAP.angle == "relu_split":
             f1, f2 = tl.where(x > 0, M, 0.0), tl.where(x < 0, M, 0.0)
         else:
@@ -280,13 +290,18 @@ def features_backward(x, m, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
 
 @triton.jit
 def nala_backward(x, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
+    """The gradient of NaLa's features, dx of this module's docstring.
+
+    G and `turn` (A · αr) are in the frame of θ. coef collects the factors of x, before ρ.
+    """
     BENT: tl.constexpr = IS_Q and MAP.query_power == 0  # p depends on ‖q‖
     DIVIDED: tl.constexpr = IS_Q and MAP.scale != 0  # b contains r
     r = inverse_length(x)
     b, over, log_b, p = nala_base(x, r, MAP, IS_Q)
     M = over * b
     slope = over * (p * (MAP.scale * r) if DIVIDED else p)  # p M/x
-    coef = tl.zeros_like(r)  # of x, before ρ
+
+    coef = tl.zeros_like(r)
     if MAP.angle == "relu_split":
         G = tl.where(x > 0, d1, d2)
         dx = slope * G
@@ -298,12 +313,16 @@ def nala_backward(x, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
         dx = slope * G + turn
         if MAP.angle != "raw":
             coef = (r * r) * tl.sum(x * turn, 1)[:, None]
+
     G *= M
+
+    # The last term: x λν (1 − tanh²) ΣE ln |b|.
     if BENT:
         n = (2 * MAP.n_scale) / r
         # 1 − tanh² as a product keeps its digits where tanh saturates.
         bend = r * (4 * MAP.power * MAP.n_scale) * (sigmoid(n) * sigmoid(-n))
         coef -= bend * tl.sum(G * log_b, 1)[:, None]
+
     if MAP.l2:
         square = M * M
         square_rho = 1 / (tl.sum(square, 1)[:, None] + EPS)
@@ -354,10 +373,12 @@ def forward_part(
     IS_Q: tl.constexpr,
     BK: tl.constexpr,
 ):
+    """Stores φ of BT tokens of head h of x."""
     c = tl.arange(0, BK)[None, :]
     at = t[:, None] * H + h
     m = (t < N)[:, None] & (c < K)
     raw = tl.load(x + at * K + c, m, other=0.0).to(tl.float32)
+
     if MAP.name == "pola":
         b, over, _, _, _ = pola_base(raw, p, unit, h, K, MAP, BK)
         M = over * b
@@ -366,6 +387,7 @@ def forward_part(
         f1, f2 = tl.where(raw > 0, M, 0.0), tl.where(raw < 0, M, 0.0)
     else:
         f1, f2 = features(raw, m, MAP, IS_Q)
+
     to = phi + at * (K * MAP.halves) + c
     tl.store(to, f1.to(phi.dtype.element_ty), m)
     if MAP.halves == 2:
@@ -390,6 +412,7 @@ def backward_part(
     IS_Q: tl.constexpr,
     BK: tl.constexpr,
 ):
+    """Stores dx of BT tokens of head h, and for Pola the program's sums of dp and dunit [K]."""
     c = tl.arange(0, BK)[None, :]
     at = t[:, None] * H + h
     m = (t < N)[:, None] & (c < K)
@@ -397,6 +420,7 @@ def backward_part(
     of = dphi + at * (K * MAP.halves) + c
     d1 = tl.load(of, m, other=0.0).to(tl.float32)
     d2 = tl.load(of + K, m, other=0.0).to(tl.float32) if MAP.halves == 2 else d1
+
     if MAP.name == "pola":
         b, over, log_b, exponent, scale = pola_base(raw, p, unit, h, K, MAP, BK)
         M = over * b
@@ -404,7 +428,9 @@ def backward_part(
         if MAP.l2:
             rho = inverse_length(M)
             dM = rho * (dM - M * (rho * rho * tl.sum(dM * M, 1)[:, None]))
-        d = exponent * over * dM  # gradient of b
+
+        # The gradient of b, and the sums of this program's tokens.
+        d = exponent * over * dM
         i = tl.arange(0, BK)
         tl.store(dp + i, tl.sum(dM * M * log_b, 0), i < K)
         if MAP.scaled:
@@ -412,6 +438,7 @@ def backward_part(
         d *= scale
     else:
         d = features_backward(raw, m, d1, d2, MAP, IS_Q)
+
     tl.store(dx + at * K + c, d.to(dx.dtype.element_ty), m)
 
 
@@ -431,6 +458,7 @@ def forward_kernel(
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
+    """φ(q) and φ(k): a program has BT tokens of one head of either."""
     h = tl.program_id(0) % (HQ + HK)
     t = (tl.program_id(0) // (HQ + HK)).to(tl.int64) * BT + tl.arange(0, BT)
     if h < HQ:
@@ -459,6 +487,7 @@ def backward_kernel(
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
+    """dq and dk from dφ, by the formulas of this module's docstring; a program as in `forward_kernel`."""
     h = tl.program_id(0) % (HQ + HK)
     t = (tl.program_id(0) // (HQ + HK)).to(tl.int64) * BT + tl.arange(0, BT)
     if MAP.name == "pola":  # a row of partial sums for each program
@@ -491,6 +520,7 @@ def map_features(
         raise Unsupported(f"K = {K}: at most 256")
     if q.shape[:2] != k.shape[:2] or k.shape[-1] != K:
         raise Unsupported(f"q {list(q.shape)} and k {list(k.shape)}")
+
     MAP, parameters = describe(feature_map, qk_norm, K)
     if not MAP.l2 and MAP.name == "identity":
         return q, k.to(q.dtype)
@@ -498,12 +528,12 @@ def map_features(
         raise Unsupported(
             f"parameters {list(parameters[0].shape)} for q {list(q.shape)}, k {list(k.shape)}"
         )
+
     p = unit = None
     if MAP.name == "pola":  # [H, K] operations, which torch differentiates
         p = 1 + MAP.alpha * parameters[0].float().sigmoid()
-        unit = (
-            torch.nn.functional.softplus(parameters[1].float()).reciprocal() if MAP.scaled else None
-        )
+        if MAP.scaled:
+            unit = torch.nn.functional.softplus(parameters[1].float()).reciprocal()
     return _MapFeatures.apply(q.contiguous(), k.contiguous(), p, unit, MAP)
 
 

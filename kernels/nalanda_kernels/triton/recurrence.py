@@ -967,20 +967,12 @@ def normalized_attention(
     weighted = magnitude is not None
     if g is not None and weighted:
         raise Unsupported("a decay under a magnitude")
-    S = z = u = None
-    if initial_state is not None:
-        S, z = initial_state[..., :-1].float(), initial_state[..., -1].float()
-        if weighted:
-            assert initial_sum is not None, (
-                "initial_sum: missing; a state under a magnitude needs it"
-            )
-            u = initial_sum.squeeze(2).float()
-
+    starts = _split_state(initial_state, initial_sum, weighted)
     half = torch.float16 in (q.dtype, v.dtype)
     v = v.to(torch.float32 if half else torch.promote_types(q.dtype, v.dtype))
     root = q.shape[3] ** -0.5 if magnitude == "code" else 1.0
     read = Readout("mala" if magnitude else "mean", magnitude or "", root, mirrored)
-    inputs = Inputs(q, k, v, None, g, None, S, z, u, positions, cu_seqlens)
+    inputs = Inputs(q, k, v, None, g, None, *starts, positions, cu_seqlens)
     rule = Rule(feature_map, scale=1.0, output_final_state=output_final_state, read=read)
     o, final = _chunkwise(inputs, rule)
 
@@ -990,6 +982,17 @@ def normalized_attention(
     if not weighted or final.u is None:
         return o, state, None
     return o, state, final.u[:, :, None]
+
+
+def _split_state(state: Tensor | None, total: Tensor | None, weighted: bool) -> States:
+    """S, z and Σv in fp32 from a state `[N, HV, F, V + 1]` and the sum of v `[N, HV, 1, V]`."""
+    if state is None:
+        return States()
+    S, z = state[..., :-1].float(), state[..., -1].float()
+    if not weighted:
+        return States(S, z)
+    assert total is not None, "initial_sum: missing; a state under a magnitude needs it"
+    return States(S, z, total.squeeze(2).float())
 
 
 def _chunkwise(inputs: Inputs, rule: Rule) -> tuple[Tensor, States]:
