@@ -335,7 +335,7 @@ def test_a_run_that_skipped_every_step_says_so(recipe, tmp_path, monkeypatch):
 def test_without_a_checkpoint_what_was_learnt_before_bad_steps_is_saved(
     recipe, tmp_path, monkeypatch
 ):
-    """Bad steps change no weight; the next start goes on behind their data."""
+    """Bad steps change no weight; the next start skips their rows."""
     run, settings = tmp_path / "run", ("checkpoint.every=0", *NO_VALIDATION)
     with monkeypatch.context() as patch:
         poisoned(patch, dict.fromkeys(range(18, 99), "spike"))

@@ -366,7 +366,7 @@ def roll_back(run: Run, step: Step, unsound: str | None) -> None:
     run.log.event(
         run.at.step + 1,
         "rollback",
-        reason=f"{why}: back to {back.name}, on past their data",
+        reason=f"{why}: went back to {back.name}; the rows of the bad steps are skipped",
         to=run.at.step,
         at=step.number,
         reasons=bad or [why],

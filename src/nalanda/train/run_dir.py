@@ -76,7 +76,7 @@ def rollback_message(step: int, why: str, back: Path | None, saved: Path | None)
     advice = "train.resume=step-N resumes from a checkpoint of your choice"
     if saved:
         last += f", so what was learnt is saved in {saved}"
-        advice = "the same command then goes on behind their data. If the data are sound, raise guard.sigma"
+        advice = "the same command then skips their rows. If the data are sound, raise guard.sigma"
     return f"step {step}: {why}; {last}. Lower optim.lr or lengthen schedule.warmup_steps; {advice}"
 
 
