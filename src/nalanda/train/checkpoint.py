@@ -67,10 +67,11 @@ Exchange = Callable[[Any], list[Any]]
 class Saver:
     """Writes a run's checkpoints, one at a time, and removes those that `config` does not keep.
 
-    All processes make the same calls. An asynchronous save is complete once `wait` has returned; `save` calls
-    it first, and the caller must before it loads a checkpoint or ends the run. A save that fails keeps the
-    earlier checkpoints and raises `DiskFull` or `InputError` on all processes; an asynchronous one raises in
-    `wait`, and `failed` is True until then.
+    All processes make the same calls. An asynchronous save is complete once `wait` has returned. `save` calls
+    `wait` first; the caller must call it before loading a checkpoint or ending the run.
+
+    A save that fails keeps the earlier checkpoints, and raises `DiskFull` or `InputError` on all processes. An
+    asynchronous one raises in `wait`; until then `failed` is True.
 
     Attributes:
         saved: the step of the newest checkpoint on the disk, 0 without one.

@@ -40,11 +40,13 @@ def export(
 ) -> Path:
     """Writes a checkpoint as the transformers model folder `out`. path, step: of `find_checkpoint`.
 
-    It has the weights in safetensors, config, the model's code, generation config, tokenizer, the recipe
-    (config.yaml), run.json (`facts`, by default the run's) and a model card. `out` appears once it is
-    complete. A checkpoint that was copied out of its run gets neither tokenizer nor recipe, and a line on
-    stderr says so.
+    It has the weights in safetensors, config, generation config, the model's code, the tokenizer and a model
+    card. From the run it gets the recipe, config.yaml, and run.json. `out` appears once it is complete.
 
+    A checkpoint that was copied out of its run gets neither tokenizer nor recipe, and a line on stderr says
+    so.
+
+    facts: contents of run.json; default: the run's.
     name: of the model on the hub; without it the card takes the folder's, or the run's for "final".
     config: the model's, if it is at hand; by default the checkpoint's.
 
@@ -182,7 +184,7 @@ def hub_errors(what: str) -> Iterator[None]:
 def push(
     path: Path, out: Path, repo: str, *, step: int | None = None, private: bool = False
 ) -> str:
-    """Exports, and uploads the folder to the hub repository `repo`, OWNER/NAME, which is created if needed.
+    """Exports, and uploads the folder to the hub repository `repo`, OWNER/NAME. Creates it if needed.
 
     Prints the uploaded files on stderr. Returns the URL of the commit.
 
@@ -194,30 +196,26 @@ def push(
         raise InputError(f"{repo!r} is not a repository of the hub: write OWNER/NAME")
     if get_token() is None:
         raise InputError("no token for the hub: set HF_TOKEN, or run `hf auth login`")
-    # What can be refused without work is refused first.
+
+    # Refusals come first, so that they cost no work.
     find_checkpoint(path, step)
     if os.path.lexists(out):
         raise InputError(f"{out} exists; choose another folder")
     api = HfApi()
-    with hub_errors(repo):  # first, so that a refusal costs no work
+    with hub_errors(repo):
         api.create_repo(repo, private=private, exist_ok=True)
         if private and not api.model_info(repo).private:
             raise InputError(
                 f"{repo} exists and is public; make it private first, or leave out --private"
             )
+
     export(path, out, step=step, name=repo)
-    sizes = {
-        file.relative_to(out): file.stat().st_size
-        for file in sorted(out.rglob("*"))
-        if file.is_file()
-    }
-    for file, size in sizes.items():
-        print(f"{size:>14,}  {file}", file=sys.stderr)
-    print(
-        f"{sum(sizes.values()):>14,}  bytes in {len(sizes)} files to {repo} …",
-        file=sys.stderr,
-        flush=True,
-    )
+    files = [file for file in sorted(out.rglob("*")) if file.is_file()]
+    sizes = [file.stat().st_size for file in files]
+    for file, size in zip(files, sizes, strict=True):
+        print(f"{size:>14,}  {file.relative_to(out)}", file=sys.stderr)
+    total = f"{sum(sizes):>14,}  bytes in {len(sizes)} files to {repo} …"
+    print(total, file=sys.stderr, flush=True)
     with hub_errors(f"{repo}: {out} is whole, but not uploaded"):
         steps = json.loads((out / "run.json").read_text())["step"]
         commit = api.upload_folder(repo_id=repo, folder_path=out, commit_message=f"Step {steps}")

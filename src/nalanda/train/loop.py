@@ -48,9 +48,9 @@ from nalanda.train.step import Judgement, Step, apply, forward_backward, judge, 
 def train(config: RunConfig) -> Path:
     """Trains the recipe `config`, from the start or from the newest checkpoint; returns `output_dir`.
 
-    Every process of a launch calls it. The run's folder then holds config.yaml, run.json (facts about the
-    run, its state included), metrics.jsonl, tensorboard/, tokenizer/, checkpoints/step-N/ and, at the end,
-    final/: a transformers model folder.
+    Every process of a launch calls it. The run's folder then holds config.yaml, run.json (facts about the run
+    and its state), metrics.jsonl, tensorboard/, tokenizer/ and checkpoints/step-N/. At the end it also holds
+    final/, a transformers model folder.
 
     Raises:
         InputError: the settings, the data or the folder cannot work, or training diverges. If the data

@@ -180,13 +180,14 @@ def units(model: nn.Module) -> list[nn.Module]:
 def shard(
     model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, *, dtype: torch.dtype | None
 ) -> None:
-    """FSDP2 over `mesh`: one unit per block, and one for the rest at the root.
+    """Shards the model over `mesh` by FSDP2: one unit per block, and one for the rest at the root.
 
     dtype: autocast's, of 16 bits, or None. The matrices of a Nalanda model's blocks are gathered in it, as
-    autocast would cast them: half the traffic, and no copy stays for the backward pass. All other parameters
-    (norms, filters, decays, embedding, head) are gathered in fp32 with the root: some are read outside their
-    owner's forward, and a block's dtype would round them. Gradients are reduced in fp32. Units of other
-    models are all fp32: such a model may use its Linear layers in fp32, or their bare weights.
+    autocast would cast them. That halves the traffic, and no copy stays for the backward pass. All other
+    parameters (norms, filters, decays, embedding, head) are gathered in fp32 with the root. Some are read
+    outside their owner's forward, and a block's dtype would round them. Gradients are reduced in fp32.
+
+    Units of other models are all fp32: those models may use Linear layers in fp32, or their bare weights.
     """
     if getattr(getattr(model, "config", None), "model_type", None) == "nalanda":
         matrices = {p for block in blocks for m in linears(block) for p in m.parameters()}

@@ -129,7 +129,7 @@ def open_parts(file: Path) -> Iterable[tuple[str, list[int], Any]]:
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """This process's part of a tensor, and its offset in each dimension."""
+    """Returns this process's part of a tensor, and its offset in each dimension."""
     if not isinstance(tensor, DTensor):
         return tensor, [0] * tensor.ndim
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # torch.distributed.checkpoint's
