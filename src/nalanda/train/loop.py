@@ -90,6 +90,9 @@ def train_together(
     claimed: the result of `claim` on the main process, None on others. mirror: copies the run to its store.
     """
     main, run_dir = accelerator.is_main_process, Path(config.output_dir)
+    config.accumulation(
+        accelerator.num_processes
+    )  # refuses a number of processes that cannot share a step
     # config.yaml gets the recipe as it was written; the run reads copies of token sets of a store.
     recipe, config = config, with_local_sets(config)
     changes, facts, resume = from_main_process(claimed)
