@@ -31,7 +31,7 @@ class FileHashes:
     def __init__(self, record: Path | None = None):
         self.record = record
         self._hashes: dict[tuple, str] = {}
-        for entry in read_records(record):
+        for entry in read_records(record):  # of another version, perhaps: those are left out
             try:
                 path, stamp, content_hash = entry
                 self._hashes[path, *stamp, sample_of(content_hash)] = content_hash
@@ -53,6 +53,7 @@ class FileHashes:
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror}); restore it") from None
 
+        # The stamp changes with the file; a file that the samples would cover is read whole.
         if status.st_size <= SAMPLES * sample:
             sample = WHOLE
         stamp = status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
@@ -78,7 +79,7 @@ def hash_file(path: Path, size: int, sample: int) -> str:
     """64 bits of BLAKE2b, in hexadecimal, over the size and the samples. Raises `InputError`."""
     length = sample or size
     offsets = [0]
-    if sample:
+    if sample:  # from the head to the tail, evenly
         offsets = [(size - length) * i // (SAMPLES - 1) for i in range(SAMPLES)]
 
     hasher = blake2b(str(size).encode(), digest_size=8)

@@ -127,8 +127,8 @@ class HoldOut(NamedTuple):
 
         if self.tail:
             start = _tail_start(text, self.share)
-            part = text[start:] if split == "validation" else text[:start]
-            return part or None
+            text = text[start:] if split == "validation" else text[:start]
+            return text or None
 
         in_split = self.holds(hash_text(text)) == (split == "validation")
         return text if in_split else None
@@ -136,7 +136,7 @@ class HoldOut(NamedTuple):
     def holds(self, number: int) -> bool:
         """Whether the text of this hash is for validation."""
         if self.more or self.less:
-            name = _hex(number)
+            name = _to_hex(number)
             if name in (self.more, self.less):
                 return name == self.more
         return number < self.share * 2**64  # hashes are 64 bits
@@ -147,7 +147,8 @@ def _tail_start(text: str, share: float) -> int:
 
     Both parts have more than white space, unless the text has a single character.
     """
-    left, right = len(text) - len(text.lstrip()), len(text.rstrip())
+    left = len(text) - len(text.lstrip())
+    right = len(text.rstrip())
     size = right - left
     wanted = max(1, round(size * share))
     stop = max(left + 1, right - wanted)
@@ -168,41 +169,42 @@ def choose(
     """
     lone = isinstance(shards[0], (CutFile, CutShard))
     if joined:
-        line = f"{_name(shards[0])}: one text, {_last(share)}"
+        line = f"{_name_of(shards[0])}: one text, {_last_share(share)}"
         return (HoldOut(share, tail=True), line) if validation else (HoldOut(0.0), "")
 
     # A large corpus surely has documents on both sides of the share.
-    hold_out, how = HoldOut(share), ""
+    hold_out = HoldOut(share)
+    how = ""
     usual = f"{100 * share:.3g} % of the documents are held out for validation" * validation
     sizes = [shard.size for shard in shards if isinstance(shard, FileShard)]
     if sum(sizes) > SMALL or not (lone or len(sizes) == len(shards)):
         return hold_out, usual
 
-    hashes = _hashes(shards, hold_out, validation, lone)
+    hashes = _hash_texts(shards, hold_out, validation, lone)
     held = sum(map(hold_out.holds, hashes))
     single = len(set(hashes)) == 1
     if single and validation:
-        name = f"{_name(shards[0])}: " if lone else ""
-        return HoldOut(share, tail=True), f"{name}1 document, {_last(share)}"
+        name = f"{_name_of(shards[0])}: " if lone else ""
+        return HoldOut(share, tail=True), f"{name}1 document, {_last_share(share)}"
 
     # One document more or less, so that both splits have one.
     if hashes and held == len(hashes):
-        hold_out = HoldOut(0.0) if single else HoldOut(share, less=_hex(max(hashes)))
+        hold_out = HoldOut(0.0) if single else HoldOut(share, less=_to_hex(max(hashes)))
         how = f" (all fell under validation_share {share:g})"
     elif hashes and validation and not held:
-        hold_out = HoldOut(share, more=_hex(min(hashes)))
+        hold_out = HoldOut(share, more=_to_hex(min(hashes)))
         how = f" (none fell under validation_share {share:g})"
     elif not lone:
         return hold_out, usual
 
     line = f"{len(hashes):,} documents"
     if lone:
-        line = f"{_name(shards[0])}: 1 file cut into {line}"
+        line = f"{_name_of(shards[0])}: 1 file cut into {line}"
     held = sum(map(hold_out.holds, hashes))
     return hold_out, f"{line}, {held:,} held out for validation{how}"
 
 
-def _hashes(shards: Sequence[Shard], hold_out: HoldOut, validation: bool, lone: bool) -> array:
+def _hash_texts(shards: Sequence[Shard], hold_out: HoldOut, validation: bool, lone: bool) -> array:
     """The hashes of the texts.
 
     Of a lone text they are all; of other shards only those that are needed to see that the share is enough.
@@ -223,13 +225,13 @@ def _hashes(shards: Sequence[Shard], hold_out: HoldOut, validation: bool, lone: 
     return hashes
 
 
-def _hex(number: int) -> str:
+def _to_hex(number: int) -> str:
     return f"{number:016x}"
 
 
-def _last(share: float) -> str:
+def _last_share(share: float) -> str:
     return f"its last {100 * share:g} % are held out for validation"
 
 
-def _name(shard: Shard) -> str:
+def _name_of(shard: Shard) -> str:
     return shard.path.name if isinstance(shard, FileShard) else shard.identity

@@ -89,7 +89,9 @@ class HubShard:
 
     def read(self, cursor: dict | None) -> Iterator[tuple[Document | Left, dict]]:
         try:
-            yield from persistent(self._read, cursor, f"Hub dataset {self.identity}", self.retries)
+            yield from persistent(
+                self._read_records, cursor, f"Hub dataset {self.identity}", self.retries
+            )
         except (InputError, MemoryError):
             raise
         except Exception as error:  # a broken file raises the error of the library that reads it
@@ -97,7 +99,7 @@ class HubShard:
                 f"Hub dataset {self.identity}: cannot be read ({describe_error(error)})"
             ) from None
 
-    def _read(self, cursor: dict | None) -> Iterator[tuple[Document | Left, dict]]:
+    def _read_records(self, cursor: dict | None) -> Iterator[tuple[Document | Left, dict]]:
         dataset = self.dataset.shard(num_shards=self.count, index=self.index)
         if cursor:
             dataset.load_state_dict(cursor)

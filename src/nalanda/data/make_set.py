@@ -61,6 +61,7 @@ def make_token_set(
         recipe = load_config(source)
         data_config, tokenizer_config = recipe.data, recipe.tokenizer
 
+    # Options of the command change the recipe's settings, or the defaults.
     changes = _without_none(data)
     data_config = replace(data_config, **changes)
     tokenizer_config = _changed_tokenizer(tokenizer_config, _without_none(tokenizer))

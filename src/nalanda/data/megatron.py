@@ -77,7 +77,8 @@ class MegatronSet:
     """
 
     def __init__(self, prefix: Path):
-        self.idx, self.bin = (prefix.with_name(f"{prefix.name}.{end}") for end in ("idx", "bin"))
+        self.idx = prefix.with_name(f"{prefix.name}.idx")
+        self.bin = prefix.with_name(f"{prefix.name}.bin")
         try:
             content = self.idx.read_bytes()
             size = self.bin.stat().st_size
@@ -86,7 +87,7 @@ class MegatronSet:
                 f"{error.filename}: {first_line(error)}; a Megatron set is .idx and .bin"
             ) from None
 
-        dtype, lengths, positions, bounds = self._columns(content)
+        dtype, lengths, positions, bounds = self._read_columns(content)
         sequences = len(lengths)
         ends = np.cumsum(lengths, dtype=np.int64)  # [S], in tokens
         if (
@@ -108,7 +109,7 @@ class MegatronSet:
             )
         self.tokens = np.memmap(self.bin, dtype, mode="r") if size else np.zeros(0, dtype)
 
-    def _columns(self, content: bytes) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    def _read_columns(self, content: bytes) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
         """The dtype of the tokens, and lengths [S], positions [S] and bounds [D + 1] of the index."""
         if len(content) < HEAD.size or not content.startswith(MAGIC):
             raise InputError(
@@ -183,7 +184,8 @@ def read_megatron(data: DataConfig, tokenizer: TokenizerConfig, directory: str |
         InputError: the set is damaged; the tokenizer is not named, or lacks some of the ids; the directory
             holds something.
     """
-    splits, directory = megatron_splits(data.source), local_output(directory, "output")
+    splits = megatron_splits(data.source)
+    directory = local_output(directory, "output")
     if tokenizer.path is None:
         raise InputError(
             f"{data.source}: holds token ids; name the tokenizer that made them: --tokenizer"
@@ -245,7 +247,8 @@ def _write_shards(
     dtype: np.dtype,
 ) -> dict[str, list[dict]]:
     """Writes the documents of all sets. Returns the entries of the shards by split."""
-    vocabulary, bytes_of = vocabulary_of(tokenizer), _byte_counter(tokenizer)
+    vocabulary = vocabulary_of(tokenizer)
+    bytes_of = _byte_counter(tokenizer)
     shards: dict[str, list[dict]] = {split: [] for split in SPLITS}
     writers: dict[str, ShardWriter] = {}
 
@@ -306,7 +309,8 @@ def write_megatron(token_set: str | Path, directory: str | Path) -> dict[str, tu
     Raises:
         InputError: not a token set, or a damaged one; the directory holds something.
     """
-    token_set, directory = Path(token_set).expanduser(), local_output(directory, "output")
+    token_set = Path(token_set).expanduser()
+    directory = local_output(directory, "output")
     if not is_token_set(token_set):
         raise InputError(
             f"{token_set}: not a token set; prepare one first, then write it as --format megatron"
@@ -325,7 +329,8 @@ def write_megatron(token_set: str | Path, directory: str | Path) -> dict[str, tu
 
 def _write_split(token_set: Path, index: dict, split: str, prefix: Path, code: int) -> None:
     """Writes the documents of a split to PREFIX.bin, then PREFIX.idx."""
-    dtype, lengths = np.dtype(DTYPES[code]), []
+    dtype = np.dtype(DTYPES[code])
+    lengths: list[np.ndarray] = []  # of the documents, a shard each
     with prefix.with_suffix(".bin").open("wb") as file:
         for entry in shard_entries(token_set, index, split):
             digest = sha256()

@@ -74,7 +74,7 @@ def prepare(
     """
     directory = local_output(directory, "output")
     with alone_in(directory):
-        return _prepare(data, tokenizer, directory, workers, shard_bytes, say)
+        return _prepare_alone(data, tokenizer, directory, workers, shard_bytes, say)
 
 
 @contextlib.contextmanager
@@ -109,7 +109,7 @@ def alone_in(directory: Path) -> Iterator[None]:
                 empty.rmdir()
 
 
-def _prepare(
+def _prepare_alone(
     data: DataConfig,
     tokenizer: TokenizerConfig,
     directory: Path,

@@ -60,7 +60,13 @@ class Unit(NamedTuple):
         """The unit of a key, without its weight, its number in the corpus and its path."""
         content, start, stop, corpus, identity = key.split(" ", 4)
         return Unit(
-            corpus, 0, identity, 0, int(start), None if stop == "None" else int(stop), content
+            corpus=corpus,
+            shard=0,
+            identity=identity,
+            weight=0,
+            start=int(start),
+            stop=None if stop == "None" else int(stop),
+            content=content,
         )
 
 
@@ -244,7 +250,8 @@ def name_shards(names: list[str | None], taken: Container[str]) -> list[str]:
 
 def describe_changes(before: Iterable[Unit], now: Iterable[Unit]) -> str:
     """Which files changed, came and went, in a few words."""
-    old, new = _contents_by_file(before), _contents_by_file(now)
+    old = _contents_by_file(before)
+    new = _contents_by_file(now)
 
     changes = [f"{key[1]} changed" for key in old if key in new and new[key] != old[key]]
     changes += [f"{key[1]} is gone" for key in old if key not in new]

@@ -114,7 +114,7 @@ def _count_lines(path: Path, stop: int) -> int:
     return count
 
 
-def _density(shard: Shard) -> int:
+def _text_per_byte(shard: Shard) -> int:
     """About the bytes of text in a byte of input, so that the bar moves within a large file."""
     compressed = (".gz", ".zst", ".parquet")
     return 3 if isinstance(shard, FileShard) and shard.path.suffix.lower() in compressed else 1
@@ -127,7 +127,8 @@ class ShardWriter:
     """A shard that is being written, under names that no reader opens."""
 
     def __init__(self, path: Path, dtype: np.dtype):
-        self.path, self.dtype = path, dtype
+        self.path = path
+        self.dtype = dtype
         self.partial = path.with_name(f".{path.name}.{os.getpid()}")
         self.tokens = self.text_bytes = 0
         self.sum = sha256()
@@ -218,12 +219,15 @@ class Preparation:
 
         secrets = read_json_if_whole(path.with_name(URLS)) or {}
         self.data = DataConfig(**plan["data"] | secrets)
-        self.settings, self.tokenizer = plan["settings"], plan["tokenizer"]
+        self.settings = plan["settings"]
+        self.tokenizer = plan["tokenizer"]
         self.dtype = np.dtype(plan["dtype"]).newbyteorder("<")
 
         self.jobs = [[Unit(*unit) for unit in job] for job in plan["jobs"]]
         self.weights = [sum(unit.weight for unit in job) for job in self.jobs]
-        self.names, self.kept, self.made = plan["names"], plan["kept"], plan["made"]
+        self.names = plan["names"]
+        self.kept = plan["kept"]  # records of shards of a finished set
+        self.made = plan["made"]  # changes with the settings and the tokenizer
 
         self.cut = plan["cut"]
         self.hold_out = HoldOut(*plan["hold_out"]) if plan["hold_out"] else None
@@ -339,7 +343,7 @@ class Preparation:
 
                 # How far this is in a compressed file is guessed from its text.
                 written = sum(writer.text_bytes for writer in writers.values())
-                read = min(unit.weight, (written - text) // _density(shard))
+                read = min(unit.weight, (written - text) // _text_per_byte(shard))
                 report(weight + read, written)
 
             weight, text = weight + unit.weight, written
@@ -347,7 +351,11 @@ class Preparation:
         return reasons
 
     def _write_group(self, documents: list[Document], writers: dict[str, ShardWriter]) -> None:
-        parts = [part for document in documents for part in self._split_document(document, writers)]
+        parts: list[tuple[Document, str]] = []
+        for document in documents:
+            parts.extend(self._split_document(document, writers))
+
+        # All texts at once: the tokenizer is called once a group.
         token_ids = self.encode([document.text for document, _ in parts])
         for (document, split), tokens in zip(parts, token_ids, strict=True):
             writers[split].add(tokens, document.source, len(document.text.encode()))
@@ -367,13 +375,13 @@ class Preparation:
             )
 
         by_name = {name: record for name, record in zip(self.names, records, strict=True) if record}
-        index = self._index(by_name)
+        index = self._build_index(by_name)
         content = json.dumps(index, indent=1, ensure_ascii=False).encode()
         write_whole(self.directory / "index.json", content)
         tidy(self.directory, index)
         return index
 
-    def _index(self, records: dict[str, dict]) -> dict:
+    def _build_index(self, records: dict[str, dict]) -> dict:
         """The index of the shards with these records, by name. Raises `InputError` without a document."""
         splits = {
             split: totals([record[split] for record in records.values() if split in record])

@@ -56,12 +56,16 @@ def convert_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     symbols = [piece.piece for piece in proto.pieces if piece.type == SYMBOL]
 
     # Algorithm, normaliser, cuts and decoder, as the model's own settings say.
-    backend = Tokenizer(_algorithm(proto, special))
-    backend.normalizer = _normalizer(proto.normalizer_spec, symbols)
+    backend = Tokenizer(_build_algorithm(proto, special))
+    backend.normalizer = _build_normalizer(proto.normalizer_spec, symbols)
     if proto.trainer_spec.model_type == UNIGRAM:
         backend.pre_tokenizer = _cut_spelt_tokens(names)
 
-    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[Any] = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),  # <0x0A> → its byte
+        decoders.Fuse(),
+    ]
     if proto.normalizer_spec.add_dummy_prefix:
         steps.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(steps)
@@ -70,7 +74,7 @@ def convert_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     backend.add_tokens([AddedToken(symbol, normalized=True) for symbol in symbols])
 
     backend.encode_special_tokens = True  # as documents are: a special token's name is text there
-    for probe in _probes(proto, names, symbols):
+    for probe in _make_probes(proto, names, symbols):
         if backend.encode(probe, add_special_tokens=False).ids != model.encode(probe):
             raise _not_converted(proto)
     backend.encode_special_tokens = False
@@ -80,11 +84,12 @@ def convert_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     return backend, {role: model.id_to_piece(i) for role, i in roles.items() if i >= 0}
 
 
-def _algorithm(proto: Any, special: list[int]) -> Any:
+def _build_algorithm(proto: Any, special: list[int]) -> Any:
     """The model's pieces, as one of tokenizers' models."""
     from tokenizers import models
 
-    pieces, trainer = [(piece.piece, piece.score) for piece in proto.pieces], proto.trainer_spec
+    trainer = proto.trainer_spec
+    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
     if trainer.model_type == UNIGRAM:
         return models.Unigram(pieces, trainer.unk_id, trainer.byte_fallback)
 
@@ -106,7 +111,7 @@ def _algorithm(proto: Any, special: list[int]) -> Any:
     )
 
 
-def _normalizer(spec: Any, symbols: list[str]) -> Any:
+def _build_normalizer(spec: Any, symbols: list[str]) -> Any:
     """The model's character map and spaces.
 
     A text gets one ▁ in front, also before a user-defined symbol. The symbol alone gets none: tokenizers
@@ -152,11 +157,12 @@ def _cut_spelt_tokens(names: list[str]) -> Any:
     return pre_tokenizers.Split(Regex(pattern), "merged_with_previous")
 
 
-def _probes(proto: Any, names: list[str], symbols: list[str]) -> list[str]:
+def _make_probes(proto: Any, names: list[str], symbols: list[str]) -> list[str]:
     """`PROBES`, and texts of the model's own pieces, special tokens and symbols."""
     words = [
         piece.piece.replace("▁", " ") for piece in proto.pieces if piece.type in (NORMAL, SYMBOL)
     ]
+    # About a thousand pieces, spread over the vocabulary.
     text_of_pieces = "".join(words[:: len(words) // 1000 + 1])
     spelt = [f"a {name} b{name}" for name in [*names[:100], *symbols[:100], "<0x41>"]]
     return [*PROBES, PROBES[0] + text_of_pieces, *spelt]
@@ -164,7 +170,8 @@ def _probes(proto: Any, names: list[str], symbols: list[str]) -> list[str]:
 
 def _not_converted(proto: Any) -> InputError:
     """The error that names the first property of the model that may be the reason for other tokens."""
-    trainer, spec = proto.trainer_spec, proto.normalizer_spec
+    trainer = proto.trainer_spec
+    spec = proto.normalizer_spec
     kind = type(trainer).ModelType.Name(trainer.model_type).lower()
     causes = {
         f"model_type={kind}": trainer.model_type not in (UNIGRAM, BPE),

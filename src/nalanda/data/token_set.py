@@ -121,7 +121,8 @@ class TokenSet:
         # The first token and document of each shard, and the totals: [shards + 1].
         self._tokens = np.cumsum([0, *(shard.tokens for shard in self._shards)])
         self._documents = np.cumsum([0, *(shard.documents for shard in self._shards)])
-        self.tokens, self.documents = int(self._tokens[-1]), int(self._documents[-1])
+        self.tokens = int(self._tokens[-1])
+        self.documents = int(self._documents[-1])
 
         content = [index["dtype"]]
         for shard in index[split]["shards"]:
@@ -151,7 +152,8 @@ class TokenSet:
         """Tokens, int32, and source of document `number`."""
         _check_range(number, number + 1, self.documents, "documents")
         position = int(np.searchsorted(self._documents, number, "right")) - 1
-        shard, number = self._shards[position], number - int(self._documents[position])
+        shard = self._shards[position]
+        number -= int(self._documents[position])  # within the shard
 
         # It begins where the document before it ends.
         low = int(shard.ends(number - 1, number)[0]) if number else 0
@@ -169,9 +171,11 @@ class TokenSet:
         """The shards that [start, stop) touches, each with its first token and its own range of tokens."""
         position = int(np.searchsorted(self._tokens, start, "right")) - 1
         while start < stop:  # a shard a turn
-            base, end = int(self._tokens[position]), min(stop, int(self._tokens[position + 1]))
+            base = int(self._tokens[position])
+            end = min(stop, int(self._tokens[position + 1]))
             yield self._shards[position], base, start - base, end - base
-            start, position = end, position + 1
+            start = end
+            position += 1
 
 
 class SumCheck:
@@ -189,7 +193,9 @@ class SumCheck:
 
     def __init__(self, files: list[StatedFile], record: Path | None = None):
         self.problem: str | None = None
-        self._files, self._record, self._closed = files, record, threading.Event()
+        self._files = files
+        self._record = record
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nalanda-sums", daemon=True)
         self._thread.start()
 
@@ -269,9 +275,14 @@ class Entry:
     """
 
     def __init__(self, path: Path, entry: dict, dtype: str, vocabulary: int = 1 << 32):
-        self.path, self.dtype, self.vocabulary = path, np.dtype(dtype).newbyteorder("<"), vocabulary
-        self.stated, self.tokens, self.documents = entry, entry["tokens"], entry["documents"]
-        self.counts, self.sizes = entry["sources"], entry["files"]
+        self.path = path
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.vocabulary = vocabulary
+        self.stated = entry
+        self.tokens = entry["tokens"]
+        self.documents = entry["documents"]
+        self.counts = entry["sources"]  # name → [documents, tokens]
+        self.sizes = entry["files"]  # "tokens", "docs" → [bytes, SHA-256]
         self.sources = list(self.counts)
 
         # Columns of equal length: a document has an end and a source, a token an id.
@@ -386,7 +397,8 @@ class Entry:
                 self.tokens_between(low, min(low + (1 << 22), self.tokens))
             return
 
-        ends, sources = self.ends(0, self.documents), self.source_numbers(0, self.documents)
+        ends = self.ends(0, self.documents)  # [D]
+        sources = self.source_numbers(0, self.documents)  # [D]
         self.check_ends(np.concatenate([[0], ends]))
         # Counted by source, as the index has them.
         documents = np.bincount(sources, minlength=len(self.sources))
@@ -501,7 +513,8 @@ def _check_totals(path: Path, index: dict) -> None:
 
 def shard_entries(path: str | os.PathLike, index: dict, split: str) -> list[Entry]:
     """The shards of a split."""
-    dtype, vocabulary = index["dtype"], index["tokenizer"]["vocab_size"]
+    dtype = index["dtype"]
+    vocabulary = index["tokenizer"]["vocab_size"]
     return [
         Entry(Path(path) / split / shard["name"], shard, dtype, vocabulary)
         for shard in index[split]["shards"]

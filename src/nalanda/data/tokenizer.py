@@ -215,7 +215,7 @@ def _train_bpe(
 
     if data.bos:
         _put_in_front(backend, END_OF_TEXT, END_OF_TEXT if masks else "")
-    return _wrap(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, **masks)
+    return _as_transformers(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, **masks)
 
 
 def _sample_texts(corpus: Corpus) -> Iterator[str]:
@@ -257,10 +257,10 @@ def _train_words(
     backend.model = models.WordLevel(vocabulary, UNKNOWN)
     if data.bos:
         _put_in_front(backend, BEGINNING, END_OF_LINE if config.mask else "")
-    return _wrap(backend, unk_token=UNKNOWN, eos_token=END_OF_LINE, **roles)
+    return _as_transformers(backend, unk_token=UNKNOWN, eos_token=END_OF_LINE, **roles)
 
 
-def _wrap(backend: Tokenizer, **special_tokens: str) -> PreTrainedTokenizerBase:
+def _as_transformers(backend: Tokenizer, **special_tokens: str) -> PreTrainedTokenizerBase:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
@@ -278,7 +278,7 @@ def _load_tokenizer_json(path: Path) -> PreTrainedTokenizerBase:
     backend = Tokenizer.from_file(str(path))
     vocabulary = backend.get_vocab()
     roles = {role: _find_usual(role, vocabulary) for role in USUAL}
-    return _wrap(backend, **{role: token for role, token in roles.items() if token})
+    return _as_transformers(backend, **{role: token for role, token in roles.items() if token})
 
 
 def _find_usual(role: str, vocabulary: dict[str, int]) -> str | None:
@@ -290,7 +290,7 @@ def _load_sentencepiece(path: Path, bos: bool) -> PreTrainedTokenizerBase:
     backend, tokens = convert_sentencepiece(path)
     if bos and "bos_token" in tokens:
         _put_in_front(backend, tokens["bos_token"])
-    return _wrap(backend, **tokens)
+    return _as_transformers(backend, **tokens)
 
 
 def _put_in_front(backend: Tokenizer, bos: str, between: str = "") -> None:
@@ -307,8 +307,9 @@ def _put_in_front(backend: Tokenizer, bos: str, between: str = "") -> None:
 
 def padding_of(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token that fills rows: eos or another special one, which `Masking` never chooses; else 0."""
-    eos, special = tokenizer.eos_token_id, tokenizer.all_special_ids
-    return next(iter(special), 0) if eos is None else eos
+    if tokenizer.eos_token_id is not None:
+        return tokenizer.eos_token_id
+    return next(iter(tokenizer.all_special_ids), 0)
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
