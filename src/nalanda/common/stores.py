@@ -233,7 +233,7 @@ def staging(url: str) -> Path:
 
 
 def download_file(stored: StoreFile, file: Path, retries: int) -> None:
-    """Downloads a file, which appears once it is whole."""
+    """Downloads a file. It appears once it is complete."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
 

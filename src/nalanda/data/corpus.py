@@ -50,7 +50,7 @@ from nalanda.data.stores import StoreShard, open_urls
 from nalanda.data.token_set import SPLITS, is_token_set, megatron_splits
 
 LARGE = 64 << 20
-"""Bytes up to which a file is hashed whole; of a larger one samples are."""
+"""Bytes of the largest file that is hashed whole; larger ones are sampled."""
 
 AT_ONCE = 4 << 30
 """Bytes of a corpus hashed in all; where whole files would be more, all are sampled."""
@@ -520,7 +520,7 @@ class Corpus:
 
     @functools.cached_property
     def hashed(self) -> tuple[int, int]:
-        """Bytes up to which a file is hashed whole, and bytes of each sample of a larger one."""
+        """Bytes of the largest file that is hashed whole, and bytes of each sample of a larger one."""
         sizes = [shard.size for shard in self.shards if isinstance(shard, FileShard)]
         small = sum(size for size in sizes if size <= LARGE)
         limit = LARGE if small <= AT_ONCE else 0
@@ -531,7 +531,7 @@ class Corpus:
         """A hash of a shard's content, which sees edits that leave the size unchanged.
 
         A file of up to `LARGE` bytes is hashed whole. A larger one is hashed at `SAMPLES` places, spread
-        evenly from head to tail; so is every file if those up to `LARGE` exceed `AT_ONCE` together. The hash
+        evenly from head to tail. If all up to `LARGE` exceed `AT_ONCE` together, they are sampled too. The hash
         of a file in a store is what the store states. Of other remote shards it is "": the name, with its
         revision, stands for the content.
 
@@ -557,9 +557,9 @@ class Corpus:
 class DocumentStream:
     """The documents of a corpus, each once an epoch, for `epochs` epochs or without end (None).
 
-    The order depends only on `seed` and the epoch: a permutation of the shards, then, where shards hold many
-    documents, a shuffle buffer from which each new document draws another. Each draw is a hash of its
-    position, so no random generator is part of the state. An ordered corpus is not shuffled.
+    The order depends only on `seed` and the epoch. It is a permutation of the shards. Where shards hold many
+    documents, a shuffle buffer follows, and each new document draws another one from it. Each draw is a hash
+    of its position, so no random generator is part of the state. An ordered corpus is not shuffled.
 
     Where the listing changed within an epoch (data/resume.py), the state holds the order of that epoch.
 
@@ -667,7 +667,7 @@ class DocumentStream:
         self.epoch, self.shard, self.documents, self.order = self.epoch + 1, 0, 0, None
 
     def _why_empty(self, read: int, blank: int) -> str:
-        """What to say where `read` documents, some of them blank, gave none."""
+        """The message where none of `read` documents, some of them blank, is for this split."""
         hold_out = self.corpus.hold_out
         line = f"data.source: the corpus is empty for {self.corpus.split}: of {read:,} documents "
         if read == blank or hold_out is None:

@@ -163,8 +163,8 @@ class TextShard:
 
 
 def split_of(folders: Iterable[str], file: str) -> str:
-    """The split of a file: that of the first of `folders` which names one (`NAMES`), or else of its own name,
-    such as val.jsonl or train-00001-of-00009.parquet; "" for none."""
+    """The split of a file by the first of `folders` that names one (`NAMES`), else by its own name; "" for
+    none. Names are val.jsonl, train-00001-of-00009.parquet and the like."""
     stem = re.sub(r"[-_.]\d.*", "", file[: len(file) - len(suffix_of(file))])
     for name in (*folders, stem):
         for split, names in NAMES.items():
@@ -181,7 +181,7 @@ def files_of(splits: dict[str, T], split: str) -> T:
     """The files of `split` among those by `NAMES` and "", for no split; some may be empty.
 
     Files of no split are for training if none are named so. Validation falls back on the files of training,
-    of which a share is held out, and on those of a test, which a source of its own may have alone.
+    and a share of them is held out. A source for validation may have files of a test alone: those come last.
     """
     train = splits["train"] or splits[""]
     if split == "train":

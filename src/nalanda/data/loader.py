@@ -55,8 +55,8 @@ class PackedBatches:
 
     Documents follow one another, `[bos] tokens [eos]`, cut into rows of `seq_len` tokens. A document longer
     than the rest of its row continues in the next row as a new segment, since no state crosses rows. With
-    `data.documents: joined` a row is one segment and begins with the last token of the row before (the first
-    row with an eos), so that every token of the text is predicted once.
+    `data.documents: joined` a row is one segment. It begins with the last token of the row before (the first
+    row with an eos), so every token of the text is predicted once.
 
     The rows and their order depend only on the corpus, the tokenizer and the seed. The s-th batches of all W
     ranks, B rows each, are the rows [s·B·W, (s+1)·B·W); each rank takes every W-th of them. Any number of
@@ -75,9 +75,9 @@ class PackedBatches:
         carried: [B] bool, whether the first segment continues the slot's row of the step before.
 
     Training lasts `epochs` and never pads: rows at the end that fill no micro-step are dropped. Validation is
-    one pass in a fixed order over at most `data.max_validation_rows`; its last row is padded, and rows of
-    padding are added until every rank has the same number of full batches. A batch may therefore have no
-    label at all: add up losses and counts of labels instead of averaging means.
+    one pass in a fixed order over at most `data.max_validation_rows`. Its last row is padded. Rows of padding
+    are added until every rank has the same number of full batches. A batch may therefore have no label at
+    all: add up losses and counts of labels instead of averaging means.
 
     Iteration continues from the saved position; after the end, `iter()` starts over. With `data.workers`
     above 0 a thread reads ahead; it ends with an error, with `close`, with the object and with the process.
@@ -363,8 +363,7 @@ class PackedBatches:
         return {name: rows for name, rows in components.items() if isinstance(rows, StreamRows)}
 
     def describe_files(self) -> list[str]:
-        """For each component: how many files each split has, if many, what is left out, and what is held
-        out."""
+        """Lines for each component: its number of files by split, those left out, and the share held out."""
         lines = []
         for name, rows in self._text_rows().items():
             corpus = rows.corpus
@@ -393,9 +392,9 @@ def validation_batches(
     """One rank's batches of the validation documents by source; "" for documents that name none.
 
     Documents are taken in order until they fill `data.max_validation_rows`. Each component of a mixture fills
-    its share by weight, and at least one row. The documents of a source are packed apart from the others, of
-    many sources only those of the large ones (`_join_small`); joined ones are one group. The last batches of
-    a source are padded as in `PackedBatches`, so every rank has the same number. say: gets a line if
+    its share by weight, and at least one row. The documents of a source are packed apart from the others.
+    Of many sources, the small ones are packed together (`_join_small`). Joined documents are one group. The
+    last batches of a source are padded as in `PackedBatches`. say: gets a line if
     documents are left out. sources: those of `data`, open already and checked.
 
     Raises:

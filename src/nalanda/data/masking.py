@@ -19,12 +19,12 @@ Batch = dict[str, torch.Tensor]
 
 
 class Masking:
-    """Chooses tokens of packed rows that the model must recover, `data.mask_share` of them, as BERT (arXiv
-    1810.04805): 80 % of the chosen become the mask token, 10 % a random token, and 10 % stay.
+    """Chooses a share `data.mask_share` of the tokens of packed rows, which the model must recover.
 
-    What is drawn for a row depends on the seed and the row's number in the run alone, so that it is the same
-    for any number of processes and after a resume, and another in each epoch. Special tokens and a row's
-    first token are never chosen.
+    As in BERT (arXiv 1810.04805), 80 % of the chosen become the mask token, 10 % a random token, and 10 %
+    stay. The draws for a row depend on the seed and the row's number in the run alone. So they are the same
+    for any number of processes and after a resume, and others in each epoch. Special tokens and a row's first
+    token are never chosen.
 
     Raises InputError for a tokenizer without a mask token.
     """

@@ -101,12 +101,13 @@ class StreamRows:
     def rows(self, state: dict, tokenisers: Tokenisers) -> Rows:
         """Rows from `state` on.
 
-        Documents are tokenised in groups. In training the rows of a group are shuffled: in order, the rows of
-        one long document fill batches by themselves, which costs a small model a fifth of its perplexity.
-        The state of a row holds the stream's state before the group, how far the group reads, the number of
-        tokens left over from earlier groups, and how many rows of the group are done, so resuming tokenises
-        one group again. The leftover tokens are in the group's first row. It stays first, so every state is
-        already past it.
+        Documents are tokenised in groups. In training the rows of a group are shuffled. In order, the rows of
+        one long document would fill batches by themselves, and cost a small model a fifth of its perplexity.
+
+        The state of a row holds the stream's state before the group, and the group's end. It also counts the
+        tokens left over from earlier groups, and the group's rows that are done. Resuming tokenises one group
+        again. The leftover tokens are in the group's first row. It stays first, so every
+        state is already past it.
         """
         documents = self.stream()
         documents.load_state_dict(state["documents"])
@@ -184,10 +185,10 @@ def _check_epoch(has_tokens: bool) -> None:
 class TokenSetRows:
     """Rows of a token set: windows of `seq_len` tokens, read when needed. The state is the row's number.
 
-    The set is cut into blocks of `block` consecutive rows, which are permuted anew each epoch; tokens at the
-    end that fill no row or block are left out. With L batch slots, row n goes to slot n % L: a step takes one
+    The set is cut into blocks of `block` consecutive rows, permuted anew each epoch. Tokens at the end that
+    fill no row or block are left out. With L batch slots, row n goes to slot n % L: a step takes one
     row for each slot. A slot reads a block row by row. Its j-th block is number j·L + slot of the epochs'
-    permutations laid end to end: with L = 2, slot 0 reads blocks 0, 2, 4, … of them and slot 1 the others.
+    permutations laid end to end. With L = 2, slot 0 reads blocks 0, 2, 4, … of them and slot 1 the others.
     One slot and blocks of one row are the plain shuffle.
 
     Args:

@@ -22,7 +22,7 @@ from nalanda.common.errors import InputError
 
 
 class Peers:
-    """This process's lines to the others of its machine. `meet` makes them.
+    """Lines from a process to the others of its machine. `meet` makes them.
 
     All L processes take the same groups of texts in the same order. Process n % L tokenises group n. It sends
     the tokens when it has taken all groups before, so the process that is furthest behind waits for none in
@@ -90,7 +90,7 @@ def _close_lines(lines: dict[int, socket.socket]) -> None:
 
 
 def meet(gather: Callable[[list], list]) -> Peers | None:
-    """Connects the processes of this machine; None for one alone, or where there are no such sockets.
+    """Connects the processes of this machine; None for one alone, or on a system without these sockets.
 
     All processes of a launch call it. gather: a list of one item → those of all processes, in order of rank.
     """
@@ -121,8 +121,8 @@ def meet(gather: Callable[[list], list]) -> Peers | None:
 
 
 def _describe_machine() -> tuple | None:
-    """What the processes have in common that a socket without a file connects: a running kernel and one of
-    its networks. None where there are no such sockets (only Linux has them)."""
+    """Names the running kernel and its network: a socket without a file connects processes that share both.
+    None on other systems than Linux, which lack these sockets."""
     try:
         boot, network = Path("/proc/sys/kernel/random/boot_id"), os.readlink("/proc/self/ns/net")
         return platform.node(), boot.read_text(), network

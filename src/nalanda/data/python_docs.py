@@ -136,7 +136,7 @@ def _find_passages(text: str) -> dict[str, int]:
 
 
 def without_copies(documents: dict[str, str]) -> dict[str, str]:
-    """Leaves out documents of which more than half is in longer ones."""
+    """Leaves out a document if more than half of it is in longer ones."""
     seen: set[str] = set()
     copies = set()
     for name in sorted(documents, key=lambda n: (-len(documents[n]), n)):  # the longest first
@@ -154,8 +154,8 @@ def split_families(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Training and validation documents, with about `share` of the characters held out.
 
-    Documents that share a passage (a C module and its Python twin, two classes with one docstring) are a
-    family and stay together, so training sees no held-out passage.
+    Documents that share a passage are a family: a C module and its Python twin, two classes with one
+    docstring. A family stays together, so training sees no held-out passage.
     """
     head = {name: name for name in documents}  # union-find
 

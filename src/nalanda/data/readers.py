@@ -205,7 +205,7 @@ def _decompressed_copy(path: Path, fields: Fields) -> Iterator[Path]:
 
 
 class _Piece:
-    """The bytes of a record, none of which are held once they are too many."""
+    """The bytes of a record. Once they are too many, none are held."""
 
     def __init__(self, fields: Fields):
         self.fields, self.parts, self.size = fields, [], 0
@@ -230,8 +230,8 @@ class _Piece:
 def split_lines(blocks: Iterable[bytes], fields: Fields) -> Iterator[tuple[bytes | None, int]]:
     """Yields lines without their ends, and their lengths in bytes.
 
-    A line above `fields.max_bytes` is None, and no more than that of it is held. Unless such lines are
-    skipped, it is the last.
+    A line above `fields.max_bytes` is None, and no more than that of it is held. It is the last line, unless
+    lines too long are skipped.
     """
     parts, size = [], 0
     for block in blocks:
@@ -257,8 +257,8 @@ _MARK = re.compile(rb'["\[\]{},]')
 
 
 def split_array(blocks: Iterable[bytes], fields: Fields) -> Iterator[bytes | Left]:
-    """The values of a JSON array as bytes. One above `fields.max_bytes` is not held; unless such values are
-    skipped, it is the last."""
+    """The values of a JSON array as bytes. One above `fields.max_bytes` is not held. It is the last, unless
+    values too large are skipped."""
     depth, in_string, escaped, piece = 0, False, False, _Piece(fields)
     blocks = iter(blocks)
     for block in blocks:
@@ -906,8 +906,8 @@ def suffix_of(name: str) -> str:
 
 
 def documents_among(names: Iterable[str]) -> set[str]:
-    """Those of a folder's files that hold its documents. Plain .json and .csv files often describe them, so
-    they count only where no other file does."""
+    """The files of a folder that hold its documents. Plain .json and .csv files often describe them, so they
+    count only where no other file does."""
     formats = {name: suffix_of(name) for name in names}
     builtin = {suffix for suffix in NOTES if READERS[suffix] is FORMATS[suffix]}
     shards = {suffix for suffix in formats.values() if suffix and suffix not in builtin}

@@ -130,7 +130,7 @@ def document_of(record: Any, fields: Fields, where: str) -> Document | Left:
 
 
 def _in_utf_8(text: str) -> str:
-    """The text with ? for each half of a surrogate pair, which is valid in JSON but not in UTF-8."""
+    """The text with ? for each half of a surrogate pair: JSON allows one alone, UTF-8 does not."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -17,7 +17,7 @@ class Permutation:
     """A pseudo-random permutation of `range(size)`. Called with positions, int64 [N], it gives their values.
 
     It takes no memory. A Feistel network permutes pairs of k-bit halves, with the least k for which 4^k ≥
-    size. A value outside of the range is permuted again until it falls inside, which keeps the map one to one
+    size. A value outside of the range is permuted again until it falls inside. That keeps the map one to one
     (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). The round function is
     splitmix64's finaliser (Steele, Lea and Flood 2014): it shuffles well and keeps no secret.
     """
@@ -51,7 +51,7 @@ def _mix_bits(x: np.ndarray) -> np.ndarray:
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """The smallest integers in proportion to the weights, which are read as decimals: 0.7 is 7/10."""
+    """The smallest integers in proportion to the weights. These are read as decimals: 0.7 is 7/10."""
     exact = [Fraction(repr(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
     numbers = [int(weight * scale) for weight in exact]
@@ -61,9 +61,9 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 def next_source(weights: Sequence[int], counts: Sequence[int]) -> int:
     """The source that gives the next row after `counts` rows of each.
 
-    Every count stays within 1 of its share of the sum. Among the sources not ahead of their share, it is the
-    one whose next row is due first (the quota method of Balinski and Young 1975; as a schedule, earliest
-    deadline first).
+    Every count stays within 1 of its share of the sum. Among the sources not ahead of their share, the next
+    row is from the one that is due first. This is the quota method of Balinski and Young (1975); as a
+    schedule, earliest deadline first.
     """
     total, number = sum(weights), sum(counts) + 1
     ready = [i for i, count in enumerate(counts) if count * total < weights[i] * number]

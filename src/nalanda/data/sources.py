@@ -14,8 +14,8 @@ from nalanda.data.token_set import SPLITS, TokenSet, is_token_set
 class Source:
     """One component of the data, open: each split is a token set or a corpus.
 
-    A split is opened at its first use. Both are opened together where training and validation share the
-    files, which are then listed once.
+    A split is opened at its first use. Where training and validation share the files, both are opened
+    together, so the files are listed once.
 
     Args:
         data: checked settings without a mixture.

@@ -95,7 +95,7 @@ class StoreShard:
 
     @property
     def content(self) -> str:
-        """What tells the content apart; "" if the store states nothing."""
+        """A checksum that the store states; "" if it states none."""
         return self.stored.content
 
     @property

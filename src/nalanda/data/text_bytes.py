@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class TextBytes:
     """UTF-8 bytes that each token adds to the text; special tokens (bos, eos, unknown) add none.
 
-    So the bytes of one that a text spells, as `<|endoftext|>` between stories, are missing: rows do not tell
-    it from one put there. Who knows the text takes `of_text`.
+    A text may spell one, as `<|endoftext|>` between stories. Its bytes are then missing, because rows do not
+    tell it from one that was added. With the text at hand, take `of_text`.
 
     The bytes of a document's tokens add up to those of its text, wherever rows cut it and whichever tokenizer
     made them. They are exact for the tokenizers that keep every byte: byte-level ones, and SentencePiece's
-    with byte fallback, whose first piece of a text has a space that the text lacks. If a tokenizer normalises
-    the text (NFC), the normalised text counts.
+    with byte fallback. (The latter's first piece of a text has a space that the text lacks.) If a tokenizer
+    normalises the text (NFC), the normalised text counts.
     """
 
     def __init__(
@@ -49,33 +49,32 @@ def text_bytes(tokenizer: PreTrainedTokenizerBase) -> TextBytes | None:
     if not tokenizer.is_fast:
         return None
     backend = fast_backend(tokenizer)
-    kinds = re.findall(r'"type": ?"(\w+)"', json.dumps(json.loads(backend.to_str()).get("decoder")))
+    decoder = json.dumps(json.loads(backend.to_str()).get("decoder"))
+    kinds = re.findall(r'"type": ?"(\w+)"', decoder)
     byte_level, ids = "ByteLevel" in kinds, range(vocabulary_of(tokenizer))
     if not byte_level and "ByteFallback" not in kinds:
         return None
+
     added: dict[int, Any] = backend.get_added_tokens_decoder()
+    special_ids = {*tokenizer.all_special_ids, *(i for i in added if added[i].special)}
     special = np.zeros(len(ids), bool)
-    special[
-        [
-            i
-            for i in {*tokenizer.all_special_ids, *(i for i in added if added[i].special)}
-            if i in ids
-        ]
-    ] = True
+    special[[i for i in special_ids if i in ids]] = True
+
     pieces = [backend.id_to_token(i) or "" for i in ids]
     if byte_level:  # a letter of a piece stands for a byte
         inside = np.array([len(piece) for piece in pieces])
         inside[[*added]] = [len(added[i].content.encode()) for i in added]
         first = inside
     else:
+        # A piece alone is the first of a text; behind a letter's piece it is inside one.
         alone = backend.decode_batch([[i] for i in ids], skip_special_tokens=False)
-        letter = next(
-            i for i in ids if len(alone[i]) == 1 and alone[i].isascii() and alone[i].isalnum()
-        )
+        letters = (i for i in ids if re.fullmatch("[0-9A-Za-z]", alone[i]))
+        letter = next(letters)
         after = backend.decode_batch([[letter, i] for i in ids], skip_special_tokens=False)
         byte = np.array([bool(re.fullmatch("<0x[0-9A-F]{2}>", piece)) for piece in pieces])
         first = np.where(byte, 1, [len(text.encode()) for text in alone])
         inside = np.where(byte, 1, [len(text.encode()) - 1 for text in after])
+
     spelled = np.zeros(len(ids), int)
     for i in np.flatnonzero(special):
         if i != tokenizer.unk_token_id and i in added:

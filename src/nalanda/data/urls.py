@@ -155,7 +155,7 @@ def split_urls(urls: list[str]) -> dict[str, list[str]]:
 
 
 def identity_of(url: str) -> str:
-    """The URL without password and signature, which stays the same when a link is signed anew."""
+    """The URL without password and signature. It stays the same when a link is signed anew."""
     if is_store(url):
         return redact(url)
     parts, query = urlsplit(url), parse_qsl(urlsplit(url).query)

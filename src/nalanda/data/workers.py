@@ -256,9 +256,8 @@ def _serve_requests() -> None:
 
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keeps printed text out of the answers
-    with contextlib.suppress(
-        EOFError, BrokenPipeError, pickle.UnpicklingError
-    ):  # the trainer is gone
+    gone = EOFError, BrokenPipeError, pickle.UnpicklingError  # the trainer has ended
+    with contextlib.suppress(*gone):
         backend, first, last = pickle.load(sys.stdin.buffer)
         encode = Encoder(Tokenizer.from_str(backend), first, last)
         while True:
