@@ -221,13 +221,13 @@ class HarnessModel(HFLM):
         cached = len(answers)
 
         # Each process reports its progress as that of all: the shares are similar.
-        unit = self._characters / max(sum(map(_length, dict.fromkeys(share))), 1)
-        self.advance(unit * sum(map(_length, answers)))
+        unit = self._characters / max(sum(map(_count_tokens, dict.fromkeys(share))), 1)
+        self.advance(unit * sum(map(_count_tokens, answers)))
         missing = [request for request in share if request not in answers]
         for batch in self.score(missing):
             self._check_numbers(torch.tensor([value for value, _ in batch.values()]))
             self.cache.keep(batch)
-            self.advance(unit * sum(map(_length, batch)))
+            self.advance(unit * sum(map(_count_tokens, batch)))
             answers |= batch
 
         if processes:
@@ -272,7 +272,7 @@ def characters(requests: Iterable[Instance]) -> int:
     return sum(len(text) for request in requests for text in request.args if isinstance(text, str))
 
 
-def _length(request: Request) -> int:
+def _count_tokens(request: Request) -> int:
     context, continuation = request
     return len(context) + len(continuation)
 

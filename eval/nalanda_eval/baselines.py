@@ -33,7 +33,7 @@ class Bigram:
 
     def __init__(self, batches: Iterable[dict[str, Tensor]], vocab_size: int):
         self.vocab_size = vocab_size
-        pairs = [_pairs(batch) for batch in batches]
+        pairs = [_labelled_pairs(batch) for batch in batches]
         first, second = (np.concatenate(ids) for ids in zip(*pairs, strict=True))
         self.bigrams, self.counts = np.unique(first * vocab_size + second, return_counts=True)
         a, b = self.bigrams // vocab_size, self.bigrams % vocab_size
@@ -43,8 +43,8 @@ class Bigram:
         followers = np.bincount(a, minlength=vocab_size)
         predecessors = np.bincount(b, minlength=vocab_size)
 
-        self.discount = _discount(self.counts)  # d
-        e = _discount(predecessors)
+        self.discount = _estimate_discount(self.counts)  # d
+        e = _estimate_discount(predecessors)
         spread = e * (predecessors > 0).sum() / len(self.bigrams)
         self.lower = np.maximum(predecessors - e, 0) / len(self.bigrams) + spread / vocab_size
         self.total = np.maximum(total, 1)
@@ -60,17 +60,19 @@ class Bigram:
 
     def perplexity(self, batches: Iterable[dict[str, Tensor]]) -> float:
         """exp of the mean negative log-probability of the labels, without the first of each row."""
-        nll = np.concatenate([-np.log(self.probabilities(*_pairs(batch))) for batch in batches])
+        nll = np.concatenate(
+            [-np.log(self.probabilities(*_labelled_pairs(batch))) for batch in batches]
+        )
         return math.exp(nll.mean())
 
 
-def _pairs(batch: dict[str, Tensor]) -> tuple[np.ndarray, np.ndarray]:
+def _labelled_pairs(batch: dict[str, Tensor]) -> tuple[np.ndarray, np.ndarray]:
     labelled = batch["labels"][:, 1:] != IGNORED
     first, second = batch["input_ids"][:, :-1][labelled], batch["labels"][:, 1:][labelled]
     return first.numpy().astype(np.int64), second.numpy().astype(np.int64)
 
 
-def _discount(counts: np.ndarray) -> float:
+def _estimate_discount(counts: np.ndarray) -> float:
     once, twice = (counts == 1).sum(), (counts == 2).sum()
     return float(once / (once + 2 * twice)) if once else 0.5
 

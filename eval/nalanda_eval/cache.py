@@ -47,11 +47,11 @@ class AnswerCache:
         answers = {}
         with _explain_errors(self.path):
             for request in requests:
-                key = self._key(request)
+                key = self._hash_request(request)
                 row = self.file.execute("SELECT answer FROM kept WHERE request = ?", [key])
                 for (sealed,) in row:
                     answer = sealed[: ANSWER.size] if isinstance(sealed, bytes) else b""
-                    if len(answer) < ANSWER.size or sealed != _seal(key, answer):
+                    if len(answer) < ANSWER.size or sealed != _seal_answer(key, answer):
                         raise sqlite3.DatabaseError("an answer in it is damaged")
                     answers[request] = ANSWER.unpack(answer)
         return answers
@@ -60,15 +60,15 @@ class AnswerCache:
         rows = []
         for request, (logp, greedy) in answers.items():
             if not math.isnan(logp):  # of a broken model
-                key = self._key(request)
-                rows.append((key, _seal(key, ANSWER.pack(logp, greedy))))
+                key = self._hash_request(request)
+                rows.append((key, _seal_answer(key, ANSWER.pack(logp, greedy))))
         with _explain_errors(self.path), self.file:
             self.file.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?)", rows)
 
     def close(self) -> None:
         self.file.close()
 
-    def _key(self, request: Request) -> bytes:
+    def _hash_request(self, request: Request) -> bytes:
         context, continuation = request
         tokens = array("q", (len(context), *context, *continuation)).tobytes()
         return hashlib.sha256(self.identity + tokens).digest()[:16]
@@ -111,6 +111,6 @@ def _explain_errors(path: Path | None) -> Iterator[None]:
         raise InputError(f"{path}: cannot keep answers ({error}); {advice}") from error
 
 
-def _seal(key: bytes, answer: bytes) -> bytes:
+def _seal_answer(key: bytes, answer: bytes) -> bytes:
     """An answer followed by its hash."""
     return answer + hashlib.sha256(key + answer).digest()[:8]

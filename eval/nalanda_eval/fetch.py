@@ -33,7 +33,7 @@ def fetch_tasks(tasks: list[str], directory: str) -> None:
             print(f"{existing}: exists already")
             continue
 
-        rows = _download(name, local)
+        rows = _download_dataset(name, local)
         partial = root / f".{local.file}.partial.jsonl.gz"
         with (
             partial.open("wb") as stream,
@@ -46,7 +46,7 @@ def fetch_tasks(tasks: list[str], directory: str) -> None:
         print(f"{file}: {len(rows)} documents")
 
 
-def _download(name: str, local: LocalData) -> Any:
+def _download_dataset(name: str, local: LocalData) -> Any:
     """Downloads the dataset that the harness's task file names."""
     import datasets
 

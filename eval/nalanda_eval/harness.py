@@ -176,7 +176,7 @@ def _load_tasks(
     sources: list[TaskSource], models: list[str], options: EvalOptions, loading: LoadOptions
 ) -> dict[str, Any]:
     """The harness's tasks and groups of `sources`. Imports the harness, which takes seconds."""
-    with Progress("loading lm-evaluation-harness and the tasks"), _silence():
+    with Progress("loading lm-evaluation-harness and the tasks"), _silence_harness():
         from nalanda_eval.adapter import load_tasks
 
         count_tokens: Callable[[str], int] = len
@@ -220,7 +220,7 @@ def _score_model(
     if whole:
         _check_endless(model, name)
     start = time.perf_counter()
-    with _silence():
+    with _silence_harness():
         scorer = HarnessModel(
             model,
             tokenizer,
@@ -241,6 +241,8 @@ def _score_model(
             "max_length": None if whole else scorer.max_length,
             "begins_with_bos": bool(scorer.bos),
         }
+
+        # No table has scores of other weights or settings.
         if before is not None:
             decisive = ("dtype", "max_length", "begins_with_bos", "fingerprint")
             _check_same(directory, {key: before[key] for key in decisive}, facts)
@@ -530,7 +532,7 @@ def _text_to_infinities(results: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
+def _silence_harness() -> Iterator[None]:
     """Silences the harness's logs, warnings, prints and progress bars."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)

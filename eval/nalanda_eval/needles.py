@@ -142,16 +142,16 @@ def needle_rows(
 
         # Hay, rather too much: sentences alone have about as many tokens as joined, a blank each aside.
         hay: list[str] = []
-        frame = _prompt(task, wanted, " ".join(needle.sentence for needle in needles))
+        frame = _write_prompt(task, wanted, " ".join(needle.sentence for needle in needles))
         left = room - count_tokens(f"{frame} {prefix}")
-        for sentence in _hay(task, draw, sentences, more_needles):
+        for sentence in _hay_sentences(task, draw, sentences, more_needles):
             left -= sentence_size(sentence)
             hay.append(sentence)
             if left < 0:
                 break
 
         while True:
-            prompt = _prompt(task, wanted, joint.join(_insert(needles, depths, hay)))
+            prompt = _write_prompt(task, wanted, joint.join(_insert_needles(needles, depths, hay)))
             excess = count_tokens(f"{prompt} {prefix}") - room
             if excess <= 0:
                 break
@@ -191,7 +191,7 @@ def _draw_word(kind: str, draw: random.Random) -> str:
     return str(uuid.UUID(int=draw.getrandbits(128), version=4))
 
 
-def _hay(
+def _hay_sentences(
     task: NeedleTask, draw: random.Random, sentences: Sequence[str], needles: Iterator[Needle]
 ) -> Iterator[str]:
     """The sentences around the needles, without end."""
@@ -203,7 +203,7 @@ def _hay(
     return itertools.cycle((*sentences[start:], *sentences[:start]))
 
 
-def _insert(needles: list[Needle], depths: list[float], hay: list[str]) -> list[str]:
+def _insert_needles(needles: list[Needle], depths: list[float], hay: list[str]) -> list[str]:
     """The hay with each needle at its depth, a share of the hay."""
     text = list(hay)
     for depth, needle in sorted(zip(depths, needles, strict=True), reverse=True):
@@ -211,5 +211,5 @@ def _insert(needles: list[Needle], depths: list[float], hay: list[str]) -> list[
     return text
 
 
-def _prompt(task: NeedleTask, wanted: Needle, hay: str) -> str:
+def _write_prompt(task: NeedleTask, wanted: Needle, hay: str) -> str:
     return PROMPT.format(what=task.value, key=wanted.key, hay=hay)

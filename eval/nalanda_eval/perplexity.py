@@ -206,7 +206,7 @@ def tokenise_documents(
         room = left if first_is_predicted else left + 1
         if len(ids) > room:
             ids = ids[:room]
-            text = _beginning(text, room, tokenizer, ids)
+            text = _cut_text(text, room, tokenizer, ids)
         empty &= not ids
 
         words = len(re.split(r"\s+", text))
@@ -233,7 +233,7 @@ def tokenise_documents(
         raise InputError(f"{data.source}: holds no text")
 
 
-def _beginning(text: str, count: int, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+def _cut_text(text: str, count: int, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
     """The text that the first `count` tokens encode."""
     if not tokenizer.is_fast:
         return str(tokenizer.decode(tokens[:count]))
@@ -275,12 +275,12 @@ def surprisal(
             raise InputError(
                 f"--length: {model.config.model_type} returns no state; take at most {step}"
             )
-        losses.append(_losses(out.logits, targets[:, columns]))
+        losses.append(_token_losses(out.logits, targets[:, columns]))
         advance(start, start + inputs[:, columns].shape[1])
     return torch.cat(losses, 1)
 
 
-def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+def _token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """`[B, L, vocabulary]` and `[B, L]` to float64 `[B, L]`."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none")
@@ -304,7 +304,7 @@ def _surprisal_together(
         rows: Any = {"carried_cache": states, "carried": torch.full((len(piece),), start > 0)}
         out = model(input_ids=piece, context=context, return_carried_cache=True, **rows)
         states = out.carried_cache
-        local = _losses(out.logits, context.part(targets[:, start : start + step]))
+        local = _token_losses(out.logits, context.part(targets[:, start : start + step]))
         gathered = context.gather(local)  # [processes, B, step / processes]
         losses.append(gathered.movedim(0, 1).flatten(1))  # [B, step]
         advance(start, min(start + step, columns))
@@ -392,23 +392,23 @@ def perplexity_by_position(
         "tokens": number,
         "words": words,
         "bytes": size,
-        "one_pass": _totals(one_pass, words, size),
-        "windows": _totals(windows, words, size),
-        "ranges": [_between(rows, start, min(stop, longest)) for start, stop in doubled],
-        "curve": [_between(rows, start, stop) for start, stop in pairwise(borders)],
+        "one_pass": _sum_up(one_pass, words, size),
+        "windows": _sum_up(windows, words, size),
+        "ranges": [_measure_range(rows, start, min(stop, longest)) for start, stop in doubled],
+        "curve": [_measure_range(rows, start, stop) for start, stop in pairwise(borders)],
     }
 
 
-def _totals(losses: list[np.ndarray], words: int, size: int) -> dict[str, float | None]:
+def _sum_up(losses: list[np.ndarray], words: int, size: int) -> dict[str, float | None]:
     """Figures over all texts, whose tokens' losses are in nats; size: of the texts in bytes."""
     sums = np.array([loss.sum() for loss in losses])
     counts = np.array([len(loss) for loss in losses], float)
     mean, error = ratio(sums, counts)
-    value = _exp(mean)
+    value = _exp_or_none(mean)
     return {
         "perplexity": value,
         "stderr": None if error is None or value is None else value * error,
-        "word_perplexity": _exp(sums.sum() / words),
+        "word_perplexity": _exp_or_none(sums.sum() / words),
         "bits_per_byte": sums.sum() / size / math.log(2),
     }
 
@@ -425,7 +425,9 @@ def ratio(values: np.ndarray, weights: np.ndarray) -> tuple[float, float | None]
     return float(mean), float(error)
 
 
-def _between(rows: list[tuple[np.ndarray, np.ndarray]], start: int, stop: int) -> dict[str, Any]:
+def _measure_range(
+    rows: list[tuple[np.ndarray, np.ndarray]], start: int, stop: int
+) -> dict[str, Any]:
     """Nats a token at the positions after `start` up to `stop`, over the rows that reach them."""
     reached = []
     for one_pass, windows in rows:
@@ -450,7 +452,7 @@ def _trained_length(model: PreTrainedModel) -> int:
     return getattr(config, "max_position_embeddings", None) or 2048
 
 
-def _exp(nats: float) -> float | None:
+def _exp_or_none(nats: float) -> float | None:
     """exp(nats), or None where it overflows: JSON has no infinities."""
     return math.exp(nats) if nats < 700 else None
 
@@ -469,7 +471,7 @@ def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
     if not incomparable(models):
         best = min(range(len(models)), key=lambda i: models[i]["one_pass"]["bits_per_byte"])
         of_best = f"lowest for {names[best]}" if len(models) > 1 else names[best]
-        title += f": {of_best}, {_cell(models[best]['one_pass']['perplexity'])}"
+        title += f": {of_best}, {_format_cell(models[best]['one_pass']['perplexity'])}"
     rows = sorted({point["rows"] for model in models for point in model["curve"]})
     caption = (
         "Left: one pass (lines; bands: ± 1 standard error over rows) and windows of "
@@ -578,9 +580,9 @@ def _totals_table(models: list[dict[str, Any]]) -> Table:
         table.add_row(
             model["name"],
             f"{model['tokens']:,}".replace(",", " "),
-            _cell(one_pass["perplexity"], one_pass["stderr"]),
-            _cell(windows["perplexity"], windows["stderr"]),
-            _cell(one_pass["word_perplexity"]),
+            _format_cell(one_pass["perplexity"], one_pass["stderr"]),
+            _format_cell(windows["perplexity"], windows["stderr"]),
+            _format_cell(one_pass["word_perplexity"]),
             f"{one_pass['bits_per_byte']:.3f}",
         )
     return table
@@ -596,14 +598,14 @@ def _ranges_table(model: dict[str, Any]) -> Table:
         table.add_row(
             f"{point['after']} – {point['up_to']}",
             str(point["rows"]),
-            _cell(_exp(point["one_pass"])),
-            _cell(_exp(point["windows"])),
+            _format_cell(_exp_or_none(point["one_pass"])),
+            _format_cell(_exp_or_none(point["windows"])),
             f"{quotient:.4f}{band}",
         )
     return table
 
 
-def _cell(value: float | None, error: float | None = None) -> str:
+def _format_cell(value: float | None, error: float | None = None) -> str:
     if value is None:
         return "> 1e6"
     if value >= 1e6:

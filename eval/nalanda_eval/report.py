@@ -116,9 +116,9 @@ def suite(
         _suite_row(table, name, list(figures)) for name, figures in table.published.items()
     ]
     ours = []
-    for name, model in zip(_titles(results), results["models"], strict=True):
+    for name, model in zip(_model_titles(results), results["models"], strict=True):
         for kind, title in {"metrics": name, "stderr": ""}.items():
-            figures = [_figure(model, task, metric, kind) for task, metric, _ in table.tasks]
+            figures = [_read_figure(model, task, metric, kind) for task, metric, _ in table.tasks]
             ours.append(_suite_row(table, title, figures))
     return header, published, ours
 
@@ -127,11 +127,11 @@ def needle_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] |
     """Accuracies on needles in percent: header, and one row a model and kind, by length; None without any."""
     lengths = sorted({needle.length for needle in NEEDLES.values()})
     rows = []
-    for name, model in zip(_titles(results), results["models"], strict=True):
+    for name, model in zip(_model_titles(results), results["models"], strict=True):
         for kind in dict.fromkeys(needle.kind for needle in NEEDLES.values()):
             tasks = [f"{kind}_{short_length(length)}" for length in lengths]
             if model["tasks"].keys() & set(tasks):
-                cells = [_cell("acc", _figure(model, task, "acc")) for task in tasks]
+                cells = [_format_cell("acc", _read_figure(model, task, "acc")) for task in tasks]
                 rows.append([name, kind.removeprefix("niah_").replace("_", " "), *cells])
     return (["model", "needle", *map(short_length, lengths)], rows) if rows else None
 
@@ -151,11 +151,11 @@ def others(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] | None:
     for task, metric in metrics:
         row = [task, metric.replace("_", " ")]
         for model in results["models"]:
-            cell = _cell(metric, _figure(model, task, metric))
-            error = _figure(model, task, metric, "stderr")
-            row.append(cell if error is None else f"{cell} ± {_cell(metric, error)}")
+            cell = _format_cell(metric, _read_figure(model, task, metric))
+            error = _read_figure(model, task, metric, "stderr")
+            row.append(cell if error is None else f"{cell} ± {_format_cell(metric, error)}")
         rows.append(row)
-    return ["task", "metric", *_titles(results)], rows
+    return ["task", "metric", *_model_titles(results)], rows
 
 
 def notes(results: dict[str, Any]) -> list[str]:
@@ -171,10 +171,10 @@ def notes(results: dict[str, Any]) -> list[str]:
         lines.append(
             f"Only {results['limit']:g} of each task's documents: not comparable with other tables."
         )
-    for name, model in zip(_titles(results), results["models"], strict=True):
+    for name, model in zip(_model_titles(results), results["models"], strict=True):
         bits = []
         for task, text in (("wikitext", "wikitext"), ("lambada_openai", "LAMBADA's last words")):
-            value = _figure(model, task, "bits_per_byte")
+            value = _read_figure(model, task, "bits_per_byte")
             if value is not None:
                 bits.append(f"{value:.3f} of {text}")
         if bits:
@@ -244,7 +244,7 @@ def print_results(results: dict[str, Any], console: Console | None = None) -> No
     """Print the tables."""
     console = console or Console(emoji=False)
     for header, published, ours in filter(None, (suite(results, name) for name in SUITES)):
-        table = _table([title.replace(" ", "\n") for title in header], left=1)
+        table = _make_table([title.replace(" ", "\n") for title in header], left=1)
         for row in published:
             table.add_row(*row, style="dim", end_section=row is published[-1])
         for row in ours:
@@ -252,7 +252,7 @@ def print_results(results: dict[str, Any], console: Console | None = None) -> No
         console.print(table, markup=False)
         console.print()
     for header, rows in filter(None, (needle_table(results), others(results))):
-        table = _table(header, left=2)
+        table = _make_table(header, left=2)
         for row in rows:
             table.add_row(*row)
         console.print(table, markup=False)
@@ -261,7 +261,7 @@ def print_results(results: dict[str, Any], console: Console | None = None) -> No
         console.print(note, style="dim", markup=False, highlight=False)
 
 
-def _titles(results: dict[str, Any]) -> list[str]:
+def _model_titles(results: dict[str, Any]) -> list[str]:
     """The models' names; of long paths only as many last parts as distinguish them, at least two."""
     paths = [Path(model["name"]).parts for model in results["models"]]
     for count in range(2, max(map(len, paths))):
@@ -270,7 +270,7 @@ def _titles(results: dict[str, Any]) -> list[str]:
     return [model["name"] for model in results["models"]]
 
 
-def _table(header: list[str], left: int) -> Table:
+def _make_table(header: list[str], left: int) -> Table:
     # Little padding, so that the suite fits into 80 columns.
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     for i, title in enumerate(header):
@@ -297,11 +297,16 @@ def _suite_row(table: Suite, name: str, figures: list[float | None]) -> list[str
         average = total / len(shares)
     cells = zip([*metrics, "acc"], [*figures, average], strict=True)
     if name:
-        return [name, *(_cell(metric, value) for metric, value in cells)]
-    return ["", *("" if error is None else f"±{_cell(metric, error)}" for metric, error in cells)]
+        return [name, *(_format_cell(metric, value) for metric, value in cells)]
+    return [
+        "",
+        *("" if error is None else f"±{_format_cell(metric, error)}" for metric, error in cells),
+    ]
 
 
-def _figure(model: dict[str, Any], task: str, metric: str, kind: str = "metrics") -> float | None:
+def _read_figure(
+    model: dict[str, Any], task: str, metric: str, kind: str = "metrics"
+) -> float | None:
     """A metric of a task, or its standard error (kind `stderr`); shares in percent."""
     scores = model["tasks"].get(task, {"metrics": {}, kind: {}})
     figure = scores[kind].get(metric)
@@ -314,7 +319,7 @@ def _figure(model: dict[str, Any], task: str, metric: str, kind: str = "metrics"
     return figure if in_percent else 100 * figure
 
 
-def _cell(metric: str, value: float | None) -> str:
+def _format_cell(metric: str, value: float | None) -> str:
     if value is None:
         return "—"
     if not math.isfinite(value) or abs(value) >= 1e5:

@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from nalanda.inference.load import is_ours
+
 Request = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of a context and of its continuation, both non-empty."""
 Answer = tuple[float, bool]
@@ -67,32 +69,34 @@ def answers(
     distinct = list(dict.fromkeys(requests))
     tally: Tally = [(0.0, True)] * len(distinct)
     share = share and _resumes_exactly(model)
-    limited = not _ours(model) and _keeps_positions(model)
+    limited = not is_ours(model) and _keeps_positions(model)
 
-    alone, shared = _readings(distinct, share)
-    for rows in _batches(alone, batch_size):
-        _read(model, rows, tally, limited=limited)
-        yield _finished(rows, distinct, tally)
+    alone, shared = _make_readings(distinct, share)
+    for rows in _cut_batches(alone, batch_size):
+        _read_rows(model, rows, tally, limited=limited)
+        yield _finished_answers(rows, distinct, tally)
 
     # Batches of equal length: padding between context and continuation would shift positions and caches.
-    for rows in _batches(shared, batch_size, even=not _ours(model)):
-        cache = _read(model, rows, tally, keep=True, limited=limited)
+    for rows in _cut_batches(shared, batch_size, even=not is_ours(model)):
+        cache = _read_rows(model, rows, tally, keep=True, limited=limited)
         endings = []  # continuations without their first token, which the context predicts
         for origin, row in enumerate(rows):
             for _, _, i in row.wanted:
                 continuation = distinct[i][1]
                 if len(continuation) > 1:
-                    endings.append((_row(continuation, 1, i), origin))
+                    endings.append((_make_row(continuation, 1, i), origin))
         endings.sort(key=lambda ending: _longest_first(ending[0]))
         while endings:
             size = batch_size * min(4, 1 + 128 // len(endings[0][0].tokens))
             batch, origins = zip(*endings[:size], strict=True)
-            _read(model, batch, tally, _fork(cache, torch.tensor(origins)), limited=limited)
+            _read_rows(
+                model, batch, tally, _copy_rows(cache, torch.tensor(origins)), limited=limited
+            )
             del endings[:size]
-        yield _finished(rows, distinct, tally)
+        yield _finished_answers(rows, distinct, tally)
 
 
-def _readings(requests: list[Request], share: bool) -> tuple[list[Reading], list[Reading]]:
+def _make_readings(requests: list[Request], share: bool) -> tuple[list[Reading], list[Reading]]:
     """Rows of a context with one continuation, and rows of a context that continuations share."""
     groups = defaultdict(list)
     for i, (context, _) in enumerate(requests):
@@ -104,7 +108,7 @@ def _readings(requests: list[Request], share: bool) -> tuple[list[Reading], list
             last = len(context) - 1  # predicts the first token of each continuation
             shared.append(Reading(context, [(last, requests[i][1][0], i) for i in members]))
         else:
-            alone += [_row(context + requests[i][1], len(context), i) for i in members]
+            alone += [_make_row(context + requests[i][1], len(context), i) for i in members]
     return alone, shared
 
 
@@ -115,7 +119,7 @@ def process_share(requests: Sequence[Request], rank: int, processes: int) -> lis
     return [request for request in requests if request[0] in share]
 
 
-def _row(tokens: Sequence[int], first: int, request: int) -> Reading:
+def _make_row(tokens: Sequence[int], first: int, request: int) -> Reading:
     """A row whose tokens from `first` on are predicted."""
     return Reading(tokens[:-1], [(i - 1, tokens[i], request) for i in range(first, len(tokens))])
 
@@ -125,7 +129,7 @@ def _longest_first(row: Reading) -> tuple[int, Sequence[int]]:
     return -len(row.tokens), row.tokens
 
 
-def _batches(rows: list[Reading], size: int, even: bool = False) -> Iterator[list[Reading]]:
+def _cut_batches(rows: list[Reading], size: int, even: bool = False) -> Iterator[list[Reading]]:
     """Batches of up to `size` rows, longest first; if `even`, all of a batch have one length."""
     rows = sorted(rows, key=_longest_first)
     for _, group in itertools.groupby(rows, lambda row: len(row.tokens) if even else 0):
@@ -134,20 +138,16 @@ def _batches(rows: list[Reading], size: int, even: bool = False) -> Iterator[lis
             yield equal[start : start + size]
 
 
-def _finished(
+def _finished_answers(
     rows: Sequence[Reading], requests: list[Request], tally: Tally
 ) -> dict[Request, Answer]:
     """The answers to all requests of `rows`."""
     return {requests[i]: tally[i] for row in rows for _, _, i in row.wanted}
 
 
-def _ours(model: PreTrainedModel) -> bool:
-    return model.config.model_type == "nalanda"
-
-
 def _resumes_exactly(model: PreTrainedModel) -> bool:
     """Whether the cache surely resumes exactly: it is our state, or holds only keys and values."""
-    if _ours(model):
+    if is_ours(model):
         return True
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         return False
@@ -172,7 +172,7 @@ def _keeps_positions(model: PreTrainedModel) -> bool:
     return logits.shape == expected.shape and torch.allclose(logits, expected, rtol=1e-2, atol=1e-2)
 
 
-def _fork(cache: Any, rows: Tensor) -> Any:
+def _copy_rows(cache: Any, rows: Tensor) -> Any:
     """A copy of the cache with the given `rows`, which may repeat."""
     fork = copy.copy(cache)  # selecting replaces tensors, it writes into none
     fork.layers = [copy.copy(layer) for layer in cache.layers]
@@ -180,7 +180,7 @@ def _fork(cache: Any, rows: Tensor) -> Any:
     return fork
 
 
-def _read(
+def _read_rows(
     model: Any,
     rows: Sequence[Reading],
     tally: Tally,
@@ -203,13 +203,13 @@ def _read(
     # The predictions of all rows: four vectors [N].
     wanted = torch.tensor([(i, *want) for i, row in enumerate(rows) for want in row.wanted])
     row, position, token, request = wanted.unbind(1)
-    if not _ours(model):
+    if not is_ours(model):
         kept_positions, column = position.unique(return_inverse=True)
         some = {"logits_to_keep": kept_positions.to(model.device)} if limited else {}
         # No mask: padding on the right reaches no token.
         out = model(ids.to(model.device), past_key_values=cache, use_cache=keep, **some)
         logits = out.logits[row, column if limited else position]  # [N, vocabulary]
-        _add(logits, lambda logits: logits, token, request, tally)
+        _add_scores(logits, lambda logits: logits, token, request, tally)
         return out.past_key_values if keep else None
 
     for start in range(0, width, COLUMNS):
@@ -223,11 +223,11 @@ def _read(
         cache = out.past_key_values
         inside = (position >= start) & (position < end)
         hidden = out.last_hidden_state[row[inside], position[inside] - start]  # [N, D]
-        _add(hidden, model.lm_head, token[inside], request[inside], tally)
+        _add_scores(hidden, model.lm_head, token[inside], request[inside], tally)
     return cache
 
 
-def _add(x: Tensor, head: Any, token: Tensor, request: Tensor, tally: Tally) -> None:
+def _add_scores(x: Tensor, head: Any, token: Tensor, request: Tensor, tally: Tally) -> None:
     """Adds log P(token) under `head(x)` to each request; x `[N, …]`, token and request `[N]`."""
     for chunk in torch.arange(len(x)).split(POSITIONS):
         logits = head(x[chunk])

@@ -153,7 +153,7 @@ def _one_of(choices: Iterable | Callable[[dict], Iterable]) -> Rule:
 UNANSWERED = "is empty; a test split without answers cannot be scored"
 
 
-def _answered(row: dict, value: Any) -> Any:
+def _require_answers(row: dict, value: Any) -> Any:
     """The rule that there is an answer."""
     answers = value["aliases"] if isinstance(value, dict) else value
     if not answers or not any(answers):
@@ -163,7 +163,7 @@ def _answered(row: dict, value: Any) -> Any:
     return value
 
 
-def _answer_text(row: dict, value: Any) -> Any:
+def _require_text(row: dict, value: Any) -> Any:
     """The rule that the answer is a text, and not blank."""
     if value and not isinstance(value, str):
         raise ValueError(f"{value!r} is not text")
@@ -172,7 +172,7 @@ def _answer_text(row: dict, value: Any) -> Any:
     return value
 
 
-def _drop_answered(row: dict, answer: Any) -> Any:
+def _require_drop_answer(row: dict, answer: Any) -> Any:
     """The rule that an answer, or a validated one, has a number, a span or a date."""
     validated = row["validated_answers"]
     if not answer:
@@ -185,7 +185,7 @@ def _drop_answered(row: dict, answer: Any) -> Any:
     return answer
 
 
-def _context_and_word(row: dict, text: Any) -> Any:
+def _require_context_and_word(row: dict, text: Any) -> Any:
     """The rule that a text has a word to predict, and words before it."""
     context, _, word = text.rpartition(" ") if isinstance(text, str) else ("", "", "")
     if not context.strip() or not word.strip():
@@ -203,9 +203,9 @@ def _letters(row: dict) -> list[str]:
 
 
 RULES: dict[str, dict[str, Rule]] = {
-    "lambada_openai": {"text": _context_and_word},
-    "sciq": {"correct_answer": _answer_text},
-    "drop": {"answer": _drop_answered},
+    "lambada_openai": {"text": _require_context_and_word},
+    "sciq": {"correct_answer": _require_text},
+    "drop": {"answer": _require_drop_answer},
     "piqa": {"label": _one_of((0, 1))},
     "hellaswag": {"label": _one_of(_endings)},
     "winogrande": {"answer": _one_of(("1", "2"))},
@@ -216,14 +216,14 @@ RULES: dict[str, dict[str, Rule]] = {
     "copa": {"label": _one_of((0, 1)), "question": _one_of(("cause", "effect"))},
     "social_iqa": {"label": _one_of(("1", "2", "3"))},
     "commonsense_qa": {"answerKey": _one_of("ABCDE")},
-    "triviaqa": {"answer": _answered},
-    "nq_open": {"answer": _answered},
-    "swde": {"value": _answered},
-    "fda": {"value": _answered},
-    "squad_completion": {"value": _answered},
-    "based_triviaqa": {"answers": _answered},
-    "based_nq": {"answers": _answered},
-    "based_drop": {"answers": _answered},
+    "triviaqa": {"answer": _require_answers},
+    "nq_open": {"answer": _require_answers},
+    "swde": {"value": _require_answers},
+    "fda": {"value": _require_answers},
+    "squad_completion": {"value": _require_answers},
+    "based_triviaqa": {"answers": _require_answers},
+    "based_nq": {"answers": _require_answers},
+    "based_drop": {"answers": _require_answers},
 }
 """The rules of each task's fields that say which answer is right. All other fields hold text."""
 
@@ -352,13 +352,13 @@ def _read_row(source: TaskSource, line: str, location: str) -> dict:
             raise InputError(f"{location}: {name} is null")
         if name in rules or name in ("query_id", "validated_answers"):
             continue
-        for text in _texts(name, value):
+        for text in _text_values(name, value):
             if not isinstance(text, str):
                 raise InputError(f"{location}: {name} {text!r} is not text")
     return document
 
 
-def _texts(name: str, value: Any) -> list:
+def _text_values(name: str, value: Any) -> list:
     """The values of a field that are to be text."""
     if name == "choices":
         return value["text"]

@@ -599,7 +599,7 @@ def forwards(monkeypatch):
     """Counts batches that a model reads; at the number `die_at`, the process is as good as killed."""
     from nalanda_eval import scoring
 
-    read, counter = scoring._read, types.SimpleNamespace(calls=0, die_at=None)
+    read, counter = scoring._read_rows, types.SimpleNamespace(calls=0, die_at=None)
 
     def counted(*args, **kwargs):
         counter.calls += 1
@@ -607,7 +607,7 @@ def forwards(monkeypatch):
             raise Killed
         return read(*args, **kwargs)
 
-    monkeypatch.setattr(scoring, "_read", counted)
+    monkeypatch.setattr(scoring, "_read_rows", counted)
     return counter
 
 
@@ -1032,12 +1032,12 @@ def test_prompts_begin_as_training_texts_do(adapter):
 def test_percentages_stay_percentages(f1):
     scores = {"metrics": {"f1": f1, "acc": 0.5}, "stderr": {"f1": 0.7, "acc": 0.01}}
     model = {"tasks": {"squadv2": scores, "mine": scores}}
-    assert report._figure(model, "squadv2", "f1") == f1
-    assert report._figure(model, "squadv2", "f1", "stderr") == 0.7
-    assert report._figure(model, "mine", "f1") == pytest.approx(93)
-    assert report._figure(model, "mine", "acc") == 50
-    assert report._figure(model, "mine", "acc", "stderr") == 1
-    assert report._cell("brier_score", 0.123456) == "0.1235"
+    assert report._read_figure(model, "squadv2", "f1") == f1
+    assert report._read_figure(model, "squadv2", "f1", "stderr") == 0.7
+    assert report._read_figure(model, "mine", "f1") == pytest.approx(93)
+    assert report._read_figure(model, "mine", "acc") == 50
+    assert report._read_figure(model, "mine", "acc", "stderr") == 1
+    assert report._format_cell("brier_score", 0.123456) == "0.1235"
 
 
 def test_documents_and_cut_prompts_are_counted_once(checkpoint, tmp_path, monkeypatch):

@@ -107,7 +107,7 @@ def explained(error: BaseException) -> InputError | None:
         prefix = f"{file}: " if file else ""
         return DiskFull(f"{prefix}{problem}; make room, and start again")
     if isinstance(error, OSError) and isinstance(file, str | os.PathLike):
-        return InputError(f"{file}: {_describe(error)}")
+        return InputError(f"{file}: {_describe_error(error)}")
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # of Path.expanduser
         return InputError(
             "a path begins with ~ and the name of an unknown user; write the whole path"
@@ -163,7 +163,7 @@ def output_folder(path: str | os.PathLike, option: str) -> Path:
             raise PermissionError(errno.EACCES, "nothing may be written there", str(path))
     except OSError as error:
         other = "" if error.filename in (None, str(path)) else f"{error.filename}: "
-        raise InputError(f"{option} {path}: {other}{_describe(error)}") from None
+        raise InputError(f"{option} {path}: {other}{_describe_error(error)}") from None
     return path
 
 
@@ -189,7 +189,7 @@ def local_output(path: str | os.PathLike, option: str) -> Path:
     return Path(name).expanduser()
 
 
-def _describe(error: OSError) -> str:
+def _describe_error(error: OSError) -> str:
     if isinstance(error, FileExistsError) and error.filename is not None:  # mkdir met a file
         path = Path(os.fsdecode(error.filename))
         return _describe_link(path) if path.is_symlink() else "a file; name a folder"

@@ -38,7 +38,7 @@ def _find_problem(path: Path) -> str | None:
 
     for name, size in sizes.items():
         file = path / name
-        if _leaves(path, name):
+        if _leads_outside(path, name):
             return f"{name} leaves the checkpoint's folder"
         if not file.is_file():
             return f"{name} is missing"
@@ -58,7 +58,7 @@ def _find_problem(path: Path) -> str | None:
     return None
 
 
-def _leaves(folder: Path, name: str) -> bool:
+def _leads_outside(folder: Path, name: str) -> bool:
     """Whether a name in a manifest leads out of `folder`, by its parts or by a link."""
     parts = Path(name).parts
     if Path(name).is_absolute() or ".." in parts:

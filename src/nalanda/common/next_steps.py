@@ -71,7 +71,7 @@ def next_steps(done: str, of: object = None, **values: object) -> list[str]:
 
     commands = []
     for template in NEXT[done]:
-        command = shlex.join(_fill(template, values))
+        command = shlex.join(_fill_template(template, values))
         if trust and command.startswith(LOADING):
             command += " --trust-remote-code"
         commands.append(command)
@@ -86,7 +86,7 @@ def _loading_code(done: str, folder: str, trust: bool) -> str:
     return library + LOAD.format(folder=json.dumps(folder), head=head, trust=argument)
 
 
-def _fill(template: str, values: dict[str, object]) -> list[str]:
+def _fill_template(template: str, values: dict[str, object]) -> list[str]:
     """The words of a command with `values` in them; a list stands for several words."""
     words: list[str] = []
     for word in template.split():

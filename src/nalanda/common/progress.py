@@ -117,14 +117,14 @@ class Progress:
             left = (self.total - done) * seconds / (done - self.start)
         eta = f"ETA {duration(left)}" if left and left > 0 else ""
         if self.bar:
-            text = _join(self._count(), note, eta)
+            text = _join_texts(self._write_count(), note, eta)
             self.bar.update(
                 self.bar.task_ids[0], completed=done, total=self.total or None, text=text
             )
         if self.bar and not details:
             return
         if end or (self.pace.due() and done < (self.total or 0)):
-            self.say(_join(f"{self.what} {self._count()}", note, details, eta))
+            self.say(_join_texts(f"{self.what} {self._write_count()}", note, details, eta))
 
     def call(self, what: str) -> None:
         """Renames what is under way."""
@@ -141,7 +141,7 @@ class Progress:
         else:
             print(line, file=self.stream, flush=True)
 
-    def _count(self) -> str:
+    def _write_count(self) -> str:
         if self.unit == "%":
             return f"{self.done / self.total:4.0%}" if self.total else ""
         if not self.total:
@@ -176,12 +176,12 @@ class Progress:
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )
-        text = self._count() if self.total else ""
+        text = self._write_count() if self.total else ""
         bar.add_task(self.what, total=self.total or None, completed=self.start, text=text)
         return bar
 
 
-def _join(*texts: str) -> str:
+def _join_texts(*texts: str) -> str:
     return "  ".join(text for text in texts if text)
 
 

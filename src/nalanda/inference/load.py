@@ -46,6 +46,7 @@ def load_model(
         raise InputError(
             f"unknown dtype {dtype!r}: use auto, float32, bfloat16, float16 or float64"
         )
+
     keep_model_types()
     with _silence_transformers():
         try:
