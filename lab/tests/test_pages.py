@@ -10,6 +10,7 @@ from nalanda_lab import commands
 from pages import ROOT, read_page
 
 import nalanda_cli
+import nalanda_typer
 from nalanda.common.errors import InputError
 from nalanda.config.load import load_config
 
@@ -34,7 +35,7 @@ def mistake(words: list[str], named: bool = False) -> str:
             load_config(context.params["recipe"], context.params["overrides"] or [])
     except InputError as error:
         return str(error)
-    except nalanda_cli.UsageError as error:
+    except nalanda_typer.UsageError as error:
         return "" if named and error.__class__.__name__ == "MissingParameter" else str(error)
     return ""
 
