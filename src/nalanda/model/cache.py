@@ -124,6 +124,11 @@ class NalandaCache(Cache):
         other._forget()
         return other
 
+    @property
+    def waits_for_mark(self) -> bool:
+        """Whether recording was asked for and has not begun."""
+        return self.recording and self.marked is None
+
     def activate_past_recording(self) -> None:
         self.recording = True
 

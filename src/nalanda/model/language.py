@@ -81,15 +81,15 @@ class LanguageModel(NalandaPreTrainedModel):
         return total
 
 
-class _Behind(BaseStreamer):
-    """Hands a streamer all but the first token, which is the last one of a state."""
+class _WithoutFirst(BaseStreamer):
+    """Drops the first token: it is the state's last, already shown."""
 
     def __init__(self, streamer: BaseStreamer):
-        self.streamer, self.before = streamer, 1
+        self.streamer, self.tokens_to_drop = streamer, 1
 
     def put(self, value: Tensor) -> None:
-        self.streamer.put(value[..., self.before :])
-        self.before = 0
+        self.streamer.put(value[..., self.tokens_to_drop :])
+        self.tokens_to_drop = 0
 
     def end(self) -> None:
         self.streamer.end()
@@ -168,27 +168,30 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             check_state(state)
             cache, input_ids, attention_mask = state.resumed(self, input_ids, attention_mask)
         check_prompt(input_ids, attention_mask)
-        if attention_mask is not None and not bool(attention_mask[:, -1].all()):
-            raise ValueError("a state ends with its last token: pad on the left")
-        if (
-            attention_mask is not None
-        ):  # on the host, so that a piece of one column is not taken for a token
+        last_token = input_ids[:, -1:]
+
+        if attention_mask is not None:
+            # On the host, so that a piece of one column is not taken for a token.
             attention_mask = attention_mask.cpu()
+            if not bool(attention_mask[:, -1].all()):
+                raise ValueError("a state ends with its last token: pad on the left")
+
         if context is not None:
             if attention_mask is not None and not bool(attention_mask.all()):
                 raise ValueError(
                     "processes cannot share texts with padding: read each length apart"
                 )
-            cache, read = self._read_parts(cache, input_ids[:, :-1], chunk_size, context), input_ids
-            input_ids, attention_mask = (
-                read[:, (read.shape[1] - 1) // context.size * context.size :],
-                None,
-            )
+            attention_mask = None
+            cache = self._read_parts(cache, input_ids[:, :-1], chunk_size, context)
+            shared = (input_ids.shape[1] - 1) // context.size * context.size
+            input_ids = input_ids[:, shared:]  # the rest, which cannot be cut equally
+
+        # All but the last token: reading that one predicts the next.
         for start in range(0, input_ids.shape[1] - 1, chunk_size):
             piece = slice(start, min(start + chunk_size, input_ids.shape[1] - 1))
             mask = None if attention_mask is None else attention_mask[:, piece]
             self.model(input_ids=input_ids[:, piece], attention_mask=mask, past_key_values=cache)
-        return State(self, cache, input_ids[:, -1:])
+        return State(self, cache, last_token)
 
     def _read_parts(
         self, cache: NalandaCache, input_ids: Tensor, chunk_size: int, context: Context
@@ -221,39 +224,45 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         """
         foreign_bounds(None, {"token_type_ids": kwargs.pop("token_type_ids", None)})
         if state is None:
-            embedded, cached = (
-                kwargs.get(name) is not None for name in ("inputs_embeds", "past_key_values")
-            )
-            given = kwargs["inputs_embeds"] if embedded else kwargs.get("input_ids", inputs)
-            if given is not None:
-                check_prompt(given, kwargs.get("attention_mask"), cached=cached)
-            with decoding_graphs(self):
-                return super().generate(inputs, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
+            return self._generate_from_prompt(inputs, *args, **kwargs)
+
         if kwargs.get("inputs_embeds") is not None:
             raise ValueError("a state continues with input_ids, not inputs_embeds")
-        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache") is False:
-            named = (
-                "use_cache=False" if kwargs.get("past_key_values") is None else "past_key_values"
-            )
-            raise ValueError(f"a state is a cache: leave {named} out")
+        for name, refused in (
+            ("past_key_values", kwargs.get("past_key_values") is not None),
+            ("use_cache=False", kwargs.get("use_cache") is False),
+        ):
+            if refused:
+                raise ValueError(f"a state is a cache: leave {name} out")
         check_state(state)
-        cache, ids, mask = state.resumed(
-            self, kwargs.pop("input_ids", inputs), kwargs.pop("attention_mask", None)
-        )
+
+        # The state's last token is read first: it predicts the next one.
+        ids, mask = kwargs.pop("input_ids", inputs), kwargs.pop("attention_mask", None)
+        cache, ids, mask = state.resumed(self, ids, mask)
         cache.seen_tokens = 0  # `generate` counts tokens from the start of this call
         mask = torch.ones_like(ids) if mask is None else mask
         kwargs |= {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
         if kwargs.get("streamer") is not None:
-            kwargs["streamer"] = _Behind(kwargs["streamer"])
+            kwargs["streamer"] = _WithoutFirst(kwargs["streamer"])
+
         with decoding_graphs(self):
             out: Any = super().generate(ids, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
         if isinstance(out, Tensor):
             return out[:, 1:]
         out.sequences = out.sequences[:, 1:]
-        out.past_key_values.seen_tokens -= (
-            1  # so that it counts these tokens when they are continued
-        )
+        # So that the cache counts these tokens when they are continued.
+        out.past_key_values.seen_tokens -= 1
         return out
+
+    def _generate_from_prompt(self, inputs: Tensor | None, *args, **kwargs):
+        prompt = kwargs.get("inputs_embeds")
+        if prompt is None:
+            prompt = kwargs.get("input_ids", inputs)
+        if prompt is not None:
+            cached = kwargs.get("past_key_values") is not None
+            check_prompt(prompt, kwargs.get("attention_mask"), cached=cached)
+        with decoding_graphs(self):
+            return super().generate(inputs, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
 
     def prepare_inputs_for_generation(
         self, input_ids, *args, inputs_embeds: Tensor | None = None, tokenizer: Any = None, **kwargs
@@ -269,17 +278,28 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         """Unsupported, as it pages keys and values. `transformers serve` then serves requests in turn."""
         raise AttributeError
 
-    def _read_before(
+    def _mark_before(
         self, cache: NalandaCache, keep: int, attention_mask: Tensor | None, *columns: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Reads all but the last `keep` columns of (input_ids, inputs_embeds, …), and returns the rest."""
-        ids, embeddings = (None if x is None else x[:, :-keep] for x in columns[:2])
-        if any(x is not None and x.shape[1] for x in (ids, embeddings)):
+        """Reads all but the last `keep` columns of (input_ids, inputs_embeds, …), marks, returns the rest.
+
+        `crop` may remove only positions after the first one with requested logits. keep: 0 for all columns.
+        """
+        if keep:
+            ids, embeddings = (None if x is None else x[:, :-keep] for x in columns[:2])
             mask = None if attention_mask is None else attention_mask[:, :-keep]
-            self.model(
-                input_ids=ids, inputs_embeds=embeddings, attention_mask=mask, past_key_values=cache
-            )
-        return tuple(None if x is None else x[:, -keep:] for x in columns)
+            if any(x is not None and x.shape[1] for x in (ids, embeddings)):
+                self.model(
+                    input_ids=ids,
+                    inputs_embeds=embeddings,
+                    attention_mask=mask,
+                    past_key_values=cache,
+                )
+            columns = tuple(None if x is None else x[:, -keep:] for x in columns)
+
+        self.model.catch_up(cache)
+        cache.mark()
+        return columns
 
     @can_return_tuple
     def forward(
@@ -307,9 +327,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         """Next-token logits and, with labels, their loss.
 
         input_ids: `[B, T]`, or inputs_embeds `[B, T, D]`.
-        attention_mask: `[B, T]`, or with a cache `[B, past + T]`; zeros are padding, on either side. A single
-            column behind rows that have all begun is read as tokens, except by a mask on the host: to look
-            at one on a device would wait for it, every token.
+        attention_mask: `[B, T]`, or with a cache `[B, past + T]`; zeros are padding, on either side. In
+            one-token decoding a mask on the GPU is ignored: checking it would synchronise. Masks on the CPU
+            are read.
         cu_seqlens: int `[N+1]`, bounds in the B·T tokens of documents that must not see each other, best on
             the host. position_ids that restart are equivalent.
         labels: `[B, T]`, aligned with input_ids (shifted here). −100 is ignored, and so are padding and the
@@ -336,32 +356,25 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         Raises ValueError for labels, a mask, a packing or a cache that does not fit the batch.
         """
         cu_seqlens = foreign_bounds(cu_seqlens, foreign)
-        given_labels = labels if shift_labels is None else shift_labels
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         cache = past_key_values
-        graphs = None if torch.compiler.is_compiling() else current_graphs()
-        if graphs is not None and isinstance(cache, NalandaCache) and input_ids is not None:
-            more = (inputs_embeds, given_labels, cu_seqlens, carried_cache, carried)
-            plain = input_ids.shape[1] == 1 and not (output_hidden_states or return_carried_cache)
-            if plain and all(x is None for x in more):
-                logits = graphs.decode(self, input_ids, cache)
-                if logits is not None:
-                    # pyrefly: ignore[bad-argument-type]
-                    return CausalLMOutput(logits=logits, past_key_values=cache)
-        if isinstance(cache, NalandaCache) and cache.recording and cache.marked is None:
-            # `crop` may remove only positions after the first one with requested logits.
-            whole = (
-                given_labels is not None
-                or output_hidden_states
-                or isinstance(logits_to_keep, Tensor)
-            )
+
+        # One token of each sequence, in `generate` on CUDA.
+        beside = (inputs_embeds, labels, shift_labels, cu_seqlens, carried_cache, carried)
+        if all(x is None for x in beside) and not (output_hidden_states or return_carried_cache):
+            logits = self._logits_by_graph(input_ids, cache)
+            if logits is not None:
+                # pyrefly: ignore[bad-argument-type]
+                return CausalLMOutput(logits=logits, past_key_values=cache)
+
+        if isinstance(cache, NalandaCache) and cache.waits_for_mark:
+            every = labels is not None or shift_labels is not None or output_hidden_states
+            keep = 0 if every or isinstance(logits_to_keep, Tensor) else logits_to_keep
             columns = (input_ids, inputs_embeds, position_ids)
-            if not whole and logits_to_keep:
-                columns = self._read_before(cache, logits_to_keep, attention_mask, *columns)
+            columns = self._mark_before(cache, keep, attention_mask, *columns)
             input_ids, inputs_embeds, position_ids = columns
-            self.model.catch_up(cache)
-            cache.mark()
+
         out = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -377,23 +390,17 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             context=context,
             output_attentions=output_attentions,
         )
-        h = out.last_hidden_state
+        h = out.last_hidden_state  # [B, T, D], or [B, T/N, D] of this process's part
+
         loss = logits = None
-        if given_labels is not None:
-            T = h.shape[1] * (1 if context is None else context.size)
-            targets = self._checked_labels(given_labels, h, T)
-            if shift_labels is None:
-                targets = next_tokens(targets, attention_mask, position_ids, cu_seqlens)
-            count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
-            if context is not None:
-                targets = context.part(targets)
-            total = self._summed_loss(h.flatten(0, 1), targets.flatten(), z_loss)
-            loss = mean_over(total, count)
-        if loss is None or not self.training:
-            keep = (
-                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            )
-            logits = self.lm_head(h[:, keep])
+        described = (attention_mask, position_ids, cu_seqlens)
+        targets = self._targets(h, labels, shift_labels, context, *described)
+        if targets is not None:
+            loss = self._mean_loss(h, targets, num_items_in_batch, z_loss, context)
+        if targets is None or not self.training:
+            last = isinstance(logits_to_keep, int)
+            logits = self.lm_head(h[:, slice(-logits_to_keep, None) if last else logits_to_keep])
+
         return CausalLMOutput(
             loss=loss,
             logits=logits,
@@ -401,6 +408,52 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             hidden_states=out.hidden_states,
             carried_cache=out.carried_cache,
         )
+
+    def _logits_by_graph(
+        self, input_ids: Tensor | None, cache: NalandaCache | None
+    ) -> Tensor | None:
+        """Logits `[B, 1, vocabulary]` of a CUDA graph; None if no graph serves the call."""
+        if torch.compiler.is_compiling() or input_ids is None or input_ids.shape[1] != 1:
+            return None
+        graphs = current_graphs()
+        if graphs is None or not isinstance(cache, NalandaCache):
+            return None
+        return graphs.decode(self, input_ids, cache)
+
+    def _targets(
+        self,
+        h: Tensor,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        context: Context | None,
+        *described: Tensor | None,
+    ) -> Tensor | None:
+        """The next tokens `[B, T]` of whole rows, −100 where there is none; None without labels.
+
+        described: attention_mask, position_ids, cu_seqlens.
+        """
+        T = h.shape[1] * (1 if context is None else context.size)
+        if shift_labels is not None:
+            return self._checked_labels(shift_labels, h, T)
+        if labels is not None:
+            return next_tokens(self._checked_labels(labels, h, T), *described)
+        return None
+
+    def _mean_loss(
+        self,
+        h: Tensor,
+        targets: Tensor,
+        count: int | Tensor | None,
+        z_loss: float,
+        context: Context | None,
+    ) -> Tensor:
+        """The summed loss of this process's part of the rows, over the number of labels in whole rows."""
+        if count is None:
+            count = (targets != -100).sum()
+        if context is not None:
+            targets = context.part(targets)
+        total = self._summed_loss(h.flatten(0, 1), targets.flatten(), z_loss)
+        return mean_over(total, count)
 
 
 # transformers' Trainer smooths labels of the classes that it lists here against the token before.
