@@ -113,7 +113,7 @@ class CachedAttention(Mixer):
         k, left_k = parts.left(k, None, state.get("k"))
         v, left_v = parts.left(v, None, state.get("v"))
         if new is not None:  # complete at the last part
-            width = parts.whole + (state["k"].shape[1] if "k" in state else 0)
+            width = parts.T + (state["k"].shape[1] if "k" in state else 0)
             for name, before, x in (("k", left_k, k), ("v", left_v, v)):
                 new[name] = last(torch.cat([before, x[0].unflatten(0, (parts.B, -1))], 1), width)
         o = q if len(parts.tokens) == q.shape[1] else self.attend_all(q, k, v, seq)

@@ -2,8 +2,9 @@
 
 A row of T tokens is cut into N parts of T/N. Part r needs of the others only
 
-- for a recurrence, the state S_r of its row's document at the part's first token. A part takes the state S to
-  M S + U: U is its final state from zero, M the product of its transitions (diagonal for linear attention).
+- for a recurrence, the state S_r of its row's document at the part's first token. A part maps its incoming
+  state S to M S + U. U is its final state from zero, M the product of its transitions (diagonal for linear
+  attention).
   All M and U are exchanged, and S_r follows by a scan. The outputs from zero come with U; what they lack is
   linear in S_r;
 - for a short convolution, the last W − 1 inputs before it; for attention, the keys and values that its
@@ -110,58 +111,54 @@ class Parts:
         lengths: Tensor | None,
     ):
         N, size = context.size, T // context.size
-        self.context, self.whole = context, T
-        before = context.rank * size
-        whole = (
-            torch.arange(B + 1) * T
-            if cu_seqlens is None
-            else bounds_on_host(cu_seqlens, B * T).unique()
-        )
-        if (
-            whole[0] != 0
-            or whole[-1] != B * T
-            or not bool(torch.isin(torch.arange(B) * T, whole).all())
-        ):
-            raise ValueError(
-                f"cu_seqlens must rise from 0 to {B * T} and begin a document in every row"
-            )
-        edges = torch.arange(B * N) * size  # where the parts begin
-        place = torch.searchsorted(whole, edges, right=True)
-        past = (edges - whole[place - 1]).view(B, N)  # tokens of its document before each part
-        begun = past == torch.arange(N) * size  # whether that document is the row's first
+        self.context, self.B, self.T, self.size = context, B, T, size
+        documents = _document_bounds(cu_seqlens, B, T)
+
+        # Tokens read into the carried states that go on, int64 [B].
         read = torch.zeros(B, dtype=torch.int64)
         if carried is not None and lengths is not None:
             read = torch.where(carried.cpu(), lengths, 0)
-        self.carried = read > 0
-        past = past + begun * read[:, None]
-        inside = (past > 0) & (whole[place].view(B, N) >= edges.view(B, N) + size)
-        self.passing = [r for r in range(1, N - 1) if inside[:, r].any()]
+
+        # For each part, how many tokens of its first document lie before it, int64 [B, N].
+        edges = torch.arange(B * N) * size  # where the parts begin
+        next_bound = torch.searchsorted(documents, edges, right=True)
+        past = (edges - documents[next_bound - 1]).view(B, N)
+        in_first_document = past == torch.arange(N) * size
+        past = past + in_first_document * read[:, None]
+
+        edges = edges.view(B, N)
+        ends_behind = documents[next_bound].view(B, N) >= edges + size
+        passes = (past > 0) & ends_behind
+        self.passing = [r for r in range(1, N - 1) if passes[:, r].any()]
         """Parts through which the state of a document passes, from one before to one behind."""
 
-        mine = edges.view(B, N)[:, context.rank, None]
-        starts = torch.cat([mine.flatten(), whole]).unique()
-        kept = (starts % T >= before) & (starts % T < before + size) & (starts < B * T)
-        starts = starts[kept]
-        self.cu_seqlens = torch.cat(
-            [starts // T * size + starts % T - before, torch.tensor([B * size])]
-        )
+        # The sequences of this part: it begins one in every row, and so does each document in it.
+        before = context.rank * size
+        starts = torch.cat([edges[:, context.rank], documents]).unique()
+        columns = starts % T
+        inside = (columns >= before) & (columns < before + size) & (starts < B * T)
+        starts = starts[inside]
+        bounds = starts // T * size + starts % T - before  # in this part's B·T/N tokens
+        self.cu_seqlens = torch.cat([bounds, torch.tensor([B * size])])
+
         borders = torch.arange(B + 1) * size
         first = torch.searchsorted(self.cu_seqlens, borders[:-1])
         last = torch.searchsorted(self.cu_seqlens, borders[1:]) - 1
-        continued = past[:, context.rank] > 0
-        self.rows = Rows(first, last, self.carried)
-        self.past = torch.zeros(len(starts), dtype=torch.int64).index_copy(
-            0, first, past[:, context.rank]
-        )
+        self.rows = Rows(first, last, read > 0)
+        past = past[:, context.rank]
+        self.past = torch.zeros(len(starts), dtype=torch.int64).index_copy(0, first, past)
+
         ends = torch.arange(1, B + 1) * T
-        tail = ends - whole[torch.searchsorted(whole, ends) - 1]
+        tail = ends - documents[torch.searchsorted(documents, ends) - 1]
         self.lengths = tail + (tail == T) * read
         """Tokens of each row's last document, int64 `[B]`, after this call."""
-        self.B, self.size = B, size
+
+        continued = past > 0
         self.continued = continued.nonzero().squeeze(1)
         """Rows whose first document here began before this part."""
         self.through = (first == last)[continued].nonzero().squeeze(1)
-        """Those of them, by place, of which this part has nothing else."""
+        """Those of them, by index, of which this part has nothing else."""
+
         spans = [torch.arange(*self.cu_seqlens[i : i + 2].tolist()) for i in first[continued]]
         self.tokens = torch.cat(spans) if spans else first.new_zeros(0)
         """The tokens of these documents, int64 `[M]`, and their bounds among themselves."""
@@ -186,9 +183,9 @@ class Parts:
     ) -> tuple[Tensor, Tensor]:
         """The `width` tokens before this part in each row: x `[1, B·T/N, …]` to x and `[B, width, …]`.
 
-        width: None for all. held: `[B, R, …]`, tokens before the row. Where there are none it is zero. The
-        first result must be used in place of x: it ties the exchange to x's gradient, so that every process
-        takes part in the backward.
+        width: None for all. held: `[B, R, …]`, tokens before the row. Where there are none it is zero. Use
+        the first result in place of x: it ties the exchange to x's gradient. Otherwise some process skips the
+        backward exchange and all hang.
         """
         size = self.size if width is None else min(width, self.size)
         x, parts = _Gather.apply(
@@ -215,14 +212,24 @@ class Parts:
         held = None if states is None else torch.cat(states, -1).index_select(0, first)
         x, left = self.left(torch.cat(xs, -1), width, held)
         ages = torch.arange(width, 0, -1)  # the first column is the oldest
-        own = ages <= self.past[self.rows.first, None]  # not of a document before
-        left = left.where(own.to(x.device)[..., None], 0)
-        found = (
-            left.new_zeros(len(self.past), *left.shape[1:])
-            .index_copy(0, first, left)
-            .split(sizes, -1)
+        in_document = ages <= self.past[self.rows.first, None]  # not of a document before
+        left = left.where(in_document.to(x.device)[..., None], 0)  # [B, width, ΣD]
+
+        inputs_before = left.new_zeros(len(self.past), *left.shape[1:]).index_copy(0, first, left)
+        return list(x.split(sizes, -1)), list(inputs_before.split(sizes, -1))
+
+
+def _document_bounds(cu_seqlens: Tensor | None, B: int, T: int) -> Tensor:
+    """The bounds of the documents in B·T tokens, without empty ones. Raises ValueError for other bounds."""
+    rows = torch.arange(B + 1) * T
+    if cu_seqlens is None:
+        return rows
+    bounds = bounds_on_host(cu_seqlens, B * T).unique()
+    if not bool(torch.isin(rows, bounds).all()):
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to {B * T} and begin a document in every row"
         )
-        return list(x.split(sizes, -1)), list(found)
+    return bounds
 
 
 class _Gather(torch.autograd.Function):
@@ -259,7 +266,8 @@ def scan(context: Context, M: Tensor | None, U: Tensor, reverse: bool = False) -
     while step < context.size:
         before, state = context.shift([M, U], toward * step)
         first = context.rank >= context.size - step if reverse else context.rank < step
-        if not first:  # what came from outside the group has no transition
+        # No part lies before the first one, so its state is zero and there is nothing to compose.
+        if not first:
             U = _apply(M, state) + U
             M = _apply(M, before)
         step *= 2

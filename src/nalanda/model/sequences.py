@@ -172,10 +172,10 @@ class Sequences:
 
     def split(self, x: Tensor) -> list[Tensor]:
         """Each sequence of a packed row, `[1, ΣT, …]` to N times `[1, T, …]`, without the empty ones."""
-        return [part for part in x.split(self.lengths.tolist(), 1) if part.shape[1]]
+        return [tokens for tokens in x.split(self.lengths.tolist(), 1) if tokens.shape[1]]
 
     def causal(self) -> "Sequences":
-        """The same, where tokens see none behind them."""
+        """The same sequences with a causal mask."""
         return self._once(("causal",), lambda: Sequences(self.cu_seqlens))
 
     def longest(self, T: int) -> int:
@@ -211,8 +211,8 @@ class Sequences:
             N, total, L = len(self.lengths), int(self.lengths.sum()), int(self.lengths.max())
             # Columns counted from the first new token: kept tokens are negative, padding is below −R.
             column = self.lengths[:, None] + torch.arange(-(R + L), 0)
-            mine = torch.arange(N)[:, None] * R + R + column + total + 1
-            index = torch.where(column >= -R, mine, total)
+            in_kept = torch.arange(N)[:, None] * R + R + column + total + 1
+            index = torch.where(column >= -R, in_kept, total)
             index = torch.where(column >= 0, self.cu_seqlens[:-1, None] + column, index)
             self._made[key] = index.to(x.device, non_blocking=True)
         rows = [x[0], x.new_zeros(1, *x.shape[2:])]
@@ -231,7 +231,7 @@ class Sequences:
         return x.flatten(0, 1).index_select(0, self._made[key])[None]
 
     def groups(self, device: torch.device) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """Groups packed sequences by the next power of two of their length, so padding at most doubles them.
+        """Groups sequences of similar length, rounded up to a power of two. Padding at most doubles a group.
 
         Returns for each group int64 `[n, L]`, the tokens of n sequences, right-padded to the longest with
         their last token, and bool `[n, L]`, which of these are no padding; and int64 `[ΣT]`, the index of
