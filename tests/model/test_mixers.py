@@ -1,5 +1,8 @@
 """Each mixer's formula, written out once more as a masked quadratic form in plain float64."""
 
+import traceback
+
+import nalanda_kernels
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +10,7 @@ from drawn import drawn
 from tiny_models import build as tiny
 
 from nalanda import NalandaConfig
-from nalanda.model import FEATURE_MAPS, MIXERS, delta
+from nalanda.model import FEATURE_MAPS, MIXERS, chunk, delta
 from nalanda.model.decoder import Decoder
 from nalanda.model.layers import place_angles, rotate
 from nalanda.model.mixers import build_mixer
@@ -517,3 +520,33 @@ def test_an_exported_program_serves_other_lengths(case):
             model(ids(*shape), use_cache=False).last_hidden_state for model in (decoder, exported)
         )
         same(theirs, ours, 1e-5)
+
+
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "gla"])
+def test_mix_is_seven_frames_from_its_kernel(mixer, monkeypatch):
+    """And the chunkwise form eight, autograd's own left out."""
+    names = []
+
+    def record(*inputs, **options):
+        frames = [frame.name for frame in traceback.extract_stack()]
+        names.append(frames[len(frames) - frames[::-1].index("mix") - 1 :])
+
+    class Served:
+        devices, load = ("cpu",), staticmethod(lambda: record)
+        serves = staticmethod(lambda device: True)
+
+    def counted(*inputs, **options):
+        record()
+        return forward(*inputs, **options)
+
+    forward = chunk.chunk_forward
+    monkeypatch.setattr(chunk, "chunk_forward", counted)
+    rows = {op: {"triton": Served()} for op in ("delta_rule", "linear_attention")}
+    monkeypatch.setattr(nalanda_kernels, "KERNELS", rows)
+    monkeypatch.setattr(nalanda_kernels, "_chosen", ["triton"])
+    module = build(mixer)
+    # The kernel returns None, so that the torch form serves the same call.
+    module(torch.randn(2, T, H * K, dtype=torch.float64), Sequences())
+    kernel, torch_form = names
+    assert len(kernel) <= 7, kernel
+    assert len([name for name in torch_form if name not in ("apply", "record")]) <= 8, torch_form

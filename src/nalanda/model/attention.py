@@ -44,10 +44,11 @@ class CachedAttention(Mixer):
             return self.mix_parts(q, k, v, seq, state, new)
         if seq.parts is not None or (seq.rows is not None and new is not None):
             return self.mix_rows(q, k, v, seq, state, new)
+
         if new is not None:
             laid = {name: seq.pad(heads[name], state.get(name)) for name in ("k", "v")}
-            kept = self.reach or seq.longest(T)
-            new |= {name: last(x, kept) for name, x in laid.items()}
+            width = self.reach or seq.longest(T)
+            new |= {name: last(x, width) for name, x in laid.items()}
             if "k" in state:
                 return seq.unpad(self.attend_past(seq.pad(q), laid["k"], laid["v"], seq, T), T)
         return self.attend_all(q, k, v, seq)
@@ -59,9 +60,8 @@ class CachedAttention(Mixer):
 
     def gather_states(self, new: LayerState, seq: Sequences) -> LayerState:
         convs, rest = split_states(new)
-        return super().gather_states(convs, seq) | {
-            n: seq.settled(x.detach()) for n, x in rest.items()
-        }
+        settled = {name: seq.settled(x.detach()) for name, x in rest.items()}
+        return super().gather_states(convs, seq) | settled
 
     @torch.compiler.disable  # the values of cu_seqlens decide how much is kept
     def mix_rows(
@@ -84,13 +84,14 @@ class CachedAttention(Mixer):
             k, left_k = seq.parts.left(k, self.reach, state.get("k"))
             v, left_v = seq.parts.left(v, self.reach, state.get("v"))
             state = {"k": left_k, "v": left_v}
+
         if "k" in state:
             assert seq.past is not None
             seq, source, tokens = seq.with_kept(self.reach, self.wanted(seq.past), q.device)
-            kept = {name: state[name].flatten(0, 1) for name in ("k", "v")}
+            past_k, past_v = (state[name].flatten(0, 1) for name in ("k", "v"))
             k, v = (
-                torch.cat([x[0], kept[name].to(x.dtype)]).index_select(0, source)[None]
-                for name, x in (("k", k), ("v", v))
+                torch.cat([x[0], past.to(x.dtype)]).index_select(0, source)[None]
+                for x, past in ((k, past_k), (v, past_v))
             )
             q = q.new_zeros(k.shape[1], *q.shape[2:]).index_copy(0, tokens, q[0])[None]
         if new is not None:
@@ -116,19 +117,22 @@ class CachedAttention(Mixer):
             width = parts.T + (state["k"].shape[1] if "k" in state else 0)
             for name, before, x in (("k", left_k, k), ("v", left_v, v)):
                 new[name] = last(torch.cat([before, x[0].unflatten(0, (parts.B, -1))], 1), width)
+
+        # Documents that begin here, then those that began before.
         o = q if len(parts.tokens) == q.shape[1] else self.attend_all(q, k, v, seq)
         continued = []
         for row, start, end in parts.continuations():
             past = int(parts.past[parts.rows.first[row]])
             before = (x[row : row + 1, x.shape[1] - past :] for x in (left_k, left_v))
             keys, values = (
-                torch.cat([x, own[:, start:end]], 1) for x, own in zip(before, (k, v), strict=True)
+                torch.cat([left, x[:, start:end]], 1)
+                for left, x in zip(before, (k, v), strict=True)
             )
             continued.append(weigh(q[:, start:end], keys, values, causal=True))
         if not continued:
             return o
-        done = torch.cat(continued, 1)
-        return done if o is q else o.index_copy(1, parts.tokens.to(q.device), done)
+        o_continued = torch.cat(continued, 1)
+        return o_continued if o is q else o.index_copy(1, parts.tokens.to(q.device), o_continued)
 
     def wanted(self, past: Tensor) -> Tensor:
         """How many of its `past` tokens a sequence's next token sees."""
@@ -154,12 +158,13 @@ class CachedAttention(Mixer):
             return weigh(q, k[:, -seen:], v[:, -seen:], scores=self.scores)
         if self.reach is not None:
             k, v = (x[:, -(self.reach - 1 + L) :] for x in (k, v))
-        places = seq.last_positions(T, k.shape[1], q.device)
-        return weigh(q, k, v, self.visible(places, places[:, k.shape[1] - L :]), scores=self.scores)
+        positions = seq.last_positions(T, k.shape[1], q.device)
+        mask = self.visible(positions, positions[:, k.shape[1] - L :])
+        return weigh(q, k, v, mask, scores=self.scores)
 
-    def span(self, place: int) -> int:
-        """How many tokens the token at position `place` sees, including itself."""
-        return place + 1 if self.reach is None else min(place + 1, self.reach)
+    def span(self, position: int) -> int:
+        """The number of tokens that the token at `position` sees, including itself."""
+        return position + 1 if self.reach is None else min(position + 1, self.reach)
 
     def visible(self, keys: Tensor, queries: Tensor) -> Tensor:
         """Which key positions `[B, W]` are visible from query positions `[B, L]`: bool `[B, L, W]`.
@@ -235,36 +240,20 @@ class SoftmaxAttention(CachedAttention):
     ):
         if num_heads is not None or head_dim is not None:
             config = resized(config, num_heads or config.num_heads, head_dim)
-        H, groups = config.num_heads, config.num_heads if num_kv_heads is None else num_kv_heads
+        H = config.num_heads
+        groups = H if num_kv_heads is None else num_kv_heads
         if groups < 1 or H % groups:
             raise ValueError(f"softmax: num_kv_heads={num_kv_heads} must divide num_heads={H}")
         if window is not None and window < 1:
             raise ValueError(f"softmax: window={window} must be at least 1 token, or left out")
-        if rope_theta is not None and not rope_theta > 0:
-            raise ValueError(
-                f"softmax: rope_theta={rope_theta} must be positive, or null for no rotation"
-            )
-        if rope_theta is not None and config.key_dim % 2:
-            raise ValueError(
-                f"rotary positions need an even head_dim·expand_k, not {config.key_dim}"
-            )
-        if rotary_dim is not None and (rotary_dim % 2 or not 0 < rotary_dim <= config.key_dim):
-            raise ValueError(
-                f"softmax: rotary_dim={rotary_dim} must be even and at most K = {config.key_dim}"
-            )
-        if config.image_size and rope_theta is not None and (rotary_dim or config.key_dim) % 4:
-            raise ValueError(
-                f"softmax: rotary_dim={rotary_dim or config.key_dim} must be a multiple of 4 in images: "
-                "rows and columns rotate apart; or set rope_theta null"
-            )
-        if rope_scaling is not None and rope_theta is None:
-            raise ValueError("softmax: rope_scaling needs a rope_theta; leave one of them out")
+        check_rotation(config, rope_theta, rotary_dim, rope_scaling)
         if gate not in (None, "head", "channel"):
             raise ValueError(f"softmax: gate={gate!r} must be head or channel, or left out")
         if conv_size < 0 or conv_size == 1:
             raise ValueError(
                 f"softmax: conv_size={conv_size} must be 0 (no convolution) or at least 2"
             )
+
         super().__init__(config, layer_idx, k_heads=groups, v_heads=groups, taps=conv_size)
         self.reach, self.rope_theta, self.rotary_dim = window, rope_theta, rotary_dim or self.K
         self.rope_scaling = None if rope_scaling is None else checked_scaling(rope_scaling)
@@ -272,9 +261,8 @@ class SoftmaxAttention(CachedAttention):
             self.q_norm, self.k_norm = (RMSNorm(self.K, config.norm_eps) for _ in range(2))
         self.qk_norm, self.gate = qk_norm, gate
         if gate:
-            self.g_proj = nn.Linear(
-                config.hidden_size, H * (self.V if gate == "channel" else 1), bias=False
-            )
+            factors = self.V if gate == "channel" else 1  # a head
+            self.g_proj = nn.Linear(config.hidden_size, H * factors, bias=False)
 
     def linears(self) -> dict[str, nn.Linear]:
         return super().linears() | ({"gate": self.g_proj} if self.gate else {})
@@ -296,6 +284,32 @@ class SoftmaxAttention(CachedAttention):
         return self.o_proj((o.to(x.dtype) * factor.to(x.dtype)).flatten(-2))
 
 
+def check_rotation(
+    config, rope_theta: float | None, rotary_dim: int | None, rope_scaling: dict | None
+) -> None:
+    """Raises ValueError for options of rotary positions that cannot work."""
+    if rotary_dim is not None and (rotary_dim % 2 or not 0 < rotary_dim <= config.key_dim):
+        raise ValueError(
+            f"softmax: rotary_dim={rotary_dim} must be even and at most K = {config.key_dim}"
+        )
+    if rope_theta is None:
+        if rope_scaling is not None:
+            raise ValueError("softmax: rope_scaling needs a rope_theta; leave one of them out")
+        return
+
+    if not rope_theta > 0:
+        raise ValueError(
+            f"softmax: rope_theta={rope_theta} must be positive, or null for no rotation"
+        )
+    if config.key_dim % 2:
+        raise ValueError(f"rotary positions need an even head_dim·expand_k, not {config.key_dim}")
+    if config.image_size and (rotary_dim or config.key_dim) % 4:
+        raise ValueError(
+            f"softmax: rotary_dim={rotary_dim or config.key_dim} must be a multiple of 4 in images: "
+            "rows and columns rotate apart; or set rope_theta null"
+        )
+
+
 def resized(config, num_heads: int, head_dim: int | None):
     """The config with other heads, of the config's sizes or with keys and values of head_dim."""
     config = copy.copy(config)
@@ -305,17 +319,15 @@ def resized(config, num_heads: int, head_dim: int | None):
     return config
 
 
-def checked_scaling(given: dict) -> dict[str, float]:
+def checked_scaling(rope_scaling: dict) -> dict[str, float]:
     """The numbers of the option `rope_scaling`, for `layers.slow_down`."""
-    numbers = {name: value for name, value in given.items() if name != "rope_type"}
-    known = [
-        name
-        for name, p in inspect.signature(slow_down).parameters.items()
-        if p.kind is p.KEYWORD_ONLY
-    ]
-    if given.get("rope_type") != "llama3" or numbers.keys() != set(known):
+    numbers = {name: value for name, value in rope_scaling.items() if name != "rope_type"}
+    parameters = inspect.signature(slow_down).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    if rope_scaling.get("rope_type") != "llama3" or numbers.keys() != set(names):
         raise ValueError(
-            f"softmax: rope_scaling={given!r} must have rope_type: llama3 and the numbers {', '.join(known)}"
+            f"softmax: rope_scaling={rope_scaling!r} must have rope_type: llama3 and the numbers "
+            f"{', '.join(names)}"
         )
     for name, value in numbers.items():
         if not (fits(value, float) and value > 0):
@@ -397,8 +409,8 @@ class DiagAttention(CachedAttention):
     def wanted(self, past: Tensor) -> Tensor:
         return past % self.block
 
-    def span(self, place: int) -> int:
-        return place % self.block + 1
+    def span(self, position: int) -> int:
+        return position % self.block + 1
 
     def visible(self, keys: Tensor, queries: Tensor) -> Tensor:
         same = (keys // self.block)[:, None] == (queries // self.block)[..., None]
@@ -503,9 +515,8 @@ def _attend_both(
         - torch.arange(reach, device=q.device)[:, None]
         - side
     )
-    seen = (distance.abs() < reach) & real[:, None] | (
-        distance == 0
-    )  # padding sees itself: no empty row
+    itself = distance == 0  # padding sees itself: no empty row
+    seen = (distance.abs() < reach) & real[:, None] | itself
     return weigh(q, k, v, seen, scores=scores).unflatten(0, (B, count)).flatten(1, 2)[:, :T]
 
 
@@ -529,34 +540,15 @@ def _sequences(bounds: tuple[int, ...]) -> Sequences:
     return Sequences(torch.tensor(bounds))
 
 
-def _packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    reach: int | None,
-    blocks: bool,
-    scores: str,
-    both: bool,
-) -> Tensor:
-    return attend_packed(
-        q, k, v, _sequences(tuple(cu_seqlens.tolist())), reach, blocks, scores, both
-    )
+def _packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *rule) -> Tensor:
+    return attend_packed(q, k, v, _sequences(tuple(cu_seqlens.tolist())), *rule)
 
 
 def _packed_backward(
-    d_o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    reach: int | None,
-    blocks: bool,
-    scores: str,
-    both: bool,
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *rule
 ) -> tuple[Tensor, Tensor, Tensor]:
     def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _packed(q, k, v, cu_seqlens, reach, blocks, scores, both)
+        return _packed(q, k, v, cu_seqlens, *rule)
 
     # autograd does not record inside operators; torch.func does
     d_q, d_k, d_v = torch.func.vjp(attended, q, k, v)[1](d_o)
@@ -564,9 +556,18 @@ def _packed_backward(
 
 
 _NAMESPACE = re.sub(r"\W", "_", __name__)  # copies of this file in checkpoints have another
-_packed_op = torch.library.custom_op(f"{_NAMESPACE}::attend_packed", _packed, mutates_args=())
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int? reach, bool blocks, str scores, "
+    "bool bidirectional"
+)
+_packed_op = torch.library.custom_op(
+    f"{_NAMESPACE}::attend_packed", _packed, mutates_args=(), schema=f"({_INPUTS}) -> Tensor"
+)
 _packed_backward_op = torch.library.custom_op(
-    f"{_NAMESPACE}::attend_packed_backward", _packed_backward, mutates_args=()
+    f"{_NAMESPACE}::attend_packed_backward",
+    _packed_backward,
+    mutates_args=(),
+    schema=f"(Tensor d_o, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
 )
 
 

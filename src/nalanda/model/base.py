@@ -260,8 +260,8 @@ class Mixer(FusedLinears):
             return self.mix(heads, seq, state, new)
         causal = seq.causal()
         # What only `read_out` reads need not turn, nor what is the same for all tokens.
-        kept = ("gate", "local", "skip")
-        turn = {name: x for name, x in heads.items() if name not in kept}
+        same = ("gate", "local", "skip")
+        turn = {name: x for name, x in heads.items() if name not in same}
         reversed_heads = heads | {name: seq.reversed_tokens(x) for name, x in turn.items()}
 
         forward = self.mix(heads, causal, {}, None)
@@ -409,19 +409,20 @@ class Mixer(FusedLinears):
     def weights(self, x: Tensor) -> Tensor:
         """The matrix that `mix` multiplies v by, `[B, steps·HV·streams, T, T]`; row t has token t's weights.
 
-        The products with the values of all steps add up.
-        It is `mix` of the unit vectors, so it is exact: `mix` is linear in v.
+        With several steps per token, sum the products over the steps. The matrix is `mix` of the unit vectors:
+        exact, because `mix` is linear in v.
         """
-        seq, n, found = Sequences(bidirectional=self.bidirectional), self.streams, []
+        seq, n = Sequences(bidirectional=self.bidirectional), self.streams
         heads = self.heads(x, seq, {}, None)
         B, T, HV = heads["v"].shape[:3]
         unit = torch.eye(T, dtype=heads["v"].dtype, device=x.device).repeat(1, n)[None, :, None]
+        of_steps = []
         for i in range(self.steps):
             v = unit.new_zeros(B, T, HV, n * T)
             v.unflatten(2, (self.steps, -1))[:, :, i] = unit
             o = self.mix_directions(heads | {"v": v}, seq, {}, None)
-            found.append(o.unflatten(-1, (n, T)).flatten(2, 3).transpose(1, 2))
-        return torch.cat(found, 1)
+            of_steps.append(o.unflatten(-1, (n, T)).flatten(2, 3).transpose(1, 2))
+        return torch.cat(of_steps, 1)
 
     def state_spec(self, T: int) -> StateSpec:
         """Name to shape and dtype of a sequence's state after T tokens; dtype None: the model's.

@@ -35,7 +35,8 @@ class ChunkRecurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         saved_chunks: list[Chunk] = []
-        outputs = _forward(*inputs, saved_chunks=saved_chunks)
+        call = Call(*inputs[:TENSORS])
+        outputs = chunk_forward(call, *inputs[TENSORS:], saved_chunks=saved_chunks)
         # Saved as inputs are, so that the backward frees them and checkpointing drops them.
         of_chunks = [chunk.tensors() for chunk in saved_chunks]
         ctx.chunks = [(names, len(tensors)) for names, tensors in of_chunks]
@@ -58,8 +59,8 @@ class ChunkRecurrence(torch.autograd.Function):
 # The flat edge: what autograd and torch.compile call takes tensors and numbers, not NamedTuples.
 
 
-def _forward(*inputs, saved_chunks: list[Chunk] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    return chunk_forward(Call(*inputs[:TENSORS]), *inputs[TENSORS:], saved_chunks=saved_chunks)
+def _forward(*inputs) -> tuple[Tensor, Tensor, Tensor]:
+    return chunk_forward(Call(*inputs[:TENSORS]), *inputs[TENSORS:])
 
 
 def _backward(

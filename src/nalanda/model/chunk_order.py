@@ -56,8 +56,8 @@ class ChunkOrder:
 
         steps = torch.arange(-(-longest // self.chunk))
         active = steps[:, None] < chunks[rank]  # [steps, N]
-        step, place = active.nonzero(as_tuple=True)
-        sequence = rank[place]
+        step, order = active.nonzero(as_tuple=True)
+        sequence = rank[order]
 
         start = cu_seqlens[sequence] + step * self.chunk
         token = start[:, None] + torch.arange(self.chunk)  # [chunks, C]

@@ -121,15 +121,18 @@ class DeltaNet(Mixer):
         if qk_norm not in ("l2", "rms", "none"):
             raise ValueError(f"qk_norm={qk_norm!r} must be one of l2, rms, none")
         super().__init__(config, layer_idx, v_heads=num_v_heads)
+
+        # β‖k‖² ≤ 2 needs keys of length 1, or a step that is divided by their length.
         phi = self.feature_map
         bounded = qk_norm == "none" and isinstance(phi, Elementwise) and phi.norm is not None
         if qk_norm != "l2" and not norm_write and not bounded:
-            cure = (
-                ", or a map's own norm: feature_map_options norm: l2" if qk_norm == "none" else ""
-            )
+            cure = ""
+            if qk_norm == "none":
+                cure = ", or a map's own norm: feature_map_options norm: l2"
             raise ValueError(
                 f"qk_norm={qk_norm}: β‖k‖² may exceed 2 and the state grow: set norm_write{cure}"
             )
+
         self.norm_write, self.norm_read, self.qk_norm = norm_write, norm_read, qk_norm
         self.beta_scale = 2.0 if allow_neg_eigval else 1.0
         self.add_gates(config.hidden_size)
@@ -311,9 +314,11 @@ class KDA(DeltaNet):
         return [*super().gate_layers(), self.a_up_proj]
 
     def project(self, x: Tensor) -> Heads:
-        found = super().project(x)
-        found["a"] = self.a_up_proj(found["a"])
-        return found | ({"gate": self.g_up_proj(found["gate"])} if self.gated else {})
+        heads = super().project(x)
+        heads["a"] = self.a_up_proj(heads["a"])
+        if self.gated:
+            heads["gate"] = self.g_up_proj(heads["gate"])
+        return heads
 
 
 class GatedDeltaNet2(KDA):
@@ -356,11 +361,11 @@ class GatedDeltaNet2(KDA):
         return [*super().gate_layers(), self.w_proj]
 
     def gates(self, heads: Heads) -> Heads:
-        found, v = super().gates(heads), heads["v"]
-        erase = found["beta"].unflatten(-1, (self.num_v_heads, -1))
-        # The written value is v to the op, so that its gate need not be cut and exchanged.
+        gates, v = super().gates(heads), heads["v"]
+        erase = gates["beta"].unflatten(-1, (self.num_v_heads, -1))
+        # The write gate multiplies v here: one tensor fewer to split across processes.
         written = v * at_least_fp32(heads["w"]).sigmoid().view(v.shape).to(v.dtype)
-        return found | {"v": written, "erase": erase, "beta": erase.new_ones(erase.shape[:3])}
+        return gates | {"v": written, "erase": erase, "beta": erase.new_ones(erase.shape[:3])}
 
 
 class DeltaProduct(DeltaNet):

@@ -143,6 +143,7 @@ class NormalizedAttention(LinearRecurrence):
         q, v = heads["q"], heads["v"]
         if q.shape[1] == 1 or seq.parts is not None or seq.bidirectional:
             return None
+
         served = by_kernel(
             *("normalized_attention", "auto", q, q, heads["k"], v, heads.get("g")),
             feature_map=self.feature_map,
@@ -157,7 +158,9 @@ class NormalizedAttention(LinearRecurrence):
             return None
         o, final, total = served
         if new is not None:
-            new |= {"recurrent": final} | ({} if total is None else {"value_sum": total})
+            new["recurrent"] = final
+        if new is not None and total is not None:
+            new["value_sum"] = total
         return o
 
     def sums(
@@ -268,8 +271,8 @@ def _sum_packed(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float) -
     groups, where = seq.groups(v.device)
     out = [v.new_zeros(0, *v.shape[2:])]
     for rows, real in groups:
-        kept = k[0, rows] * real[..., None, None]
-        out.append(_sum_rows(q[0, rows], kept, v[0, rows], scale).flatten(0, 1))
+        keys = k[0, rows] * real[..., None, None]  # padding adds nothing
+        out.append(_sum_rows(q[0, rows], keys, v[0, rows], scale).flatten(0, 1))
     return torch.cat(out).index_select(0, where)[None]
 
 

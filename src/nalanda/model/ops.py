@@ -33,9 +33,9 @@ except ImportError:
     _kernels = None
 else:
     if _kernels.API != _API:
-        theirs, _kernels = _kernels.API, None
+        _installed, _kernels = _kernels.API, None
         warnings.warn(
-            f"nalanda_kernels: API {theirs}, not {_API}; using the torch path", stacklevel=2
+            f"nalanda_kernels: API {_installed}, not {_API}; using the torch path", stacklevel=2
         )
 
 
