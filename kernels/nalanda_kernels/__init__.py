@@ -44,7 +44,7 @@ class Kernel:
 
     def serves(self, device_type: str) -> bool:
         """Whether it can run here on tensors of this device."""
-        return device_type in self.devices and _installed(self.needs)
+        return device_type in self.devices and _is_installed(self.needs)
 
 
 def _triton(target: str) -> Kernel:
@@ -107,14 +107,14 @@ def _at_compile_time(function: Callable) -> Callable:
     return function
 
 
-def _resolve(backend: str) -> str:
+def _resolve_backend(backend: str) -> str:
     return _chosen[-1] if backend == "auto" else backend
 
 
 @_at_compile_time
 def _is_free(backend: str) -> bool:
     """Whether neither the call nor the process names a backend."""
-    return _resolve(backend) == "auto"
+    return _resolve_backend(backend) == "auto"
 
 
 @_at_compile_time
@@ -123,22 +123,26 @@ def backends_for(op: str, backend: str, device_type: str) -> list[str]:
 
     Raises ValueError for an unavailable backend.
     """
-    kernels, name = KERNELS.get(op, {}), _resolve(backend)
+    kernels, name = KERNELS.get(op, {}), _resolve_backend(backend)
     if name not in kernels and any(name in others for others in KERNELS.values()):
         name = "auto"  # a backend chosen for the process may lack some ops
 
-    order = _order(tuple(kernels.items()), name, device_type, interpreting())
+    order = _order_backends(tuple(kernels.items()), name, device_type, interpreting())
     if order is None:
         from_environment = backend == "auto" and len(_chosen) == 1
         key = ENVIRONMENT if from_environment else "backend"
-        named = [x for x in kernels if _order(((x, kernels[x]),), x, device_type, interpreting())]
+        named = [
+            x
+            for x in kernels
+            if _order_backends(((x, kernels[x]),), x, device_type, interpreting())
+        ]
         choices = ", ".join(["auto", "torch", *named])
         raise ValueError(f"{key}={name!r}: no {op} for {device_type}; choose one of {choices}")
     return list(order)
 
 
 @functools.cache
-def _order(
+def _order_backends(
     kernels: tuple[tuple[str, Kernel], ...], backend: str, device_type: str, interpreted: bool
 ) -> tuple[str, ...] | None:
     """The backends of an op that serve a device, `backend` first; None if that one does not serve it.
@@ -176,7 +180,7 @@ def serve(op: str, backend: str, device_type: str, *inputs, **options):
             names = [fastest, *(name for name in names if name != fastest)]
 
     for name in names:
-        _load(op, name)
+        _load_kernel(op, name)
         try:
             return getattr(_loaded, f"{op}_{name}")(*inputs, **options)
         except Unsupported as reason:
@@ -203,7 +207,7 @@ _loaded = _Loaded()
 
 
 @_at_compile_time
-def _load(op: str, name: str) -> None:
+def _load_kernel(op: str, name: str) -> None:
     setattr(_loaded, f"{op}_{name}", KERNELS[op][name].load())
 
 
@@ -299,7 +303,7 @@ def take_torch_path(module: ModuleType) -> bool:
         chosen = getattr(module, name, None)
         if chosen is not None and (plain := inspect.unwrap(chosen)) is not chosen:
             setattr(module, name, _by_device(chosen, plain))
-            changed = _installed("fla")
+            changed = _is_installed("fla")
     return changed
 
 
@@ -319,5 +323,5 @@ def _by_device(chosen: Callable, plain: Callable) -> Callable:
 
 
 @functools.cache
-def _installed(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None

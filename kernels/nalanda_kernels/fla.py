@@ -61,6 +61,7 @@ def delta_rule(
         q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
         size = {"chunk_size": min(chunk_size, 64)}
 
+        # One of four kernels; two of them need a head of q and k for each head of v.
         if erase is not None or write is not None:
             from fla.ops.gdn2 import chunk_gdn2
 
@@ -202,15 +203,16 @@ def options_of(q, v, scale, initial_state, output_final_state, cu_seqlens) -> di
         "initial_state": None if initial_state is None else initial_state.float(),
         "output_final_state": output_final_state,
     }
+
     if cu_seqlens is None:
         return options
     bounds = bounds_of(cu_seqlens, q.shape[1])
-    on_host, on_device = _bounds(bounds, q.device)
+    on_host, on_device = _bounds_on(bounds, q.device)
     return options | {"cu_seqlens": on_device, "cu_seqlens_cpu": on_host}
 
 
 @functools.lru_cache(maxsize=32)
-def _bounds(bounds: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _bounds_on(bounds: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """The bounds on host and device. All layers get the same tensors, by which fla caches its tables."""
     on_host = torch.tensor(bounds)
     return on_host, on_host.to(device)

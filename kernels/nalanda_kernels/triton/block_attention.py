@@ -173,6 +173,7 @@ def backward_kernel(
     p = _weights(s, SOFTMAX, BLOCK, BT, 1)
     p_ = p.to(v.dtype.element_ty)
 
+    # dP = dO V⊤ [BT, BT], and BV columns of dV⊤ at a time.
     d_p = tl.zeros([BT, BT], tl.float32)
     for first in range(0, V, BV):
         v_, do_ = _read(v, rows, real, first, V, BV), _read(d_o, rows, real, first, V, BV)
@@ -199,6 +200,8 @@ def backward_kernel(
 def sizes(block_size: int, key_dim: int, value_dim: int, itemsize: int) -> dict[str, int]:
     """Compile-time sizes: a program has `SPAN` tokens in tiles BT × BK and BT × BV; and its warps."""
     BT = power_of_two(block_size)
+
+    # The first row that covers the widest head.
     rows = (r for r in _BLOCKS[BT] if itemsize <= r[0] and max(key_dim, value_dim) <= r[1])
     _, _, widest, warps = next(rows)
     BK, BV = (min(power_of_two(n), widest) for n in (key_dim, value_dim))
@@ -210,8 +213,11 @@ def _launch(
 ) -> None:
     B, T, H, V = like.shape
     K = tensors[0].shape[3]
+
+    # One program for each span of each head.
     options = sizes(block_size, K, V, like.element_size())
     chunks = chunks_of((B, T), cu_seqlens, options["SPAN"], like.device)
+
     if chunks.total * H == 0:
         return
     kernel[(chunks.total * H,)](

@@ -170,9 +170,9 @@ def variants(
     table, arch = _table(), arch or architecture()
     if arch not in table:
         family = arch.rstrip("0123456789abcdef") if arch.startswith("gfx") else "sm_"
-        older = [a for a in table if a.startswith(family) and _number(a) <= _number(arch)]
-        small = family == "sm_" and _number(arch) >= 120
-        arch = "sm_80" if small else max(older, key=_number, default="sm_80")
+        older = [a for a in table if a.startswith(family) and _arch_number(a) <= _arch_number(arch)]
+        small = family == "sm_" and _arch_number(arch) >= 120
+        arch = "sm_80" if small else max(older, key=_arch_number, default="sm_80")
 
     rows = table[arch].get(kernel) or _shipped()["sm_80"][kernel]
     for row in rows:
@@ -187,7 +187,7 @@ def variants(
     )
 
 
-def _number(arch: str) -> int:
+def _arch_number(arch: str) -> int:
     return int(arch.lstrip("smgfx_"), 16 if arch.startswith("gfx") else 10)
 
 
@@ -260,9 +260,9 @@ def map_in_torch(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tupl
     """
     if torch.is_grad_enabled() and q.device.type != "cpu":
         return checkpoint(
-            _map, q, k, feature_map, qk_norm, use_reentrant=False, preserve_rng_state=False
+            _apply_map, q, k, feature_map, qk_norm, use_reentrant=False, preserve_rng_state=False
         )
-    return _map(q, k, feature_map, qk_norm)
+    return _apply_map(q, k, feature_map, qk_norm)
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
@@ -272,7 +272,7 @@ def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def _map(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor, Tensor]:
+def _apply_map(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor, Tensor]:
     wide = q.float(), k.float()
     with without_autocast(q):
         phi = wide if feature_map is None else feature_map(*wide)

@@ -158,7 +158,7 @@ def norm_backward_kernel(
 # -------------------------------------------------------------------------------------------------- SwiGLU
 
 
-def _swiglu_tiles(rows: int, N: int) -> tuple[tuple[int, int], dict[str, int]]:
+def _swiglu_tile_sizes(rows: int, N: int) -> tuple[tuple[int, int], dict[str, int]]:
     BN = min(power_of_two(N), 1024)
     BT = TILE // BN
     return (triton.cdiv(rows, BT), triton.cdiv(N, BN)), {"BT": BT, "BN": BN, "num_warps": 4}
@@ -169,7 +169,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx, a, b):
         ctx.save_for_backward(a, b)
         (rows, N), y = a.shape, a.new_empty(a.shape, dtype=torch.promote_types(a.dtype, b.dtype))
-        grid, tiles = _swiglu_tiles(rows, N)
+        grid, tiles = _swiglu_tile_sizes(rows, N)
         if rows:
             swiglu_kernel[grid](a, b, y, a.stride(0), b.stride(0), rows, N, **tiles)
         return y
@@ -179,7 +179,7 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx, d_y):
         a, b = ctx.saved_tensors
         (rows, N), d_a, d_b = a.shape, a.new_empty(a.shape), b.new_empty(b.shape)
-        grid, tiles = _swiglu_tiles(rows, N)
+        grid, tiles = _swiglu_tile_sizes(rows, N)
         if rows:
             inputs = a, b, d_y.contiguous(), d_a, d_b
             swiglu_backward_kernel[grid](*inputs, a.stride(0), b.stride(0), rows, N, **tiles)
@@ -202,7 +202,7 @@ def swiglu(a: Tensor, b: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------- RMSNorm
 
 
-def _norm_tiles(V: int) -> dict[str, int]:
+def _norm_tile_sizes(V: int) -> dict[str, int]:
     BV = power_of_two(V)
     return {"V": V, "BT": max(1, TILE // BV), "BV": BV, "num_warps": min(max(4, BV // 512), 16)}
 
@@ -212,7 +212,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, add, weight, gate, eps, dtype):
-        (rows, V), tiles = x.shape, _norm_tiles(x.shape[1])
+        (rows, V), tiles = x.shape, _norm_tile_sizes(x.shape[1])
         total = x
         if add is not None:
             total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, add.dtype))
@@ -230,7 +230,7 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_total, d_y):
         total, weight, gate = ctx.saved_tensors
-        (rows, V), tiles, (dtype, added) = total.shape, _norm_tiles(total.shape[1]), ctx.dtypes
+        (rows, V), tiles, (dtype, added) = total.shape, _norm_tile_sizes(total.shape[1]), ctx.dtypes
         d_total = None if d_total is None else d_total.contiguous()
         d_y = torch.zeros_like(total) if d_y is None else d_y.contiguous()
         d_x = total.new_empty(total.shape, dtype=dtype)

@@ -381,7 +381,7 @@ def _choose_segments(kernel, form: Form, chunks: Chunks) -> tuple[dict[str, int]
     return sizes, length
 
 
-def _positions(inputs: Inputs) -> dict[str, Any]:
+def _position_arguments(inputs: Inputs) -> dict[str, Any]:
     """The positions and their number P; rows of a batch may share them."""
     positions = inputs.positions
     return {"positions": positions, "P": 1 if positions is None else positions.numel()}
@@ -449,7 +449,7 @@ def _forward(inputs: Inputs, options: Options) -> tuple[States, Saved]:
         s=saved.s,
         zs=saved.zs,
         us=saved.us,
-        **_positions(inputs),
+        **_position_arguments(inputs),
         # what it stores
         o=saved.o,
         den=saved.den,
@@ -606,7 +606,7 @@ def _readout_gradients(run: Pass, features: Features, d_o: Tensor) -> ReadoutGra
         g=inputs.g,
         us=saved.us,
         den=saved.den,
-        **_positions(inputs),
+        **_position_arguments(inputs),
         **gradients._asdict(),
     )
     return gradients
@@ -856,7 +856,7 @@ _INPUT_SCHEMA = (
 )
 
 
-def _tensors(count: int) -> str:
+def _tensor_schema(count: int) -> str:
     return "(" + ", ".join(["Tensor"] * count) + ")"
 
 
@@ -865,7 +865,7 @@ _forward_op = torch.library.custom_op(
     lambda *flat: _flatten(*_forward(*_unflatten(flat))),
     mutates_args=(),
     tags=TAGS,
-    schema=f"({_INPUT_SCHEMA}, str map, str read, float scale, bool final, bool wide) -> {_tensors(11)}",
+    schema=f"({_INPUT_SCHEMA}, str map, str read, float scale, bool final, bool wide) -> {_tensor_schema(11)}",
 )
 _backward_op = torch.library.custom_op(
     "nalanda_kernels::chunkwise_backward",
@@ -874,7 +874,7 @@ _backward_op = torch.library.custom_op(
     tags=TAGS,
     schema="(Tensor d_o, Tensor? d_final, Tensor? dz_final, Tensor? du_final, "
     f"{_INPUT_SCHEMA}, Tensor o, Tensor scores, Tensor s, Tensor inverse, Tensor e, Tensor zs, "
-    f"Tensor us, Tensor den, str map, str read, float scale) -> {_tensors(9)}",
+    f"Tensor us, Tensor den, str map, str read, float scale) -> {_tensor_schema(9)}",
 )
 
 

@@ -374,7 +374,7 @@ def _block_table(
     return BlockTable(table.to(device, non_blocking=True), cu.to(device, non_blocking=True))
 
 
-def _tiles(kernel: str, D: int, W: int, silu: bool) -> dict[str, int]:
+def _tile_sizes(kernel: str, D: int, W: int, silu: bool) -> dict[str, int]:
     """Tile sizes. One warp has whole rows of its channels, so sums over tokens stay within a thread.
 
     Registers limit the rows of a step: with SiLU the backward holds 2W − 1 rows of x for each.
@@ -391,7 +391,7 @@ def _launch(
 ):
     """Launches a kernel of all convolutions for so many rows. name: as in `_tiles`."""
     widths, W = tuple(map(len, weights)), weights[0].shape[1]
-    tiles = _tiles(name, max(widths), W, any(silu))
+    tiles = _tile_sizes(name, max(widths), W, any(silu))
     blocks = sum(triton.cdiv(D, tiles["BD"]) for D in widths)
 
     grid = (rows if name != "state" else triton.cdiv(rows, tiles["BT"]), blocks)
@@ -415,7 +415,7 @@ def _forward(
         x=tuple(xs),
         state=_or_none(states, xs),
         y=tuple(ys),
-        stride=_strides(xs),
+        stride=_token_strides(xs),
         blocks=blocks,
         SIZE=SIZE,
     )
@@ -426,7 +426,7 @@ def _or_none(states: Sequence[Tensor], xs: Sequence[Tensor]) -> tuple:
     return tuple(states) or (None,) * len(xs)
 
 
-def _strides(xs: Sequence[Tensor]) -> tuple[int, ...]:
+def _token_strides(xs: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(x.stride(1) for x in xs)
 
 
@@ -447,7 +447,7 @@ def _backward(
         "x": tuple(xs),
         "state": _or_none(states, xs),
         "d_y": tuple(d.contiguous() for d in d_ys),
-        "stride": _strides(xs),
+        "stride": _token_strides(xs),
     }
     _launch(
         backward_kernel,
@@ -564,7 +564,7 @@ def short_convs(
     input_dtypes, weight_dtypes = {x.dtype for x in xs}, {w.dtype for w in weights}
     for dtypes in (input_dtypes, weight_dtypes):
         if len(dtypes) > 1 or not dtypes.issubset(DTYPES):
-            inputs, others = _names(input_dtypes), _names(weight_dtypes)
+            inputs, others = _join_names(input_dtypes), _join_names(weight_dtypes)
             raise Unsupported(f"{inputs} inputs with {others} weights")
     widths = {w.shape[1] for w in weights}
     if len(widths) > 1 or not 2 <= min(widths) <= 8:
@@ -576,7 +576,7 @@ def short_convs(
         raise Unsupported("inputs without tokens")
 
     past = [state.to(xs[0].dtype).contiguous() for state in states or ()]
-    xs, weights = [*map(_rows, xs)], [weight.contiguous() for weight in weights]
+    xs, weights = [*map(_align_rows, xs)], [weight.contiguous() for weight in weights]
     silu = [activation == "silu" for activation in activations]
     if torch.compiler.is_compiling():
         ys = _forward_op(xs, weights, past, cu_seqlens, silu)
@@ -587,20 +587,22 @@ def short_convs(
         return [*ys], None
     gap = weights[0].shape[1] - 1
     states = past or [None] * len(xs)
-    return [*ys], [_last(x, state, gap, cu_seqlens) for x, state in zip(xs, states, strict=True)]
+    return [*ys], [
+        _last_inputs(x, state, gap, cu_seqlens) for x, state in zip(xs, states, strict=True)
+    ]
 
 
-def _names(dtypes: set[torch.dtype]) -> str:
+def _join_names(dtypes: set[torch.dtype]) -> str:
     return ", ".join(sorted(map(name_of, dtypes)))
 
 
-def _rows(x: Tensor) -> Tensor:
+def _align_rows(x: Tensor) -> Tensor:
     """x `[B, T, D]` whose tokens are equally far apart, as those of a slice of channels are."""
     fits = x.stride(2) == 1 and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1))
     return x if fits else x.clone(memory_format=torch.contiguous_format)  # also where T = 1
 
 
-def _last(x: Tensor, state: Tensor | None, past: int, cu_seqlens: Tensor | None) -> Tensor:
+def _last_inputs(x: Tensor, state: Tensor | None, past: int, cu_seqlens: Tensor | None) -> Tensor:
     """The last `past` inputs of each sequence, `[N, past, D]`, by torch, which differentiates it."""
     if cu_seqlens is None:
         if x.shape[1] < past:

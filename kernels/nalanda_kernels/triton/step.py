@@ -367,7 +367,7 @@ def step(
 
     x = {name: _rows_or_tensor(name, y) for name, y in inputs().items()}
     N, old = len(x["q"]), state["recurrent"].contiguous()
-    convolutions, new = _convolutions(filters or {}, state, x)
+    convolutions, new = _convolution_arguments(filters or {}, state, x)
     new = out or {**new, "recurrent": torch.empty_like(old)}
     o = x["q"].new_empty(N, 1, num_v_heads, value_dim, dtype=dtype)
     blocks = tiles(N, num_v_heads, key_dim, value_dim, MAP.halves)
@@ -377,12 +377,12 @@ def step(
     kernel[(N * num_v_heads, triton.cdiv(value_dim, blocks["BV"]))](
         # the projections, and their rows' strides
         **{name: x.get(name) for name in (*COLUMNS, "g", "positions")},
-        **_strides(x),
+        **_stride_arguments(x),
         # steps around the rule
         **convolutions,
         **{f"{name}_new": new.get(f"conv_{name}") for name in "qkv"},
-        **_decay(x, decay, num_v_heads),
-        **_norm(norm, o, blocks["BV"], buffer),
+        **_decay_arguments(x, decay, num_v_heads),
+        **_norm_arguments(norm, o, blocks["BV"], buffer),
         GATE=gate_activation if "gate" in x else "none",
         SILU=silu,
         # the state and the output
@@ -420,7 +420,7 @@ def _rows_or_tensor(name: str, x: Tensor) -> Tensor:
     return rows_of(x, x.numel() // len(x)) if name in COLUMNS else x.contiguous()
 
 
-def _convolutions(
+def _convolution_arguments(
     filters: dict[str, Tensor], state: dict[str, Tensor], x: dict[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The kernel's arguments for convolutions of W taps, 0 for none, and empty tensors for their new states."""
@@ -437,13 +437,13 @@ def _convolutions(
     return arguments, new
 
 
-def _strides(x: dict[str, Tensor]) -> dict[str, int]:
+def _stride_arguments(x: dict[str, Tensor]) -> dict[str, int]:
     """Entries between rows of the inputs, and between positions; 0 where there is one for all sequences."""
     strides = {f"{name}_stride": x[name].stride(0) if name in x else 0 for name in COLUMNS}
     return strides | {"position_stride": int(len(x.get("positions", ())) > 1)}
 
 
-def _decay(
+def _decay_arguments(
     x: dict[str, Tensor], decay: tuple[Tensor, Tensor] | None, num_v_heads: int
 ) -> dict[str, Any]:
     """The kernel's arguments for the decay: where it comes from, and its G entries for each head."""
@@ -456,7 +456,7 @@ def _decay(
     return {"A_log": A_log, "dt_bias": dt_bias, "DECAY": kind, "G": G}
 
 
-def _norm(
+def _norm_arguments(
     norm: tuple[Tensor, float] | None, o: Tensor, BV: int, buffer: Tensor | None
 ) -> dict[str, Any]:
     """The kernel's arguments for the norm. Programs that share a head store o apart and take tickets.
