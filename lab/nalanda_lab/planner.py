@@ -23,7 +23,7 @@ from nalanda.model import NalandaConfig
 from nalanda.model.context import SCAN_FROM
 from nalanda.model.delta import DeltaNet
 from nalanda.model.ops import delta_rule_flops
-from nalanda.report.info import described
+from nalanda.report.info import describe_recipe
 from nalanda.report.runs import narrowed, stdout
 from nalanda.train import parallel
 from nalanda.train.estimate import activation_bytes, held_bytes, logits_bytes
@@ -169,7 +169,7 @@ class Cost:
 
 def count(recipe: str, overrides: list[str]) -> Counts:
     """The counts of a recipe. Raises InputError for one that cannot be trained, or is no Nalanda model."""
-    config, model = described(recipe, overrides)
+    config, model = describe_recipe(recipe, overrides)
     c: Any = model.config
     if not isinstance(c, NalandaConfig):
         raise InputError(

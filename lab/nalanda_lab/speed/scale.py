@@ -20,7 +20,7 @@ from nalanda.common.errors import output_file
 from nalanda.common.progress import track
 from nalanda.config.schema import OptimConfig
 from nalanda.model.context import Context
-from nalanda.report.info import described
+from nalanda.report.info import describe_recipe
 from nalanda.train import parallel
 from nalanda.train.flops import matmul_flops
 from nalanda.train.optim import build_optimizer
@@ -142,11 +142,11 @@ def _steps(overrides: list[str], rank: int) -> dict[str, Callable[[], None]]:
         return run
 
     def built() -> nn.Module:
-        _, model = described(RECIPE, overrides)
+        _, model = describe_recipe(RECIPE, overrides)
         torch.manual_seed(0)
         return type(model)(model.config)
 
-    config, _ = described(RECIPE, overrides)
+    config, _ = describe_recipe(RECIPE, overrides)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(4096, (ROWS, config.data.seq_len), generator=generator)
     own = rows.chunk(PROCESSES)[rank]

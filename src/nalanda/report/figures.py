@@ -68,16 +68,21 @@ def in_panels(
     for name in names:
         if name != reference:
             kinds.setdefault(kind(name), []).append(name)
-    single = [mine[0] for mine in kinds.values() if len(mine) == 1]
-    many = {title: mine for title, mine in kinds.items() if len(mine) > 1} | (
-        {"": single} if single else {}
-    )
-    step, panels, looks = MOST - 1, [], {reference: REFERENCE}
-    for title, mine in many.items():
-        for start in range(0, len(mine), step):
-            part = mine[start : start + step]
-            panels.append((title, [reference, *part]))
-            looks |= {name: look(i) for i, name in enumerate(part)}
+
+    # Names that are alone in their kind share the panels without a title.
+    groups = {title: members for title, members in kinds.items() if len(members) > 1}
+    single = [members[0] for members in kinds.values() if len(members) == 1]
+    if single:
+        groups[""] = single
+
+    panels = []
+    looks = {reference: REFERENCE}
+    step = MOST - 1
+    for title, members in groups.items():
+        for start in range(0, len(members), step):
+            series = members[start : start + step]
+            panels.append((title, [reference, *series]))
+            looks |= {name: look(i) for i, name in enumerate(series)}
     return panels, looks
 
 
@@ -98,15 +103,19 @@ def log_axis(
     if high < 1.01 * low:  # a single place, but for rounding
         low, high = low / 2, high * 2
         getattr(axis.axes, f"set_{axis.axis_name}lim")(low, high)
-    span = math.log10(high / low)
-    subs = (1, 1.5, 2, 3, 4, 5, 6, 8) if span < 1 else (1, 2, 5) if span < 3 else (1,)
+    decades = math.log10(high / low)
+    subs: tuple[float, ...] = (1,)
+    if decades < 1:
+        subs = (1, 1.5, 2, 3, 4, 5, 6, 8)
+    elif decades < 3:
+        subs = (1, 2, 5)
     axis.set_major_locator(LogLocator(subs=subs) if ticks is None else FixedLocator(list(ticks)))
-    axis.set_major_formatter(FuncFormatter(lambda number, _: (write or _plain)(number)))
+    axis.set_major_formatter(FuncFormatter(lambda number, _: (write or _write_plain)(number)))
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
 
 
-def _plain(number: float) -> str:
+def _write_plain(number: float) -> str:
     """`0.001`, `1000`, `10⁻⁵`."""
     if 1e-4 < number < 1e6:
         return f"{number:g}"
@@ -116,7 +125,7 @@ def _plain(number: float) -> str:
 
 
 def files(file: Path) -> list[Path]:
-    """What `drawing` writes for `file`, which may have one of these suffixes."""
+    """The PNG and the PDF that `drawing` writes for `file`, which may have one of these suffixes."""
     stem = file.name.removesuffix(".png").removesuffix(".pdf")
     return [file.with_name(f"{stem}.{suffix}") for suffix in ("png", "pdf")]
 
@@ -161,39 +170,42 @@ def drawing(
         figure.supxlabel(caption, x=0.01, ha="left", size=8, color=GREY)
         named: set[tuple[int, str]] = set()
         for i, panel in reversed(list(enumerate(axes[:panels]))):
-            what = "" if share.get("sharey") and i % columns else panel.get_ylabel()
-            panel.set_ylabel(textwrap.fill(what, int(17.5 * (height - 0.3))))
+            label = "" if share.get("sharey") and i % columns else panel.get_ylabel()
+            panel.set_ylabel(textwrap.fill(label, int(17.5 * (height - 0.3))))
             named |= _name_lines(panel, i // columns, named if columns > 2 else set())
         layout: Any = figure.get_layout_engine()
         for _ in range(2):  # names that stand higher than the panel make it lower
             layout.execute(figure)
             for panel in axes[:panels]:
-                _spread(panel)
+                _spread_names(panel)
         figure.set_layout_engine("none")
-        for path in files(file):
-            nothing = (
-                ("Software",) if path.suffix == ".png" else ("CreationDate", "Creator", "Producer")
-            )
-            figure.savefig(path, metadata=dict.fromkeys(nothing))
+        png, pdf = files(file)
+        figure.savefig(png, metadata={"Software": None})
+        figure.savefig(pdf, metadata=dict.fromkeys(("CreationDate", "Creator", "Producer")))
 
 
 def _name_lines(panel: Any, row: int, named: set[tuple[int, str]]) -> set[tuple[int, str]]:
-    """Writes the names of a panel's lines beside it, at the height of their ends; `named` are known."""
+    """Writes the names of a panel's lines beside it, at the height of their ends.
+
+    named: (row, name) of names that stand in a panel to the right. Returns those that it adds.
+    """
     import numpy as np
     from matplotlib.colors import to_rgb
 
     panel.get_xlim(), panel.get_ylim()  # the transforms do not fit new data to the panel themselves
-    found = set()
+    added = set()
     for handle, name in zip(*panel.get_legend_handles_labels(), strict=True):
         line = handle[0] if isinstance(handle, tuple) else handle  # an errorbar is a tuple
-        place = line.get_transform() - panel.transAxes
-        points = place.transform(np.asarray(line.get_xydata(), float))
+        to_panel = line.get_transform() - panel.transAxes
+        points = to_panel.transform(np.asarray(line.get_xydata(), float))
         points = points[np.isfinite(points).all(1)]
         if (row, name) in named or not len(points):
             continue
-        found.add((row, name))
+        added.add((row, name))
+
         text = textwrap.fill(re.sub(r"(?<=\S)\(", " (", name), 24)
         end = points[-1].clip(0, 1)
+        darker = [0.75 * part for part in to_rgb(line.get_color())]  # yellow is too light to read
         panel.annotate(
             text,
             end,
@@ -201,9 +213,7 @@ def _name_lines(panel: Any, row: int, named: set[tuple[int, str]]) -> set[tuple[
             xycoords="axes fraction",
             textcoords="axes fraction",
             va="center",
-            color=[
-                0.75 * part for part in to_rgb(line.get_color())
-            ],  # its yellow is too light for letters
+            color=darker,
             linespacing=1,
             annotation_clip=False,
             gid="name",
@@ -217,19 +227,20 @@ def _name_lines(panel: Any, row: int, named: set[tuple[int, str]]) -> set[tuple[
                 "relpos": (0, 0.5),
             },
         )
-    return found
+    return added
 
 
-def _spread(panel: Any) -> None:
+def _spread_names(panel: Any) -> None:
     """Moves a panel's names apart, as little as their order and heights allow."""
     from matplotlib.text import Text
 
     texts = sorted((t for t in panel.texts if t.get_gid() == "name"), key=lambda text: text.xy[1])
-    # An annotation's own extent also has its stroke to the line.
+    # The extent of an annotation includes its stroke to the line, that of a text does not.
     sizes = [1.1 * Text.get_window_extent(text).height / panel.bbox.height for text in texts]
     below = [sum(sizes[:i]) + size / 2 for i, size in enumerate(sizes)]  # of a stack of all, from 0
-    free, n = [text.xy[1] - b for text, b in zip(texts, below, strict=True)], len(texts)
+    free = [text.xy[1] - b for text, b in zip(texts, below, strict=True)]
     room = 1 - sum(sizes)
+    n = len(texts)
     for i, text in enumerate(texts):  # isotonic regression
         lift = max(min(fmean(free[j : k + 1]) for k in range(i, n)) for j in range(i + 1))
         lift = min(max(lift, min(0, room / 2)), max(room, room / 2))

@@ -25,7 +25,7 @@ from nalanda.train.estimate import (
 from nalanda.train.flops import DTYPES, PEAK_FLOPS, flops_per_token, known_peak, peak_flops
 
 
-def described(recipe: str, overrides: list[str]) -> tuple[RunConfig, Any]:
+def describe_recipe(recipe: str, overrides: list[str]) -> tuple[RunConfig, Any]:
     """A recipe and its model, in fp32 on the meta device. Raises InputError as `info` does."""
     config = load_config(recipe, overrides)
     return config, meta_model(config)
@@ -48,13 +48,13 @@ def info(
 
     Raises InputError for a recipe that cannot be trained, or an unknown device.
     """
-    config, model = described(recipe, overrides)
+    config, model = describe_recipe(recipe, overrides)
     parts = config.train.context_parallel
     processes = processes or parts
     accumulation = config.accumulation(processes)
     model_config: Any = model.config
     parameters = sum(p.numel() for p in model.parameters())
-    outside = {
+    embeddings = {  # tied ones count once
         id(m.weight): m.weight.numel()
         for m in (model.get_input_embeddings(), model.get_output_embeddings())
         if m
@@ -86,7 +86,7 @@ def info(
         "mixer": getattr(model_config, "mixer", None),
         "feature_map": getattr(model_config, "feature_map", None),
         "parameters": parameters,
-        "parameters_without_embeddings": parameters - sum(outside.values()),
+        "parameters_without_embeddings": parameters - sum(embeddings.values()),
         "training_flops_per_token": flops,
         "flops_source": flops_source,
         "state_bytes_per_sequence": model_config.state_bytes(seq_len) if stateful else None,
@@ -128,20 +128,17 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
     table.add_column(justify="right")
     table.add_column(style="dim")
     f = figures
-    table.add_row(
-        "model", f["model"], " + ".join(filter(None, [layers(f["mixer"] or ""), f["feature_map"]]))
-    )
+    mixer = " + ".join(filter(None, [layers(f["mixer"] or ""), f["feature_map"]]))
+    table.add_row("model", f["model"], mixer)
     table.add_row("parameters", f"{f['parameters'] / 1e6:,.1f} M", f"{f['parameters']:,}")
     inner = f"{f['parameters_without_embeddings'] / 1e6:,.1f} M"
     table.add_row("  without embeddings", inner, "neither embedding nor head")
     per_token = f"{f['training_flops_per_token'] / 1e9:,.3f} G"
     table.add_row("training FLOPs per token", per_token, f["flops_source"])
     if f["state_bytes_per_sequence"] is not None:
-        note = (
-            f"after {f['seq_len']} tokens, and growing"
-            if f["state_grows"]
-            else "of any length; bf16 model"
-        )
+        note = "of any length; bf16 model"
+        if f["state_grows"]:
+            note = f"after {f['seq_len']} tokens, and growing"
         table.add_row("state per sequence", size(f["state_bytes_per_sequence"]), note)
     held = size(f["weights_and_optimizer_bytes"])
     table.add_row(

@@ -20,17 +20,18 @@ def key_rows(pattern: str = "") -> list[dict[str, str]]:
     Raises `InputError` for an expression that is none.
     """
     try:
-        wanted = re.compile(pattern, re.IGNORECASE)
+        expression = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
         raise InputError(f"{pattern!r} is not a regular expression: {error}") from None
-    schema = _classes(_PACKAGE / "config" / "schema.py")
-    model = _classes(_PACKAGE / "model" / "configuration.py")["NalandaConfig"]
-    rows = [row for row in _keys(schema, "RunConfig") if row["key"] != "model"]
+    schema = _read_classes(_PACKAGE / "config" / "schema.py")
+    model = _read_classes(_PACKAGE / "model" / "configuration.py")["NalandaConfig"]
+    rows = [row for row in _list_keys(schema, "RunConfig") if row["key"] != "model"]
+
+    # The model's keys stand before those of the tokenizer.
     at = next(i for i, row in enumerate(rows) if row["key"].startswith("tokenizer"))
-    rows[at:at] = [
-        _row(f"model.{ast.unparse(field.target)}", field, text) for field, text in _fields(model)
-    ]
-    return [row for row in rows if wanted.search(row["key"]) or wanted.search(row["meaning"])]
+    for field, text in reversed(_read_fields(model)):
+        rows.insert(at, _row(f"model.{ast.unparse(field.target)}", field, text))
+    return [x for x in rows if expression.search(x["key"]) or expression.search(x["meaning"])]
 
 
 def print_keys(pattern: str = "", console: Console | None = None) -> None:
@@ -48,23 +49,22 @@ def print_keys(pattern: str = "", console: Console | None = None) -> None:
             console.print(Padding(escape(row["meaning"]), (0, 0, 0, 4)))
 
 
-def _classes(path: Path) -> dict[str, ast.ClassDef]:
+def _read_classes(path: Path) -> dict[str, ast.ClassDef]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-def _fields(node: ast.ClassDef) -> list[tuple[ast.AnnAssign, str]]:
+def _read_fields(node: ast.ClassDef) -> list[tuple[ast.AnnAssign, str]]:
     """The annotated fields, each with the text below it."""
-    found = []
+    fields = []
     for line, after in zip(node.body, [*node.body[1:], None], strict=True):
-        if isinstance(line, ast.AnnAssign) and "ClassVar" not in ast.unparse(line.annotation):
-            text = (
-                after.value.value
-                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-                else ""
-            )
-            found.append((line, " ".join(str(text).split())))
-    return found
+        if not isinstance(line, ast.AnnAssign) or "ClassVar" in ast.unparse(line.annotation):
+            continue
+        text = ""
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            text = str(after.value.value)
+        fields.append((line, " ".join(text.split())))
+    return fields
 
 
 def _type_of(field: ast.AnnAssign) -> str:
@@ -76,16 +76,19 @@ def _type_of(field: ast.AnnAssign) -> str:
     return ast.unparse(kind)
 
 
-def _keys(classes: dict[str, ast.ClassDef], name: str, where: str = "") -> list[dict[str, str]]:
+def _list_keys(
+    classes: dict[str, ast.ClassDef], name: str, where: str = ""
+) -> list[dict[str, str]]:
     rows = []
-    for field, text in _fields(classes[name]):
+    for field, text in _read_fields(classes[name]):
         kind = _type_of(field)
         key = f"{where}{ast.unparse(field.target)}"
         inner = re.search(r"\w+$", kind.removesuffix("]"))
         if inner and inner[0] in classes:
-            listed = kind.startswith("list")
-            rows += [_row(key, field, text)] if listed else []
-            rows += _keys(classes, inner[0], f"{key}{'[]' if listed else ''}.")
+            if kind.startswith("list"):
+                rows.append(_row(key, field, text))
+                key += "[]"
+            rows += _list_keys(classes, inner[0], f"{key}.")
         else:
             rows.append(_row(key, field, text))
     return rows

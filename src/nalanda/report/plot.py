@@ -11,7 +11,7 @@ from typing import Any, Literal
 from nalanda.common.errors import InputError, output_file
 from nalanda.common.text import si
 from nalanda.config.load import differences
-from nalanda.report.figures import drawing, files, in_panels, log_axis, look
+from nalanda.report.figures import Look, drawing, files, in_panels, log_axis, look
 from nalanda.report.runs import layers, read_lines, read_recipe
 from nalanda.train.log import with_hours
 
@@ -36,9 +36,8 @@ class Curve:
     @property
     def broken_at(self) -> int | None:
         """The first step of the training losses at the end that are not finite; None if the last one is."""
-        end = [
-            *itertools.takewhile(lambda point: not math.isfinite(point[3]), reversed(self.train))
-        ]
+        backwards = reversed(self.train)
+        end = list(itertools.takewhile(lambda point: not math.isfinite(point[3]), backwards))
         return int(end[-1][0]) if end else None
 
 
@@ -71,25 +70,27 @@ def curve(folder: str | Path) -> Curve:
 
 def labels(curves: Sequence[Curve]) -> list[str]:
     """A name for each run: the settings in which the runs differ if these are few, otherwise the folder's."""
-    found: dict[str, None] = {}
+    differing: dict[str, None] = {}
     for other in curves[1:]:
-        found |= dict.fromkeys(differences(curves[0].config, other.config))
-    if "model.feature_map" in found:  # the name tells more than the options
-        found = {key: None for key in found if not key.startswith("model.feature_map_options")}
+        differing |= dict.fromkeys(differences(curves[0].config, other.config))
+    if "model.feature_map" in differing:  # the name tells more than the options
+        options = [key for key in differing if key.startswith("model.feature_map_options")]
+        differing = {key: None for key in differing if key not in options}
+
     # Left out: sections that change no curve, and keys that an older recipe lacks because they are newer. A
     # recipe may leave out keys of the model.
     keys = [
         key
         for section in ("model", "optim", "schedule", "train", "data", "tokenizer", "seed")
-        for key in found
+        for key in differing
         if key.split(".")[0] == section
         and (section == "model" or all(_has(c.config, key) for c in curves))
     ]
     folders = [c.name for c in curves]
-    if len(keys) > 4 and len(set(folders)) == len(
-        folders
-    ):  # models of different kinds differ in all keys
+    folders_differ = len(set(folders)) == len(folders)
+    if len(keys) > 4 and folders_differ:  # models of different kinds differ in all keys
         return folders
+
     names = [key.rpartition(".")[2] for key in keys]
     texts = []
     for c in curves:
@@ -122,62 +123,56 @@ def plot(
     curves = [curve(folder) for folder in folders]
     if not curves:
         raise InputError("name at least one run to draw")
-    png, names = output_file(png, "--output"), labels(curves)
-    alone, axis = len(curves) == 1, {"steps": 0, "tokens": 1, "hours": 2}[x]
+    png = output_file(png, "--output")
+    names = labels(curves)
     groups, looks = in_panels(range(len(curves)))
-    losses = [point[3] for c in curves for point in c.train if math.isfinite(point[3])]
-    # On a linear axis the initial fall from ln(vocabulary) would flatten the rest.
-    steep = losses and max(losses) > 2 * min(losses) > 0
+    title, caption = _title(curves, names), _caption(curves, names, smooth)
     height = 2.8 if len(groups) == 1 else 2.2
-    with drawing(
-        png,
-        _title(curves, names),
-        _caption(curves, names, smooth),
-        len(groups),
-        height=height,
-        sharey=True,
-    ) as panels:
-        for axes, i in [
-            (axes, i) for axes, (_, mine) in zip(panels, groups, strict=True) for i in mine
-        ]:
-            c, style = curves[i], looks[i]
-            line, dots = (
-                style | {"marker": ""},
-                style | {"linestyle": "", "marker": style["marker"] or "o"},
-            )
-            xs, raw = [point[axis] for point in c.train], [point[3] for point in c.train]
-            drawn = smoothed(raw) if smooth else raw
-            if smooth:
-                axes.plot(
-                    xs, raw, color=line["color"], alpha=0.35 if alone else 0.18, linewidth=0.6
-                )
-            axes.plot(xs, drawn, **line, label="training" if alone else names[i])
-            if c.validation:
-                ends = (
-                    look(1) | {"label": "validation"}
-                    if alone
-                    else dots | {"markeredgecolor": "white"}
-                )
-                axes.plot(
-                    [p[axis] for p in c.validation], [p[3] for p in c.validation], **ends, zorder=3
-                )
-            for step, kind in c.events:
-                if kind in MARKS:
-                    steps = [point[0] for point in c.train]
-                    place, level = _between(step, steps, xs), _between(step, steps, drawn)
-                    axes.plot(
-                        [place], [level], MARKS[kind], color=line["color"], markersize=7, zorder=4
-                    )
+
+    with drawing(png, title, caption, len(groups), height=height, sharey=True) as panels:
+        for axes, (_, members) in zip(panels, groups, strict=True):
+            for i in members:
+                name = names[i] if len(curves) > 1 else None
+                _draw_run(axes, curves[i], looks[i], name, x, smooth)
+
+        # On a linear axis the initial fall from ln(vocabulary) would flatten the rest.
+        losses = [point[3] for c in curves for point in c.train if math.isfinite(point[3])]
+        steep = losses and max(losses) > 2 * min(losses) > 0
         for axes in panels:
             if steep:
                 log_axis(axes.yaxis)
-            axes.set(
-                xlabel="training (hours)" if x == "hours" else f"training ({x})", xlim=(0, None)
-            )
+            axes.set(xlabel=f"training ({x})", xlim=(0, None))
             axes.set_ylabel("loss (nats a token)")
             if x == "tokens":
                 axes.xaxis.set_major_formatter(lambda number, _: si(number))
     return files(png)[0]
+
+
+def _draw_run(axes: Any, run: Curve, style: Look, name: str | None, x: X, smooth: bool) -> None:
+    """Draws a run's losses and events. name: None for the only run, whose lines are called by their kind."""
+    column = {"steps": 0, "tokens": 1, "hours": 2}[x]
+    xs, raw = [point[column] for point in run.train], [point[3] for point in run.train]
+    line = style | {"marker": ""}
+    drawn = raw
+    if smooth:
+        drawn = smoothed(raw)
+        alpha = 0.35 if name is None else 0.18
+        axes.plot(xs, raw, color=line["color"], alpha=alpha, linewidth=0.6)
+    axes.plot(xs, drawn, **line, label="training" if name is None else name)
+
+    if run.validation:
+        dots = look(1) | {"label": "validation"}
+        if name is not None:
+            dots = style | {"linestyle": "", "marker": style["marker"] or "o"}
+            dots["markeredgecolor"] = "white"
+        ends = [point[column] for point in run.validation]
+        axes.plot(ends, [point[3] for point in run.validation], **dots, zorder=3)
+
+    steps = [point[0] for point in run.train]
+    for step, kind in run.events:
+        if kind in MARKS:
+            at, level = _interpolate(step, steps, xs), _interpolate(step, steps, drawn)
+            axes.plot([at], [level], MARKS[kind], color=line["color"], markersize=7, zorder=4)
 
 
 MARKS = {"skipped": "x", "rollback": "v"}
@@ -203,12 +198,10 @@ def _title(curves: Sequence[Curve], names: Sequence[str]) -> str:
         return f"Lowest last validation loss: {names[i]}, {best:.3f} bits a byte"
     if len(curves) > 1:
         return f"Lowest last validation loss: {names[i]}, {loss:.3f} nats a token"
-    bits = (
-        f", {curves[i].bits_per_byte:.3f} bits a byte"
-        if curves[i].bits_per_byte is not None
-        else ""
-    )
-    return f"{curves[i].name}: validation loss {loss:.3f} (perplexity {math.exp(min(loss, 700)):.4g}{bits})"
+    figures = f"perplexity {math.exp(min(loss, 700)):.4g}"
+    if curves[i].bits_per_byte is not None:
+        figures += f", {curves[i].bits_per_byte:.3f} bits a byte"
+    return f"{curves[i].name}: validation loss {loss:.3f} ({figures})"
 
 
 def _caption(curves: Sequence[Curve], names: Sequence[str], smooth: bool) -> str:
@@ -220,12 +213,11 @@ def _caption(curves: Sequence[Curve], names: Sequence[str], smooth: bool) -> str
         parts.append("The runs' tokenizers differ, so their losses a token do not compare.")
     if _differ(curves, _validation):
         parts.append("Their validation texts differ, so their validation losses do not compare.")
-    found = {kind for c in curves for _, kind in c.events}
-    parts += [
-        f"{sign}: {what}."
-        for kind, sign, what in (("skipped", "×", "skipped step"), ("rollback", "▼", "rollback"))
-        if kind in found
-    ]
+    kinds = {kind for c in curves for _, kind in c.events}
+    if "skipped" in kinds:
+        parts.append("×: skipped step.")
+    if "rollback" in kinds:
+        parts.append("▼: rollback.")
     broken = [
         f"{name} from step {c.broken_at}"
         for c, name in zip(curves, names, strict=True)
@@ -234,21 +226,13 @@ def _caption(curves: Sequence[Curve], names: Sequence[str], smooth: bool) -> str
     if broken:
         parts.append(f"Without a finite training loss: {', '.join(broken)} on.")
     seeds = sorted({str(c.config.get("seed", "unknown")) for c in curves})
-    many = f"n = {len(curves)} run{'s' * (len(curves) > 1)}"
-    return " ".join([*parts, f"{many}, seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}."])
+    count = f"n = {len(curves)} run{'s' * (len(curves) > 1)}"
+    return " ".join([*parts, f"{count}, seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}."])
 
 
 TEXTS = (
-    *(
-        "source",
-        "mixture",
-        "validation_source",
-        "validation_share",
-        "name",
-        "revision",
-        "text_field",
-    ),
-    *("train_split", "validation_split"),
+    *("source", "mixture", "validation_source", "validation_share", "name", "revision"),
+    *("text_field", "train_split", "validation_split"),
 )
 """Keys of `data` that say which texts a run trains on, and so a trained tokenizer; and which it holds out."""
 
@@ -263,9 +247,10 @@ def _tokenizer(config: dict) -> list:
 
 
 def _validation(config: dict) -> list:
-    """What decides on the validation texts: their source alone, if they have their own."""
-    own = ("validation_source", "validation_split", "name", "text_field")
-    texts = own if _value(config, "data.validation_source") else TEXTS
+    """The values that decide on the validation texts: their source alone, if they have one."""
+    texts = TEXTS
+    if _value(config, "data.validation_source"):
+        texts = ("validation_source", "validation_split", "name", "text_field")
     return [_value(config, f"data.{key}") or None for key in (*texts, "max_validation_rows")]
 
 
@@ -289,12 +274,15 @@ def _setting(key: str, name: str, value: Any) -> str:
         value = layers(value)
     elif isinstance(value, (list, dict)):
         value = json.dumps(value, ensure_ascii=False)
-    text = f"{value:g}" if isinstance(value, float) else "–" if value is None else str(value)
-    text = text if len(text) <= 24 else f"{text[:23]}…"
+    text = "–" if value is None else str(value)
+    if isinstance(value, float):
+        text = f"{value:g}"
+    if len(text) > 24:
+        text = f"{text[:23]}…"
     return text if key in ("model.mixer", "optim.name", "schedule.name") else f"{name} {text}"
 
 
-def _between(step: float, steps: Sequence[float], values: Sequence[float]) -> float:
+def _interpolate(step: float, steps: Sequence[float], values: Sequence[float]) -> float:
     """`values` at `step`, interpolated linearly between `steps`."""
     import numpy as np
 
@@ -307,7 +295,8 @@ def smoothed(values: Sequence[float], half: int | None = None) -> list[float]:
     Near the start the window shrinks on both sides, so that the initial fall is not drawn late; at the end it
     is cut off.
     """
-    half, means = half or max(1, len(values) // 40), []
+    half = half or max(1, len(values) // 40)
+    means = []
     for i in range(len(values)):
         window = values[i - min(half, i) : i + min(half, i) + 1]
         means.append(math.fsum(window) / len(window))

@@ -56,31 +56,27 @@ def find_runs(directory: str | Path) -> list[Path]:
     directory = Path(directory)
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory; name a directory that holds runs")
-    found = []
+    runs = []
     for folder, below, files in os.walk(directory):
         if {"config.yaml", "run.json"} & set(files):
-            found.append(Path(folder))
+            runs.append(Path(folder))
             below.clear()
         else:
             below[:] = sorted(name for name in below if not name.startswith("."))
-    return found
+    return runs
 
 
 def read_run(folder: Path, name: str | None = None) -> RunSummary:
     """The run in `folder`; if that cannot be read, `state` is unreadable and `problem` says why."""
-    files = [
-        f for f in (folder / n for n in ("metrics.jsonl", "run.json", "config.yaml")) if f.is_file()
-    ]
-    run = RunSummary(
-        name or str(folder), "unreadable", max((f.stat().st_mtime for f in files), default=0.0)
-    )
+    files = [folder / name for name in ("metrics.jsonl", "run.json", "config.yaml")]
+    changed = max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
+    run = RunSummary(name or str(folder), "unreadable", changed)
     try:
         config, facts = read_recipe(folder), read_facts(folder)
         if not isinstance(facts, dict):
             raise ValueError("run.json is not a JSON object")
-        newest, last = _last_lines(
-            folder, validated=bool((config.get("validation") or {}).get("every", 1))
-        )
+        validates = bool((config.get("validation") or {}).get("every", 1))
+        newest, last = _last_lines(folder, validates)
         run.model = _model_name(config["model"])
         run.parameters, run.steps = facts.get("parameters"), config["train"]["steps"]
         run.loss, run.mfu = last.get("loss"), last.get("mfu")
@@ -89,14 +85,14 @@ def read_run(folder: Path, name: str | None = None) -> RunSummary:
         run.step = max(facts.get("step", 0), newest)
         run.problem = facts.get("reason")
         run.state = facts.get("state", "empty")
-        if run.state == "running" and not _alive(folder, facts, run.changed):
+        if run.state == "running" and not _is_alive(folder, facts, run.changed):
             run.state = "killed"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         line = (str(error).strip().splitlines() or [""])[0]
         run.state = "unreadable"
-        run.problem = (
-            f"missing key {line}" if isinstance(error, KeyError) else line or type(error).__name__
-        )
+        run.problem = line or type(error).__name__
+        if isinstance(error, KeyError):
+            run.problem = f"missing key {line}"
     return run
 
 
@@ -118,13 +114,9 @@ def print_runs(runs: Sequence[RunSummary], console: Console | None = None) -> No
         table.add_column(heading, justify="right", no_wrap=True)
     colours = {"running": "green", "killed": "yellow", "failed": "red", "unreadable": "red"}
     for run in runs:
-        step = (
-            None
-            if run.step is None
-            else f"{run.step:,}/{run.steps:,}"
-            if run.steps
-            else f"{run.step:,}"
-        )
+        step = None if run.step is None else f"{run.step:,}"
+        if step and run.steps:
+            step += f"/{run.steps:,}"
         figures: tuple[tuple[Any, Callable[[Any], str]], ...] = (
             (run.parameters, si),
             (step, str),
@@ -139,7 +131,7 @@ def print_runs(runs: Sequence[RunSummary], console: Console | None = None) -> No
             f"[{colours.get(run.state, 'default')}]{run.state}",
             escape(run.model.replace(" + ", " +\n").replace(", ", ",\n")),
             *("–" if value is None else form(value) for value, form in figures),
-            _when(run.changed),
+            _format_time(run.changed),
         )
     console.print(
         narrowed(table, console, ("MFU", "params", "bits/B", "tok/s", "model", "val ppl"))
@@ -194,33 +186,30 @@ def read_lines(folder: Path) -> Iterator[dict]:
     return read_metrics(file) if file.is_file() else iter(())
 
 
-def _last_lines(folder: Path, validated: bool) -> tuple[int, dict]:
+def _last_lines(folder: Path, validates: bool) -> tuple[int, dict]:
     """The step of the newest line of metrics, and the newest values of the losses. Reads only the end.
 
-    validated: whether there may be validation losses to look for.
+    validates: whether there may be validation losses to look for.
     """
-    file, step, found = folder / "metrics.jsonl", 0, {}
+    file = folder / "metrics.jsonl"
+    step, newest = 0, {}
     for line in last_metrics(file) if file.is_file() else ():
         step = max(step, line["step"])
         if "event" not in line:
-            found = line | found
-        if "loss" in found and ("val_ppl" in found or not validated):
+            newest = line | newest
+        if "loss" in newest and ("val_ppl" in newest or not validates):
             break
-    return step, found
+    return step, newest
 
 
 def layers(mixer: str | list[str] | dict[str, list[str]]) -> str:
     """The mixers of a model, or of its pattern: `gla`, or layers counted as `3 × gla, 1 × softmax`."""
-    names = (
-        [mixer]
-        if isinstance(mixer, str)
-        else mixer["pattern"]
-        if isinstance(mixer, dict)
-        else mixer
-    )
-    return ", ".join(
-        f"{names.count(m)} × {m}" if len(names) > 1 else m for m in dict.fromkeys(names)
-    )
+    if isinstance(mixer, str):
+        return mixer
+    names = mixer["pattern"] if isinstance(mixer, dict) else mixer
+    if len(names) == 1:
+        return names[0]
+    return ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
 
 
 def _model_name(model: dict) -> str:
@@ -235,7 +224,7 @@ def _model_name(model: dict) -> str:
     return " + ".join(filter(None, [layers(mixer), model.get("feature_map")]))
 
 
-def _alive(folder: Path, facts: dict, changed: float) -> bool:
+def _is_alive(folder: Path, facts: dict, changed: float) -> bool:
     """Whether a "running" process exists; on another machine, whether the run has changed recently."""
     pid, host = facts.get("pid"), facts.get("host")
     if pid and host == platform.node():
@@ -260,7 +249,7 @@ def _is_locked(file: Path) -> bool:
         return True
 
 
-def _when(changed: float) -> str:
+def _format_time(changed: float) -> str:
     """`14:05` today, `03-28 14:05` this year, otherwise `2024-03-28`."""
     if not changed:
         return "–"

@@ -75,15 +75,15 @@ def map_rows() -> list[dict[str, Any]]:
     """A row for each feature map."""
     rows = []
     for name, kind in FEATURE_MAPS.items():
-        made = build_feature_map(name, num_heads=1, head_dim=128)
-        features = {128: "K", 256: "2K"}.get(made.feature_dim, str(made.feature_dim))
+        phi = build_feature_map(name, num_heads=1, head_dim=128)
+        features = {128: "K", 256: "2K"}.get(phi.feature_dim, str(phi.feature_dim))
         rows.append(
             {
                 "feature_map": name,
-                "φ": made.equation,
-                "source": made.source,
+                "φ": phi.equation,
+                "source": phi.source,
                 "features": features,
-                "φ(q)·φ(k) ≥ 0": "yes" if made.nonnegative else "no",
+                "φ(q)·φ(k) ≥ 0": "yes" if phi.nonnegative else "no",
                 NORMS: norms("deltanet", name),
                 "options": options(kind),
             }
@@ -99,15 +99,15 @@ def all_rows() -> dict[str, list[dict[str, Any]]]:
 def norms(mixer: str, feature_map: str | None) -> str:
     """`norm_awareness` of an untrained layer with two heads of 64, whose queries have a spread near 1."""
     layer: Any = build(mixer, feature_map, num_hidden_layers=1, head_dim=64).model.layers[0]
-    found = norm_awareness(layer.mixer, normal(2, 32, 24))
-    return " / ".join(f"{change:.2f}" if change >= 1e-3 else "–" for change in found)
+    changes = norm_awareness(layer.mixer, normal(2, 32, 24))
+    return " / ".join(f"{change:.2f}" if change >= 1e-3 else "–" for change in changes)
 
 
 def options(kind: Any) -> str:
     """The keyword-only options of a constructor, each with its default."""
-    found = inspect.signature(kind).parameters.values()
-    own = [p for p in found if is_option(p)]
-    return ", ".join(f"{p.name}={p.default}" for p in own) or "–"
+    parameters = inspect.signature(kind).parameters.values()
+    named = [f"{p.name}={p.default}" for p in parameters if is_option(p)]
+    return ", ".join(named) or "–"
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -122,27 +122,24 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def print_tables(tables: dict[str, list[dict[str, Any]]], console: Console | None = None) -> None:
-    """Prints what `all_rows` gives."""
+    """Prints the tables of `all_rows`."""
     console = console or Console(emoji=False)
-    made, mixed, mapped = tables.values()
-    _show(
-        console,
-        "Recipes",
-        made,
-        ["recipe", "parameters", "training GFLOPs a token", "state", "tokens"],
-    )
-    figures = ["mixer", "feature map", "convolution", "gate", "MFLOPs a token", "state, KiB", NORMS]
-    _show(console, f"Token mixers: one layer of 8 heads × 128 at length {LENGTH}", mixed, figures)
-    _show(console, "What they compute", mixed, ["mixer", "computes", "source"])
-    _show(
-        console,
-        "Feature maps",
-        mapped,
-        [name for name in mapped[0] if name not in ("options", "source")],
-    )
+    recipes, mixers, maps = tables.values()
+    columns = ["recipe", "parameters", "training GFLOPs a token", "state", "tokens"]
+    _print_table(console, "Recipes", recipes, columns)
+
+    columns = ["mixer", "feature map", "convolution", "gate", "MFLOPs a token", "state, KiB", NORMS]
+    title = f"Token mixers: one layer of 8 heads × 128 at length {LENGTH}"
+    _print_table(console, title, mixers, columns)
+    _print_table(console, "What they compute", mixers, ["mixer", "computes", "source"])
+
+    columns = [name for name in maps[0] if name not in ("options", "source")]
+    _print_table(console, "Feature maps", maps, columns)
 
 
-def _show(console: Console, title: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
+def _print_table(
+    console: Console, title: str, rows: list[dict[str, Any]], columns: list[str]
+) -> None:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(column, no_wrap=i == 0)
@@ -167,8 +164,8 @@ def updated(page: str, text: str) -> str:
     for name, rows in TABLES[page].items():
         table = f"<!-- {name} -->\n{markdown(rows())}\n<!-- end -->"
         pattern = rf"<!-- {name} -->\n.*?<!-- end -->"
-        text, found = re.subn(pattern, lambda _, table=table: table, text, flags=re.DOTALL)
-        if found != 1:
+        text, count = re.subn(pattern, lambda _, table=table: table, text, flags=re.DOTALL)
+        if count != 1:
             raise ValueError(
                 f"{page}: needs one place for its table: <!-- {name} --> and <!-- end -->"
             )

@@ -1,9 +1,10 @@
 """Checks whether a run can resume from its checkpoints."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,20 +44,21 @@ def verify(run_dir: Path) -> Iterator[Verdict]:
     Raises:
         InputError: the folder is not a run, or has no checkpoints.
     """
-    found = checkpoints_of(run_dir)
+    checkpoints = checkpoints_of(run_dir)
     recipe = run_dir / "config.yaml"
     optim = load_config(recipe).optim if recipe.is_file() else OptimConfig()
-    for path in found:
+    for path in checkpoints:
         yield Verdict(
             step=step_of(path),
             whole=verify_manifest(path) or "yes",
-            finite=_answer(_find_unsound, path),
-            loadable=_answer(_find_mismatch, path, optim),
+            finite=_answer_of(_find_unsound, path),
+            loadable=_answer_of(_find_mismatch, path, optim),
             marked=unsound_reason(path),
         )
 
 
-def _answer(question, *arguments) -> str:
+def _answer_of(question: Callable[..., str | None], *arguments: Any) -> str:
+    """The problem that `question` returns or raises; "yes" without one."""
     try:
         return question(*arguments) or "yes"
     except (OSError, ValueError, KeyError) as error:
@@ -93,8 +95,10 @@ def _find_mismatch(path: Path, optim: OptimConfig) -> str | None:
 def print_verdict(verdict: Verdict) -> None:
     """Prints a line for the checkpoint, and one for each problem."""
     parts = {"whole": verdict.whole, "finite": verdict.finite, "loadable": verdict.loadable}
-    said = ", ".join(name if answer == "yes" else f"not {name}" for name, answer in parts.items())
-    print(f"step-{verdict.step}: {said}{', marked' * (verdict.marked is not None)}", flush=True)
+    words = [name if answer == "yes" else f"not {name}" for name, answer in parts.items()]
+    if verdict.marked is not None:
+        words.append("marked")
+    print(f"step-{verdict.step}: {', '.join(words)}", flush=True)
     for name, answer in [*parts.items(), ("marked", verdict.marked or "yes")]:
         if answer != "yes":
             print(f"    {name}: {answer}", flush=True)
