@@ -109,25 +109,23 @@ def probes(tokenizer: PreTrainedTokenizerBase | None, *texts: str) -> list[str]:
 def _check_tokenizers(texts: list[str], before: Computed, after: Computed, to_ours: bool) -> None:
     """Raises InputError for a text of which they make other tokens, or another id of bos, eos or pad.
 
-    Two differences are meant: our config names the bos that the tokenizer writes, and a tokenizer without a
+    Two differences are expected: our config names the bos that the tokenizer writes, and a tokenizer without a
     pad token gets one, see `pad_batches`.
     """
     for name in before.special.keys() & after.special.keys():
         first, second = before.special[name], after.special[name]
-        meant = (
-            to_ours
-            if name == "config.bos_token_id"
-            else name == "tokenizer.pad_token_id" and first is None
-        )
-        if first != second and not meant:
+        expected = name == "tokenizer.pad_token_id" and first is None
+        if name == "config.bos_token_id":
+            expected = to_ours
+        if first != second and not expected:
             raise InputError(f"source and target differ: {name} is {first} and {second}")
     if texts and before.cuts and not after.cuts:
         raise InputError("source and target differ: the target's tokenizer cannot be loaded")
     for text, first, second in zip(texts, before.cuts, after.cuts, strict=True):
         if first != second:
-            shown = repr(text if len(text) < 40 else text[:40] + "…")
+            excerpt = repr(text if len(text) < 40 else text[:40] + "…")
             raise InputError(
-                f"source and target differ: their tokenizers cut {shown} into other tokens"
+                f"source and target differ: their tokenizers cut {excerpt} into other tokens"
             )
 
 
@@ -189,11 +187,11 @@ def _sample(folder: Path) -> tuple[Tensor, str]:
     return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0)), ""
 
 
-def card(name: str, source: str, libraries: list[str], found: Certificate) -> str:
+def card(name: str, source: str, libraries: list[str], certificate: Certificate) -> str:
     """The model card of a converted model."""
     package = "mlx" if libraries[1] == "mlx" else "transformers"
     about = ModelCardData(library_name=package, pipeline_tag="text-generation", model_name=name)
-    table = "\n".join(f"| {key} | {value} |" for key, value in found.facts.items())
+    table = "\n".join(f"| {key} | {value} |" for key, value in certificate.facts.items())
     trust = ", trust_remote_code=True" * (libraries[1] == "nalanda")
     known = "import fla  # makes its models known\n" * (libraries[1] == "fla")
     code = f"""{known}from transformers import AutoModelForCausalLM

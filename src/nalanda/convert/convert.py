@@ -87,7 +87,7 @@ class Stored:
             )
 
 
-def _stored(folder: Path) -> dict[str, Stored]:
+def _read_tensors(folder: Path) -> dict[str, Stored]:
     """The tensors of a model folder, by name.
 
     Raises:
@@ -103,7 +103,7 @@ def _stored(folder: Path) -> dict[str, Stored]:
         raise InputError(
             "no model.safetensors in it" + "; make a model folder with nalanda export" * run
         )
-    found = {}
+    stored = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
             if (tensors.metadata() or {}).get("format") == "mlx":
@@ -111,8 +111,8 @@ def _stored(folder: Path) -> dict[str, Stored]:
                     "a folder of mlx-lm, which is a target only; convert the model that it was made from"
                 )
             for name in tensors.keys():  # noqa: SIM118  not a dict
-                found[name] = Stored(file, name, tuple(tensors.get_slice(name).get_shape()))
-    return found
+                stored[name] = Stored(file, name, tuple(tensors.get_slice(name).get_shape()))
+    return stored
 
 
 def _split_glu(stored: dict[str, Stored], width: int) -> None:
@@ -129,11 +129,11 @@ def _split_glu(stored: dict[str, Stored], width: int) -> None:
 class Part:
     """A tensor of ours within a stored one."""
 
-    whole: Stored
+    stored: Stored
     split: Callable[[torch.Tensor], torch.Tensor]
 
     def read(self) -> torch.Tensor:
-        return self.split(self.whole.read())
+        return self.split(self.stored.read())
 
 
 def _shapes(config: NalandaConfig) -> dict[str, tuple[int, ...]]:
@@ -148,12 +148,12 @@ def _shapes(config: NalandaConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _matched(
+def _match_tensors(
     stored: dict[str, Stored],
     config: NalandaConfig,
     tensors: Callable[[Iterable[str]], list[Tensors]],
 ) -> dict[str, Part]:
-    """What is stored, by our names; `tensors` has theirs for our names.
+    """The stored tensors by our names. tensors: maps our names to the stored ones.
 
     Raises:
         InputError: a tensor is missing, unknown, or has the wrong shape.
@@ -164,7 +164,7 @@ def _matched(
     if config.tie_word_embeddings:
         both = ("lm_head.weight", "model.embed_tokens.weight")
         head, embedding = (
-            stored.get(t.theirs) for n in both for t in tensors([n]) if t.ours == (n,)
+            stored.get(t.foreign) for n in both for t in tensors([n]) if t.ours == (n,)
         )
         if head and embedding:
             if not torch.equal(head.read(), embedding.read()):
@@ -172,43 +172,45 @@ def _matched(
                     f"tie_word_embeddings=True, but {head.name} and {embedding.name} differ"
                 )
             del stored[head.name]
-    found = {}
-    for theirs in tensors(shapes):
-        tensor = stored.pop(theirs.theirs, None)
+
+    parts = {}
+    for layout in tensors(shapes):
+        tensor = stored.pop(layout.foreign, None)
         if tensor is None:
-            raise InputError(f"tensor {theirs.theirs} is missing")
-        rows = [shapes[name][0] for name in theirs.ours]
-        shape = theirs.shape or (sum(rows), *shapes[theirs.ours[0]][1:])
+            raise InputError(f"tensor {layout.foreign} is missing")
+
+        rows = [shapes[name][0] for name in layout.ours]
+        shape = layout.shape or (sum(rows), *shapes[layout.ours[0]][1:])
         if tensor.shape != shape:
             raise InputError(
-                f"tensor {theirs.theirs} is {list(tensor.shape)}, the config says {list(shape)}"
+                f"tensor {layout.foreign} is {list(tensor.shape)}, the config says {list(shape)}"
             )
-        for i, name in enumerate(theirs.ours):
-            found[name] = Part(tensor, partial(_part, theirs, rows, i))
+        for i, name in enumerate(layout.ours):
+            parts[name] = Part(tensor, partial(_split_part, layout, rows, i))
     if stored:
         raise InputError(f"{len(stored)} tensors have no counterpart, {min(stored)} for one")
-    return found
+    return parts
 
 
-def _part(tensor: Tensors, rows: list[int], i: int, whole: torch.Tensor) -> torch.Tensor:
-    return tensor.split(whole, rows)[i]
+def _split_part(tensor: Tensors, rows: list[int], i: int, stored: torch.Tensor) -> torch.Tensor:
+    return tensor.split(stored, rows)[i]
 
 
-def _save(found: dict[str, Part], tensors: list[Tensors], folder: Path) -> None:
-    """Writes `tensors` from ours, keeping the names of the files and which tensors each holds."""
+def _save_tensors(parts: dict[str, Part], tensors: list[Tensors], folder: Path) -> None:
+    """Writes `tensors` from ours. Files keep their names and their tensors."""
     files: dict[str, list[Tensors]] = {}
-    last = max(part.whole.file.name for part in found.values())
+    last = max(part.stored.file.name for part in parts.values())
     for tensor in tensors:
-        file = found[tensor.ours[0]].whole.file.name if tensor.ours else last
+        file = parts[tensor.ours[0]].stored.file.name if tensor.ours else last
         files.setdefault(file, []).append(tensor)
     total = 0
     for file, group in sorted(files.items()):  # one file in memory at a time
-        content = {t.theirs: t.join([found[n].read() for n in t.ours]).contiguous() for t in group}
+        content = {t.foreign: t.join([parts[n].read() for n in t.ours]).contiguous() for t in group}
         save_file(content, folder / file, metadata={"format": "pt"})
         total += sum(tensor.nbytes for tensor in content.values())
     if set(files) != {"model.safetensors"}:
         places = dict(
-            sorted((tensor.theirs, file) for file, group in files.items() for tensor in group)
+            sorted((tensor.foreign, file) for file, group in files.items() for tensor in group)
         )
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -232,8 +234,8 @@ def convert(
 
     Shards stay. The tokenizer and generation config are copied, see `pad_batches`. Our config names the
     bos token that the tokenizer puts in front of a text, or none.
-    The model card, README.md, has what the comparison found, which is printed on stderr too. So are keys of
-    the config without an effect, which are not read.
+    The model card, README.md, has the certificate of the comparison; stderr gets it too. Keys of the config
+    without an effect are not read, and the certificate lists them.
 
     Raises:
         InputError: names what the target format cannot express, or how far the models differ; nothing is
@@ -242,62 +244,66 @@ def convert(
     out, folder = Path(destination), local_folder(source)
     if os.path.lexists(out):
         raise InputError(f"{out} exists; choose another folder")
-    given = read_config(folder)
-    kind = str(given.get("model_type"))
+    settings = read_config(folder)
+    kind = str(settings.get("model_type"))
     kind = _MULTIMODAL.get(kind, kind)
     target, unread = "", []
     try:
-        _refuse(kind, given)
-        stored = _stored(folder)
+        _refuse_unknown(kind, settings)
+        stored = _read_tensors(folder)
         if kind == "nalanda":
             config = NalandaConfig.from_pretrained(folder)
         else:
-            given, stored = FORMATS[kind].text_model(given, stored)
-            config = FORMATS[kind].ours(given)
-            unread = FORMATS[kind].unread(given)
-        target = _target(kind, config, to)
-        stored_as = given.get("dtype", given.get("torch_dtype"))
-        theirs = {} if target == "nalanda" else FORMATS[target].theirs(config)
+            settings, stored = FORMATS[kind].text_model(settings, stored)
+            config = FORMATS[kind].ours(settings)
+            unread = FORMATS[kind].unread(settings)
+        target = _choose_target(kind, config, to)
+        stored_as = settings.get("dtype", settings.get("torch_dtype"))
+        foreign = {} if target == "nalanda" else FORMATS[target].foreign(config)
         if to == "mlx":
-            check_mlx(folder, theirs, dtype)
+            check_mlx(folder, foreign, dtype)
         if target == "nalanda":
-            config.bos_token_id = _bos(folder, config)
-        found = _matched(stored, config, _tensors(kind, given))
+            config.bos_token_id = _find_leading_bos(folder, config)
+        parts = _match_tensors(stored, config, _tensors_of(kind, settings))
     except ValueError as error:
         arrow = f", {kind} to {target}" if target else ""
         raise InputError(f"{folder}{arrow}: {error}") from None
-    with new_folder(out) as part:
+    with new_folder(out) as staging:
         if target == "nalanda":
-            _save_config(config, stored_as, part)
+            _save_config(config, stored_as, staging)
         else:
             about = {"model_type": target, "architectures": [FORMATS[target].architecture]}
             about |= {"dtype": stored_as} if stored_as else {}
-            text = json.dumps(theirs | about, indent=2, sort_keys=True)
-            (part / "config.json").write_text(text + "\n", encoding="utf-8")
-        _save(found, _tensors(target, theirs | {"dtype": stored_as})(_shapes(config)), part)
+            text = json.dumps(foreign | about, indent=2, sort_keys=True)
+            (staging / "config.json").write_text(text + "\n", encoding="utf-8")
+        _save_tensors(
+            parts, _tensors_of(target, foreign | {"dtype": stored_as})(_shapes(config)), staging
+        )
         for side in (path for pattern in _SIDE_FILES for path in folder.glob(pattern)):
-            (shutil.copytree if side.is_dir() else shutil.copy)(side, part / side.name)
-        pad_batches(part)
-        _keep_tokenizer(folder, part)
-        rounded = to_mlx(part, dtype) if to == "mlx" else None
-        libraries = [_library(kind), to if to == "mlx" else _library(target)]
+            (shutil.copytree if side.is_dir() else shutil.copy)(side, staging / side.name)
+        pad_batches(staging)
+        _keep_tokenizer(folder, staging)
+        rounded = to_mlx(staging, dtype) if to == "mlx" else None
+        libraries = [_library_of(kind), to if to == "mlx" else _library_of(target)]
         proof = unchecked("asked for with --no-check")
         if check and rounded:
-            check_rounded(part, *rounded)
+            check_rounded(staging, *rounded)
         if check:
-            proof = compare(folder, part, libraries, rounded)
+            proof = compare(folder, staging, libraries, rounded)
         if rounded:
-            keep_rounded(part)
+            keep_rounded(staging)
         if unread:
             proof = Certificate(
                 proof.facts | {"not read": f"{', '.join(unread)}: no effect on the model"}
             )
         print(proof, file=sys.stderr)
-        (part / "README.md").write_text(card(out.name, source, libraries, proof), encoding="utf-8")
+        (staging / "README.md").write_text(
+            card(out.name, source, libraries, proof), encoding="utf-8"
+        )
     return out
 
 
-def _bos(folder: Path, config: NalandaConfig) -> int | None:
+def _find_leading_bos(folder: Path, config: NalandaConfig) -> int | None:
     """The bos token that the tokenizer puts in front of a text. Other libraries' configs name one that it
     never writes, ours only one that it does."""
     tokenizer = tokenizer_of(folder)
@@ -307,9 +313,9 @@ def _bos(folder: Path, config: NalandaConfig) -> int | None:
     return bos if tokenizer("a").input_ids[:1] == [bos] else None
 
 
-def _keep_tokenizer(folder: Path, part: Path) -> None:
+def _keep_tokenizer(folder: Path, staging: Path) -> None:
     """Names the class that the tokenizer of `folder` has, where the type of the model decides it."""
-    file, tokenizer = part / "tokenizer_config.json", tokenizer_of(folder)
+    file, tokenizer = staging / "tokenizer_config.json", tokenizer_of(folder)
     if tokenizer is None or not file.is_file():
         return
     settings, name = json.loads(file.read_text(encoding="utf-8")), type(tokenizer).__name__
@@ -322,12 +328,12 @@ def _keep_tokenizer(folder: Path, part: Path) -> None:
 def read_config(folder: Path) -> Config:
     """A model folder's config.json. Raises InputError."""
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{folder}: no readable config.json ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise InputError(f"{folder}: config.json is not a table of settings")
-    return found
+    return config
 
 
 def local_folder(source: str) -> Path:
@@ -343,15 +349,15 @@ def local_folder(source: str) -> Path:
 @contextlib.contextmanager
 def source_folder(name: str) -> Iterator[str]:
     """The model folder or hub id that `name` means; a checkpoint of a run is exported for the time."""
-    found = resolve(name, hub=False)
-    if found.tokenizer == found.model or found.run is None:
-        yield found.model
+    resolved = resolve(name, hub=False)
+    if resolved.tokenizer == resolved.model or resolved.run is None:
+        yield resolved.model
         return
     with tempfile.TemporaryDirectory() as scratch:
-        yield str(export(Path(found.model), Path(scratch) / found.run.name))
+        yield str(export(Path(resolved.model), Path(scratch) / resolved.run.name))
 
 
-def _target(kind: str, config: NalandaConfig, to: str | None) -> str:
+def _choose_target(kind: str, config: NalandaConfig, to: str | None) -> str:
     """The model_type to write: `to`, or the only one possible.
 
     Where no library can express the model, the first that has its mixers says why.
@@ -363,19 +369,19 @@ def _target(kind: str, config: NalandaConfig, to: str | None) -> str:
         for name, format in formats.items()
         if format.takes(mixers)
     }
-    kinds = {library: name for library, name in kinds.items() if library != _library(kind)}
+    kinds = {library: name for library, name in kinds.items() if library != _library_of(kind)}
     if to in kinds:
         return kinds[to]
-    known = [library for library, name in kinds.items() if _expresses(library, name, config)]
-    if to is None and (kind != "nalanda" or (kinds and len(known) < 2)):
-        return kinds[[*known, *kinds][0]]
+    able = [library for library, name in kinds.items() if _expresses(library, name, config)]
+    if to is None and (kind != "nalanda" or (kinds and len(able) < 2)):
+        return kinds[[*able, *kinds][0]]
     if (
-        to is None and "qwen3_5" in known and _expresses("gguf", "", config)
+        to is None and "qwen3_5" in able and _expresses("gguf", "", config)
     ):  # which `write_gguf` makes
-        known.append("gguf")
+        able.append("gguf")
     which = "choose one with --to" if to is None and kinds else f"not {to or 'another kind'}"
     raise InputError(
-        f"mixer {config.mixer!r} can become {' or '.join(known) or 'nothing else'}: {which}"
+        f"mixer {config.mixer!r} can become {' or '.join(able) or 'nothing else'}: {which}"
     )
 
 
@@ -385,30 +391,30 @@ def _expresses(library: str, kind: str, config: NalandaConfig) -> bool:
         if library == "gguf":
             attention_interval(config)
         elif kind != "nalanda":
-            theirs = FORMATS[kind].theirs(config)
+            foreign = FORMATS[kind].foreign(config)
             if library == "mlx":
-                check_order(theirs)
+                check_order(foreign)
     except InputError:
         return False
     return True
 
 
-def _tensors(kind: str, config: Config) -> Callable[[Iterable[str]], list[Tensors]]:
+def _tensors_of(kind: str, config: Config) -> Callable[[Iterable[str]], list[Tensors]]:
     """The stored tensors of a model of that kind and config, for the names of ours."""
     if kind == "nalanda":
         return lambda names: [Tensors(name, (name,)) for name in names]
     return lambda names: FORMATS[kind].tensors(names, config)
 
 
-def _library(kind: str) -> str:
+def _library_of(kind: str) -> str:
     return next((library for library, formats in LIBRARIES.items() if kind in formats), kind)
 
 
-def _refuse(kind: str, given: Config) -> None:
+def _refuse_unknown(kind: str, settings: Config) -> None:
     """Raises InputError for a kind of model that is not in FORMATS."""
     if kind in FORMATS or kind == "nalanda":
         return
-    for config in (given, given.get("text_config") or {}):
+    for config in (settings, settings.get("text_config") or {}):
         if config.get("num_experts"):
             raise unsupported("num_experts", config["num_experts"])
     if kind in _APART:

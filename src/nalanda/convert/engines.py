@@ -199,9 +199,9 @@ def with_llama_cpp(file: Path, ids: Tensor, probes: list[str]) -> Computed:
         answer = server.handle_completions(fixed | {"prompt": prompt, "n_probs": n})
         if "error" in answer:
             raise RuntimeError(answer["error"]["message"])
-        found = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        tokens = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         return [
-            (math.nan if (x := token["logprob"]) is None else x, token["id"]) for token in found
+            (math.nan if (x := token["logprob"]) is None else x, token["id"]) for token in tokens
         ]
 
     prompt, margins, logps = ids[:PROMPT].tolist(), [], []
@@ -210,8 +210,8 @@ def with_llama_cpp(file: Path, ids: Tensor, probes: list[str]) -> Computed:
         prompt.append(token)
         margins.append(first - second)
     for end in range(_EVERY, len(ids), _EVERY):
-        found = ranked(ids[:end].tolist(), 1 << 30)
-        logps.append([logp for logp, _ in sorted(found, key=lambda pair: pair[1])])
+        pairs = ranked(ids[:end].tolist(), 1 << 30)
+        logps.append([logp for logp, _ in sorted(pairs, key=lambda pair: pair[1])])
     fields, keys = gguf.GGUFReader(file).fields, gguf.Keys.Tokenizer
     bos, pad, *ends = (
         field and field.contents()

@@ -57,17 +57,17 @@ def _heads(count: int) -> Field:
     return Field(count, "num_heads")
 
 
-def _read_fla(theirs: Config, ours: Config) -> None:
-    if theirs["intermediate_size"] is None:
-        width = int(theirs["hidden_size"] * (theirs["hidden_ratio"] or 4) * 2 / 3)
+def _read_fla(foreign: Config, ours: Config) -> None:
+    if foreign["intermediate_size"] is None:
+        width = int(foreign["hidden_size"] * (foreign["hidden_ratio"] or 4) * 2 / 3)
         ours["intermediate_size"] = 256 * -(-width // 256)
-    if theirs.get("attn"):
-        _read_attn(theirs, ours)
+    if foreign.get("attn"):
+        _read_attn(foreign, ours)
 
 
-def _read_attn(theirs: Config, ours: Config) -> None:
+def _read_attn(foreign: Config, ours: Config) -> None:
     """`attn` is a table of the layers that are softmax attention and their options, or a list of tables."""
-    attn, layers, found = theirs["attn"], [], []
+    attn, layers, found = foreign["attn"], [], []
     check_types({"attn": attn}, {"attn": dict | list[dict]})
     for table in [attn] if isinstance(attn, dict) else attn:
         table = checked(table, _ATTN, "attn.")
@@ -76,8 +76,8 @@ def _read_attn(theirs: Config, ours: Config) -> None:
             raise unsupported("attn.num_heads", H)
         layers += table["layers"]
         options = {known.means[1:]: table[name] for name, known in _SOFTMAX.items() if known.means}
-        found.append(options | {"num_heads": H, "head_dim": theirs["hidden_size"] // H})
-    if not set(layers) < {*range(theirs["num_hidden_layers"])} or len(layers) > len(set(layers)):
+        found.append(options | {"num_heads": H, "head_dim": foreign["hidden_size"] // H})
+    if not set(layers) < {*range(foreign["num_hidden_layers"])} or len(layers) > len(set(layers)):
         raise unsupported("attn.layers", layers)
     if any(options != found[0] for options in found):
         raise InputError("attn: all layers of softmax attention have the same options here")
@@ -86,88 +86,88 @@ def _read_attn(theirs: Config, ours: Config) -> None:
     add_softmax(ours, layers, found[0])
 
 
-def _write_fla(ours: Config, theirs: Config) -> None:
+def _write_fla(ours: Config, foreign: Config) -> None:
     options = softmax_options(ours)
-    if options and "attn" in theirs:
-        theirs["attn"] = {
+    if options and "attn" in foreign:
+        foreign["attn"] = {
             name: options[known.means[1:]] if known.means else known.default
             for name, known in _SOFTMAX.items()
         }
         layers = [i for i, name in enumerate(ours["layers"]) if name == "softmax"]
-        theirs["attn"] |= {"layers": layers, "num_heads": options["num_heads"]}
+        foreign["attn"] |= {"layers": layers, "num_heads": options["num_heads"]}
 
 
-def _read_expanded(theirs: Config, ours: Config) -> None:
+def _read_expanded(foreign: Config, ours: Config) -> None:
     """Here expand_k and expand_v multiply hidden_size, not head_dim."""
-    _read_fla(theirs, ours)
-    D, H = theirs["hidden_size"], theirs["num_heads"]
-    K, V = (round(D * theirs[name]) // H for name in ("expand_k", "expand_v"))
+    _read_fla(foreign, ours)
+    D, H = foreign["hidden_size"], foreign["num_heads"]
+    K, V = (round(D * foreign[name]) // H for name in ("expand_k", "expand_v"))
     if D % H:
         ours |= {"head_dim": K, "expand_v": V / K}
     else:
-        ours |= {"expand_k": theirs["expand_k"], "expand_v": theirs["expand_v"]}
-    if theirs.get("num_kv_heads") not in (None, H):
-        raise unsupported("num_kv_heads", theirs["num_kv_heads"])
+        ours |= {"expand_k": foreign["expand_k"], "expand_v": foreign["expand_v"]}
+    if foreign.get("num_kv_heads") not in (None, H):
+        raise unsupported("num_kv_heads", foreign["num_kv_heads"])
 
 
-def _write_expanded(ours: Config, theirs: Config) -> None:
-    _write_fla(ours, theirs)
+def _write_expanded(ours: Config, foreign: Config) -> None:
+    _write_fla(ours, foreign)
     for name, size in (("expand_k", "key_dim"), ("expand_v", "value_dim")):
-        theirs[name] = ours["num_heads"] * ours[size] / ours["hidden_size"]
+        foreign[name] = ours["num_heads"] * ours[size] / ours["hidden_size"]
 
 
-def _read_conv(theirs: Config, ours: Config) -> None:
-    if not theirs["use_short_conv"]:
+def _read_conv(foreign: Config, ours: Config) -> None:
+    if not foreign["use_short_conv"]:
         ours["conv_size"] = 0
 
 
-def _write_conv(ours: Config, theirs: Config) -> None:
-    theirs |= {"use_short_conv": ours["conv_size"] > 0, "conv_size": ours["conv_size"] or 4}
+def _write_conv(ours: Config, foreign: Config) -> None:
+    foreign |= {"use_short_conv": ours["conv_size"] > 0, "conv_size": ours["conv_size"] or 4}
 
 
-def _read_deltanet(theirs: Config, ours: Config) -> None:
-    _read_expanded(theirs, ours)
-    _read_conv(theirs, ours)
-    if theirs["qk_activation"] not in _MAPS:
-        raise unsupported("qk_activation", theirs["qk_activation"])
-    ours["feature_map"] = _MAPS[theirs["qk_activation"]]
+def _read_deltanet(foreign: Config, ours: Config) -> None:
+    _read_expanded(foreign, ours)
+    _read_conv(foreign, ours)
+    if foreign["qk_activation"] not in _MAPS:
+        raise unsupported("qk_activation", foreign["qk_activation"])
+    ours["feature_map"] = _MAPS[foreign["qk_activation"]]
 
 
-def _write_deltanet(ours: Config, theirs: Config) -> None:
-    _write_expanded(ours, theirs)
-    _write_conv(ours, theirs)
-    theirs["qk_activation"] = next(
+def _write_deltanet(ours: Config, foreign: Config) -> None:
+    _write_expanded(ours, foreign)
+    _write_conv(ours, foreign)
+    foreign["qk_activation"] = next(
         (k for k, v in _MAPS.items() if v == ours["feature_map"]), "silu"
     )
 
 
-def _read_gated_deltanet(theirs: Config, ours: Config) -> None:
-    _read_fla(theirs, ours)
-    _read_conv(theirs, ours)
-    ours |= {name: theirs[name] for name in ("head_dim", "expand_v")} | {"feature_map": "silu"}
+def _read_gated_deltanet(foreign: Config, ours: Config) -> None:
+    _read_fla(foreign, ours)
+    _read_conv(foreign, ours)
+    ours |= {name: foreign[name] for name in ("head_dim", "expand_v")} | {"feature_map": "silu"}
 
 
-def _write_gated_deltanet(ours: Config, theirs: Config) -> None:
-    _write_fla(ours, theirs)
-    _write_conv(ours, theirs)
-    theirs |= {"head_dim": ours["key_dim"], "expand_v": ours["value_dim"] / ours["key_dim"]}
+def _write_gated_deltanet(ours: Config, foreign: Config) -> None:
+    _write_fla(ours, foreign)
+    _write_conv(ours, foreign)
+    foreign |= {"head_dim": ours["key_dim"], "expand_v": ours["value_dim"] / ours["key_dim"]}
 
 
-def _write_retnet(ours: Config, theirs: Config) -> None:
+def _write_retnet(ours: Config, foreign: Config) -> None:
     if ours["key_dim"] > 256:
         raise InputError(
             f"key_dim={ours['key_dim']} cannot be expressed there: retnet has at most 256"
         )
-    _write_expanded(ours, theirs)
+    _write_expanded(ours, foreign)
 
 
-def _read_transformer(theirs: Config, ours: Config) -> None:
-    _read_fla(theirs, ours)
-    if theirs["rope_theta"] is None:
+def _read_transformer(foreign: Config, ours: Config) -> None:
+    _read_fla(foreign, ours)
+    if foreign["rope_theta"] is None:
         raise unsupported("rope_theta", None)
-    if theirs["qk_norm"] and theirs["norm_eps"] != _QK_EPS:
+    if foreign["qk_norm"] and foreign["norm_eps"] != _QK_EPS:
         raise InputError(
-            f"qk_norm: its norms of q and k add {_QK_EPS:g} there, norm_eps={theirs['norm_eps']:g} here"
+            f"qk_norm: its norms of q and k add {_QK_EPS:g} there, norm_eps={foreign['norm_eps']:g} here"
         )
 
 

@@ -56,23 +56,23 @@ def only(*values: Any) -> Field:
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:
-    """A tensor of theirs, and the tensors of ours that it holds."""
+    """A tensor of another library, and the tensors of ours that it holds."""
 
-    theirs: str
-    """Name of theirs."""
+    foreign: str
+    """Its name there."""
     ours: tuple[str, ...]
-    """Names of ours; none: a constant."""
+    """Names of our tensors; none: a constant."""
     join: Callable[[list[Tensor]], Tensor] = lambda parts: parts[0]
-    """Ours to theirs."""
-    split: Callable[[Tensor, list[int]], list[Tensor]] = lambda whole, rows: [whole]
-    """Theirs to ours, which have that many rows each."""
+    """Makes it of ours."""
+    split: Callable[[Tensor, list[int]], list[Tensor]] = lambda tensor, rows: [tensor]
+    """Splits it into ours, which have that many rows each."""
     shape: tuple[int, ...] | None = None
-    """Of theirs; None: the rows of ours together."""
+    """Its shape; None: the rows of ours together."""
 
 
-def stacked(theirs: str, ours: tuple[str, ...]) -> Tensors:
+def stacked(foreign: str, ours: tuple[str, ...]) -> Tensors:
     """The rows of ours, one after the other."""
-    return Tensors(theirs, ours, torch.cat, lambda whole, rows: list(whole.split(rows)))
+    return Tensors(foreign, ours, torch.cat, lambda tensor, rows: list(tensor.split(rows)))
 
 
 def without_null_layer(kinds: list[str], files: dict[str, Any]) -> dict[str, Any] | None:
@@ -88,16 +88,16 @@ def without_null_layer(kinds: list[str], files: dict[str, Any]) -> dict[str, Any
     return {name: tensor for name, tensor in files.items() if not name.startswith(last)}
 
 
-def null_layer(layer: str, theirs: Config, attention: dict[str, tuple[int, ...]]) -> list[Tensors]:
+def null_layer(layer: str, foreign: Config, attention: dict[str, tuple[int, ...]]) -> list[Tensors]:
     """A layer of zeros, which is an exact identity, for engines whose caches need a layer of attention.
 
     attention: the shapes of its attention's weights, by name.
     """
-    D, width = theirs["hidden_size"], theirs["intermediate_size"]
+    D, width = foreign["hidden_size"], foreign["intermediate_size"]
     shapes = {f"self_attn.{name}": shape for name, shape in attention.items()}
     shapes |= {"input_layernorm": (D,), "post_attention_layernorm": (D,)}
     shapes |= {"mlp.gate_proj": (width, D), "mlp.up_proj": (width, D), "mlp.down_proj": (D, width)}
-    dtype = getattr(torch, theirs.get("dtype") or "float32")
+    dtype = getattr(torch, foreign.get("dtype") or "float32")
     return [
         Tensors(f"{layer}{name}.weight", (), lambda _, shape=shape: torch.zeros(shape, dtype=dtype))
         for name, shape in shapes.items()
@@ -115,11 +115,11 @@ class Format:
     fields: dict[str, Field]
     """Fields of its config, by name."""
     read: Callable[[Config, Config], None]
-    """`read(theirs, ours)` fills in the NalandaConfig arguments that `fields` cannot express."""
+    """`read(foreign, ours)` fills in the NalandaConfig arguments that `fields` cannot express."""
     write: Callable[[Config, Config], None]
-    """`write(ours, theirs)` fills in their fields; `ours` is as `resolved` returns it."""
+    """`write(ours, foreign)` fills in its fields; `ours` is as `resolved` returns it."""
     names: dict[str, str]
-    """Parts of our tensor names, and what replaces them in theirs."""
+    """Parts of our tensor names, and their replacements there."""
     config: type[PreTrainedConfig] | None = None
     """Class of its config in transformers, where other keys have no effect; None: any key may have one."""
 
@@ -127,11 +127,11 @@ class Format:
         """Whether it has models of these mixers."""
         return self.mixer in mixers and mixers <= {self.mixer, "softmax"}
 
-    def text_model(self, given: Config, files: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+    def text_model(self, settings: Config, files: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
         """Config and tensors by name, without parts that have no influence on the next token of a text."""
-        return given, files
+        return settings, files
 
-    def unread(self, given: Config) -> list[str]:
+    def unread(self, settings: Config) -> list[str]:
         """The keys that have a value and no effect: private ones, and those that transformers ignores."""
         read = self.config and {
             *self.config.__dataclass_fields__,
@@ -140,38 +140,40 @@ class Format:
         }
         return [
             name
-            for name, value in given.items()
+            for name, value in settings.items()
             if name not in self.fields.keys() | _INHERITED
             and value not in (None, False)
             and (name.startswith("_") or (read and name not in read))
         ]
 
-    def ours(self, given: Config) -> NalandaConfig:
+    def ours(self, settings: Config) -> NalandaConfig:
         """The equivalent NalandaConfig. Raises InputError with the name of a field that it cannot express."""
-        left_out = (_INHERITED | {*self.unread(given)}) - self.fields.keys()
-        theirs = checked({n: value for n, value in given.items() if n not in left_out}, self.fields)
+        left_out = (_INHERITED | {*self.unread(settings)}) - self.fields.keys()
+        foreign = checked(
+            {n: value for n, value in settings.items() if n not in left_out}, self.fields
+        )
         ours: Config = {"mixer": self.mixer, "mixer_options": {}}
-        for name, known in self.fields.items():
-            if known.means.startswith("."):
-                ours["mixer_options"][known.means[1:]] = theirs[name]
-            elif known.means:
-                ours[known.means] = theirs[name]
-        self.read(theirs, ours)
+        for name, entry in self.fields.items():
+            if entry.means.startswith("."):
+                ours["mixer_options"][entry.means[1:]] = foreign[name]
+            elif entry.means:
+                ours[entry.means] = foreign[name]
+        self.read(foreign, ours)
         try:
             return NalandaConfig(**ours)
         except ValueError as error:
             raise InputError(str(error)) from None
 
-    def theirs(self, config: NalandaConfig) -> Config:
-        """Their equivalent config. Raises InputError where reading it back would give a different model."""
+    def foreign(self, config: NalandaConfig) -> Config:
+        """The equivalent config there. Raises InputError where reading it back would give a different model."""
         if not self.takes(set(config.layer_mixers)):
             raise InputError(f"mixer={config.mixer!r} cannot be expressed there")
-        ours, theirs = resolved(config), {}
-        for name, known in self.fields.items():
-            table = ours["mixer_options"][self.mixer] if known.means.startswith(".") else ours
-            theirs[name] = table[known.means.lstrip(".")] if known.means else known.default
-        self.write(ours, theirs)
-        back = resolved(self.ours(theirs))
+        ours, foreign = resolved(config), {}
+        for name, entry in self.fields.items():
+            table = ours["mixer_options"][self.mixer] if entry.means.startswith(".") else ours
+            foreign[name] = table[entry.means.lstrip(".")] if entry.means else entry.default
+        self.write(ours, foreign)
+        back = resolved(self.ours(foreign))
         options, options_back = ours.pop("mixer_options"), back.pop("mixer_options")
         tables = [(mixer, options[mixer], options_back[mixer]) for mixer in options]
         for mixer, before, after in [*tables, (self.mixer, ours, back)]:
@@ -180,17 +182,17 @@ class Format:
                     raise InputError(
                         f"{name}={value!r} of mixer {mixer!r} cannot be expressed there"
                     )
-        return theirs
+        return foreign
 
-    def tensors(self, names: Iterable[str], theirs: Config) -> list[Tensors]:
+    def tensors(self, names: Iterable[str], foreign: Config) -> list[Tensors]:
         """Their tensors in a model with that config, whose tensors have these names here."""
-        return [Tensors(self.tensor(name, theirs), (name,)) for name in names]
+        return [Tensors(self.tensor(name, foreign), (name,)) for name in names]
 
-    def tensor(self, name: str, theirs: Config) -> str:
+    def tensor(self, name: str, foreign: Config) -> str:
         """Their name of our tensor `name`."""
         for part, replacement in self.names.items():
             name = name.replace(part, replacement)
-        fused = theirs.get("fuse_norm", True) and theirs.get("use_output_gate", True)
+        fused = foreign.get("fuse_norm", True) and foreign.get("use_output_gate", True)
         return name if fused else name.replace("g_norm_swish_gate", "g_norm")
 
 
@@ -198,24 +200,24 @@ def unsupported(name: str, value: Any) -> InputError:
     return InputError(f"{name}={value!r} has no counterpart here")
 
 
-def checked(given: Config, fields: dict[str, Field], prefix: str = "") -> Config:
+def checked(settings: Config, fields: dict[str, Field], prefix: str = "") -> Config:
     """The value of every field. Raises InputError for a field or a value that NalandaConfig lacks."""
-    for name, value in given.items():
+    for name, value in settings.items():
         if name not in fields and value not in (None, False):
             raise unsupported(prefix + name, value)
-    found = {name: given.get(name, known.default) for name, known in fields.items()}
-    for name, known in fields.items():
-        if known.only and found[name] not in known.only:
-            raise unsupported(prefix + name, found[name])
-    return found
+    values = {name: settings.get(name, entry.default) for name, entry in fields.items()}
+    for name, entry in fields.items():
+        if entry.only and values[name] not in entry.only:
+            raise unsupported(prefix + name, values[name])
+    return values
 
 
-def rope_settings(theirs: Config, *names: str) -> Config:
+def rope_settings(foreign: Config, *names: str) -> Config:
     """A copy of the first of these fields that has a value."""
-    name = next((name for name in names if theirs[name]), None)
-    if name and not isinstance(theirs[name], dict):
-        raise unsupported(name, theirs[name])
-    return dict(theirs[name]) if name else {}
+    name = next((name for name in names if foreign[name]), None)
+    if name and not isinstance(foreign[name], dict):
+        raise unsupported(name, foreign[name])
+    return dict(foreign[name]) if name else {}
 
 
 def add_softmax(ours: Config, layers: list[int], options: Config) -> None:
@@ -284,8 +286,8 @@ def attention_interval(config: NalandaConfig) -> int:
         raise _not_in_gguf(f"mixer {' and '.join(mixers)}")
     delta, soft = mixers["gated_deltanet"], mixers.get("softmax")
     fields = {"use_bias": False, "position_embedding": "none", "scale_embeddings": False}
-    found = [(name, getattr(config, name), wanted) for name, wanted in fields.items()]
-    found += [
+    needs = [(name, getattr(config, name), wanted) for name, wanted in fields.items()]
+    needs += [
         ("feature_map", delta.map_name, "silu"),
         ("feature_map_options", config.feature_map_options, {}),
         ("use_gate", delta.gated, True),
@@ -297,13 +299,13 @@ def attention_interval(config: NalandaConfig) -> int:
         ("value_conv", delta.value_conv, 0),
     ]
     if soft:
-        found += [("window", soft.reach, None), ("softmax's qk_norm", soft.qk_norm, True)]
-        found += [("rope_scaling", soft.rope_scaling, None)]
-        found += [
+        needs += [("window", soft.reach, None), ("softmax's qk_norm", soft.qk_norm, True)]
+        needs += [("rope_scaling", soft.rope_scaling, None)]
+        needs += [
             ("softmax's gate", soft.gate, "channel"),
             ("softmax's conv_size", soft.conv_size or 0, 0),
         ]
-    for name, value, wanted in found:
+    for name, value, wanted in needs:
         if value != wanted:
             raise _not_in_gguf(f"{name}={value!r} (it needs {wanted!r})")
     if soft and soft.rope_theta is None:

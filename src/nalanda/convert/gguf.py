@@ -208,7 +208,7 @@ def _tensors(config: NalandaConfig, ours: dict[str, Tensor]) -> Iterator[tuple[s
             if n.startswith("mixer.")
         }
         write = _attention if kind == "softmax" else _delta
-        block = {theirs: layer[name] for theirs, name in _BLOCK.items()} | write(
+        block = {foreign: layer[name] for foreign, name in _BLOCK.items()} | write(
             mixer, mixers[kind]
         )
         yield from _named(i, block)

@@ -81,47 +81,49 @@ class KimiLinear(Format):
     def takes(self, mixers: set[str]) -> bool:
         return mixers == {self.mixer}
 
-    def text_model(self, given: Config, files: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+    def text_model(self, settings: Config, files: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
         """Without a null layer. transformers saves a dense GLU under the name of the experts."""
         files = {
             name.replace(".block_sparse_moe.", ".mlp."): tensor for name, tensor in files.items()
         }
-        kinds = _layer_types(given)
+        kinds = _layer_types(settings)
         if (fewer := without_null_layer(kinds, files)) is not None:
-            given = given | {"num_hidden_layers": len(kinds) - 1, "layer_types": kinds[:-1]}
-            given["mlp_layer_types"] = (given.get("mlp_layer_types") or [])[
+            settings = settings | {"num_hidden_layers": len(kinds) - 1, "layer_types": kinds[:-1]}
+            settings["mlp_layer_types"] = (settings.get("mlp_layer_types") or [])[
                 : len(kinds) - 1
             ] or None
             files = fewer
-        return given, files
+        return settings, files
 
-    def theirs(self, config: NalandaConfig) -> Config:
-        theirs = super().theirs(config)
-        layers = theirs["num_hidden_layers"]
-        theirs["linear_attn_config"]["full_attn_layers"] = [layers + 1]
-        return theirs | {"num_hidden_layers": layers + 1, "first_k_dense_replace": layers + 1}
+    def foreign(self, config: NalandaConfig) -> Config:
+        foreign = super().foreign(config)
+        layers = foreign["num_hidden_layers"]
+        foreign["linear_attn_config"]["full_attn_layers"] = [layers + 1]
+        return foreign | {"num_hidden_layers": layers + 1, "first_k_dense_replace": layers + 1}
 
-    def tensors(self, names: Iterable[str], theirs: Config) -> list[Tensors]:
+    def tensors(self, names: Iterable[str], foreign: Config) -> list[Tensors]:
         found = []
         for name in names:
             if name.endswith(".A_log"):  # [H] here
-                shape = (1, 1, _kda(theirs)["num_heads"], 1)
+                shape = (1, 1, _kda(foreign)["num_heads"], 1)
                 reshapes = (
                     lambda parts, s=shape: parts[0].view(s),
                     lambda whole, rows: [whole.view(-1)],
                 )
-                found.append(Tensors(self.tensor(name, theirs), (name,), *reshapes, shape))
+                found.append(Tensors(self.tensor(name, foreign), (name,), *reshapes, shape))
             else:
-                found.append(Tensors(self.tensor(name, theirs), (name,)))
-        kinds = _layer_types(theirs)
+                found.append(Tensors(self.tensor(name, foreign), (name,)))
+        kinds = _layer_types(foreign)
         if kinds[-1] == _FULL:
-            found += null_layer(f"model.layers.{len(kinds) - 1}.", theirs, _null_attention(theirs))
+            found += null_layer(
+                f"model.layers.{len(kinds) - 1}.", foreign, _null_attention(foreign)
+            )
         return found
 
 
-def _null_attention(theirs: Config) -> dict[str, tuple[int, ...]]:
-    D, H, latent = theirs["hidden_size"], theirs["num_attention_heads"], theirs["kv_lora_rank"]
-    K, shared, V = theirs["qk_nope_head_dim"], theirs["qk_rope_head_dim"], theirs["v_head_dim"]
+def _null_attention(foreign: Config) -> dict[str, tuple[int, ...]]:
+    D, H, latent = foreign["hidden_size"], foreign["num_attention_heads"], foreign["kv_lora_rank"]
+    K, shared, V = foreign["qk_nope_head_dim"], foreign["qk_rope_head_dim"], foreign["v_head_dim"]
     return {
         "q_proj": (H * (K + shared), D),
         "kv_a_proj_with_mqa": (latent + shared, D),
@@ -131,60 +133,60 @@ def _null_attention(theirs: Config) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _kda(theirs: Config) -> Config:
+def _kda(foreign: Config) -> Config:
     """The sizes of the layers of KDA, in either form, and which layers they are."""
-    given = theirs.get("linear_attn_config") or {}
+    settings = foreign.get("linear_attn_config") or {}
     older = {
-        name: theirs[other]
+        name: foreign[other]
         for name, other in _TRANSFORMERS.items()
-        if theirs.get(other) is not None
+        if foreign.get(other) is not None
     }
-    return checked(older | given, _KDA, "linear_attn_config.")
+    return checked(older | settings, _KDA, "linear_attn_config.")
 
 
-def _layer_types(theirs: Config) -> list[str]:
-    layers, kda = theirs.get("num_hidden_layers", 27), _kda(theirs)
-    if theirs.get("layer_types"):
-        return theirs["layer_types"]
+def _layer_types(foreign: Config) -> list[str]:
+    layers, kda = foreign.get("num_hidden_layers", 27), _kda(foreign)
+    if foreign.get("layer_types"):
+        return foreign["layer_types"]
     full = kda["full_attn_layers"]  # counted from 1
     if full is None:
         return [_FULL if i and i % 4 == 0 else _LINEAR for i in range(layers)]
     return [_FULL if i + 1 in full else _LINEAR for i in range(layers)]
 
 
-def _read(theirs: Config, ours: Config) -> None:
-    layers, kda, kinds = theirs["num_hidden_layers"], _kda(theirs), _layer_types(theirs)
+def _read(foreign: Config, ours: Config) -> None:
+    layers, kda, kinds = foreign["num_hidden_layers"], _kda(foreign), _layer_types(foreign)
     if full := [i + 1 for i, kind in enumerate(kinds) if kind != _LINEAR]:
         raise unsupported("full_attn_layers", full)
     if len(kinds) != layers:
         raise InputError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {layers}")
-    given = theirs["mlp_layer_types"]
+    settings = foreign["mlp_layer_types"]
     sparse = (
-        "sparse" in given
-        if given
-        else theirs["num_experts"] and theirs["first_k_dense_replace"] < layers
+        "sparse" in settings
+        if settings
+        else foreign["num_experts"] and foreign["first_k_dense_replace"] < layers
     )
     if sparse:
-        raise unsupported("num_experts", theirs["num_experts"])
+        raise unsupported("num_experts", foreign["num_experts"])
     ours |= {"num_heads": kda["num_heads"], "head_dim": kda["head_dim"]}
     ours |= {"conv_size": kda["short_conv_kernel_size"], "feature_map": "silu", "use_gate": True}
     ours["mixer_options"]["gate_bias"] = False
 
 
-def _write(ours: Config, theirs: Config) -> None:
+def _write(ours: Config, foreign: Config) -> None:
     if not ours["conv_size"]:
         raise InputError("conv_size=0 of mixer 'kda' cannot be expressed there")
     layers = ours["num_hidden_layers"]
-    theirs["linear_attn_config"] = {
+    foreign["linear_attn_config"] = {
         "head_dim": ours["key_dim"],
         "num_heads": ours["num_heads"],
         "short_conv_kernel_size": ours["conv_size"],
         "kda_layers": [i + 1 for i in range(layers)],
         "full_attn_layers": [],
     }
-    theirs["first_k_dense_replace"] = layers
+    foreign["first_k_dense_replace"] = layers
     for name in _READ_ONLY:
-        del theirs[name]
+        del foreign[name]
 
 
 FORMATS = {

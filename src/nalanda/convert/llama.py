@@ -14,15 +14,15 @@ from nalanda.convert.formats import (
 )
 
 
-def _read_rope(theirs: Config, ours: Config) -> None:
+def _read_rope(foreign: Config, ours: Config) -> None:
     """Accepts RoPE in rope_parameters, and in the older rope_theta and rope_scaling, as transformers does."""
-    rope = rope_settings(theirs, "rope_scaling", "rope_parameters")
+    rope = rope_settings(foreign, "rope_scaling", "rope_parameters")
     options = ours["mixer_options"]
-    options["rope_theta"] = rope.pop("rope_theta", theirs["rope_theta"])
+    options["rope_theta"] = rope.pop("rope_theta", foreign["rope_theta"])
     older = rope.pop("type", "default")
     kind = rope.pop("rope_type", older)
     if kind == "llama3":
-        rope.setdefault("original_max_position_embeddings", theirs["max_position_embeddings"])
+        rope.setdefault("original_max_position_embeddings", foreign["max_position_embeddings"])
         options["rope_scaling"] = {"rope_type": kind, **rope}
     elif kind != "default":
         raise unsupported("rope_type", kind)
@@ -32,41 +32,41 @@ def _read_rope(theirs: Config, ours: Config) -> None:
                 raise unsupported(name, value)
 
 
-def _write_rope(ours: Config, theirs: Config) -> None:
+def _write_rope(ours: Config, foreign: Config) -> None:
     """Every release reads rope_theta and rope_scaling."""
     options = softmax_options(ours)
-    theirs |= {name: options[name] for name in ("rope_theta", "rope_scaling")}
-    del theirs["rope_parameters"]
+    foreign |= {name: options[name] for name in ("rope_theta", "rope_scaling")}
+    del foreign["rope_parameters"]
 
 
-def _read_llama(theirs: Config, ours: Config) -> None:
-    _read_rope(theirs, ours)
-    if theirs["attention_bias"] != theirs["mlp_bias"]:
-        raise unsupported("attention_bias", theirs["attention_bias"])
-    ours |= {"use_bias": theirs["mlp_bias"], "head_dim": theirs["head_dim"]}
+def _read_llama(foreign: Config, ours: Config) -> None:
+    _read_rope(foreign, ours)
+    if foreign["attention_bias"] != foreign["mlp_bias"]:
+        raise unsupported("attention_bias", foreign["attention_bias"])
+    ours |= {"use_bias": foreign["mlp_bias"], "head_dim": foreign["head_dim"]}
 
 
-def _write_llama(ours: Config, theirs: Config) -> None:
-    _write_rope(ours, theirs)
-    theirs |= {
+def _write_llama(ours: Config, foreign: Config) -> None:
+    _write_rope(ours, foreign)
+    foreign |= {
         "attention_bias": ours["use_bias"],
         "mlp_bias": ours["use_bias"],
         "head_dim": ours["key_dim"],
     }
 
 
-def _read_qwen3(theirs: Config, ours: Config) -> None:
-    _read_rope(theirs, ours)
-    for kind in theirs["layer_types"] or ():
+def _read_qwen3(foreign: Config, ours: Config) -> None:
+    _read_rope(foreign, ours)
+    for kind in foreign["layer_types"] or ():
         if kind != "full_attention":
             raise unsupported("layer_types", kind)
     ours["mixer_options"]["qk_norm"] = True
-    ours["head_dim"] = theirs["head_dim"]
+    ours["head_dim"] = foreign["head_dim"]
 
 
-def _write_qwen3(ours: Config, theirs: Config) -> None:
-    _write_rope(ours, theirs)
-    theirs["head_dim"] = ours["key_dim"]
+def _write_qwen3(ours: Config, foreign: Config) -> None:
+    _write_rope(ours, foreign)
+    foreign["head_dim"] = ours["key_dim"]
 
 
 _SHARED = SHARED | {

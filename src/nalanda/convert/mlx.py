@@ -20,7 +20,7 @@ _OVERRULED = ("qwen3_5",)
 tokenizer where tokenizer_config.json has an auto_map, even one that names no class."""
 
 
-def check_mlx(folder: Path, theirs: dict[str, Any], dtype: str | None) -> None:
+def check_mlx(folder: Path, foreign: dict[str, Any], dtype: str | None) -> None:
     """Raises InputError if mlx-lm is not installed, or names what it cannot load or store."""
     try:
         import mlx_lm  # noqa: F401  # pyrefly: ignore[missing-import]  (an extra)
@@ -30,12 +30,12 @@ def check_mlx(folder: Path, theirs: dict[str, Any], dtype: str | None) -> None:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if not (folder / "tokenizer.json").is_file():
         raise InputError("no tokenizer.json in it, which mlx-lm needs")
-    check_order(theirs)
+    check_order(foreign)
 
 
-def check_order(theirs: dict[str, Any]) -> None:
+def check_order(foreign: dict[str, Any]) -> None:
     """Raises InputError for layers in an order that mlx-lm has not."""
-    if theirs.get("full_attention_interval", 1) is None:  # of Qwen3.5
+    if foreign.get("full_attention_interval", 1) is None:  # of Qwen3.5
         raise InputError(
             "this order of mixers cannot be expressed in mlx-lm: softmax must be every n-th layer"
         )

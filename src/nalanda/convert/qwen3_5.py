@@ -32,7 +32,7 @@ _SHARED = ("tie_word_embeddings", "dtype", "torch_dtype")  # fields of a multimo
 _NULL_HEAD_DIM = 64  # of the null layer's only head: the least that engines have kernels for
 
 
-def shifted(theirs: str, ours: str, dtype: torch.dtype) -> Tensors:
+def shifted(foreign: str, ours: str, dtype: torch.dtype) -> Tensors:
     """A norm's weight w, which they store as w − 1. That is in fp32, where it is exact for all w ≥ ½ and for
     all of bf16 but the tiniest; `dtype` is that of ours, where it can hold w."""
 
@@ -40,10 +40,10 @@ def shifted(theirs: str, ours: str, dtype: torch.dtype) -> Tensors:
         wide = w.float() + 1
         return [narrow if torch.equal((narrow := wide.to(dtype)).float(), wide) else wide]
 
-    return Tensors(theirs, (ours,), lambda parts: parts[0].float() - 1, add)
+    return Tensors(foreign, (ours,), lambda parts: parts[0].float() - 1, add)
 
 
-def _per_head(theirs: str, ours: tuple[str, ...], heads: int) -> Tensors:
+def _per_head(foreign: str, ours: tuple[str, ...], heads: int) -> Tensors:
     """Of each head, the rows of one of ours and then those of the other."""
 
     def join(parts: list[Tensor]) -> Tensor:
@@ -53,7 +53,7 @@ def _per_head(theirs: str, ours: tuple[str, ...], heads: int) -> Tensors:
         by_head = whole.unflatten(0, (heads, -1))
         return [x.flatten(0, 1) for x in by_head.split([n // heads for n in rows], 1)]
 
-    return Tensors(theirs, ours, join, split)
+    return Tensors(foreign, ours, join, split)
 
 
 class Qwen3_5(Format):
@@ -62,11 +62,11 @@ class Qwen3_5(Format):
     A model without a layer of attention gets a null layer at its end, which reading recognises and drops.
     """
 
-    def text_model(self, given: Config, files: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+    def text_model(self, settings: Config, files: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
         """Of a multimodal model, its text model. Says on stderr what is dropped."""
-        if "text_config" in given:
-            shared = {name: given[name] for name in _SHARED if name in given}
-            given = given["text_config"] | shared
+        if "text_config" in settings:
+            shared = {name: settings[name] for name in _SHARED if name in settings}
+            settings = settings["text_config"] | shared
         dropped = [name for name in files if name.startswith(_DROPPED)]
         if dropped:
             print(
@@ -77,40 +77,40 @@ class Qwen3_5(Format):
         kept = {
             n.replace("model.language_model.", "model.", 1): tensor for n, tensor in kept.items()
         }
-        types = _layer_types(given)
+        types = _layer_types(settings)
         if (fewer := without_null_layer(types, kept)) is not None:
-            given = given | {"num_hidden_layers": len(types) - 1, "layer_types": types[:-1]}
+            settings = settings | {"num_hidden_layers": len(types) - 1, "layer_types": types[:-1]}
             kept = fewer
-        return given, kept
+        return settings, kept
 
-    def theirs(self, config: NalandaConfig) -> Config:
-        theirs = super().theirs(config)
+    def foreign(self, config: NalandaConfig) -> Config:
+        foreign = super().foreign(config)
         if "softmax" not in config.layer_mixers:
-            theirs["layer_types"] = [*theirs["layer_types"], "full_attention"]
-            theirs["num_hidden_layers"] += 1
-        interval = theirs["layer_types"].index("full_attention") + 1
-        regular = _layer_types(theirs | {"layer_types": None, "full_attention_interval": interval})
-        theirs["full_attention_interval"] = interval if regular == theirs["layer_types"] else None
-        return theirs
+            foreign["layer_types"] = [*foreign["layer_types"], "full_attention"]
+            foreign["num_hidden_layers"] += 1
+        interval = foreign["layer_types"].index("full_attention") + 1
+        regular = _layer_types(foreign | {"layer_types": None, "full_attention_interval": interval})
+        foreign["full_attention_interval"] = interval if regular == foreign["layer_types"] else None
+        return foreign
 
-    def tensors(self, names: Iterable[str], theirs: Config) -> list[Tensors]:
+    def tensors(self, names: Iterable[str], foreign: Config) -> list[Tensors]:
         there = set(names)
-        dtype = getattr(torch, theirs.get("dtype") or theirs.get("torch_dtype") or "float32")
+        dtype = getattr(torch, foreign.get("dtype") or foreign.get("torch_dtype") or "float32")
         found = [
             Tensors(n, (n,)) for n in ("model.embed_tokens.weight", "lm_head.weight") if n in there
         ]
         found.append(shifted("model.norm.weight", "model.norm.weight", dtype))
-        for i, kind in enumerate(_layer_types(theirs)):
+        for i, kind in enumerate(_layer_types(foreign)):
             layer = f"model.layers.{i}."
             if layer + "mixer_norm.weight" in there:
-                found += _layer(layer, kind, theirs["num_attention_heads"], dtype)
+                found += _layer(layer, kind, foreign["num_attention_heads"], dtype)
             else:
-                found += null_layer(layer, theirs, _null_attention(theirs))
+                found += null_layer(layer, foreign, _null_attention(foreign))
         return found
 
 
 def _layer(layer: str, kind: str, heads: int, dtype: torch.dtype) -> list[Tensors]:
-    ours, theirs = (
+    ours, foreign = (
         layer + "mixer.",
         layer + ("linear_attn." if kind == "linear_attention" else "self_attn."),
     )
@@ -128,66 +128,66 @@ def _layer(layer: str, kind: str, heads: int, dtype: torch.dtype) -> list[Tensor
     )
     if kind == "full_attention":
         same = {f"{n}_proj": f"{n}_proj" for n in "kvo"}
-        found.append(_per_head(theirs + "q_proj.weight", of("q_proj", "g_proj"), heads))
-        found += [shifted(f"{theirs}{n}_norm.weight", *of(f"{n}_norm"), dtype=dtype) for n in "qk"]
+        found.append(_per_head(foreign + "q_proj.weight", of("q_proj", "g_proj"), heads))
+        found += [shifted(f"{foreign}{n}_norm.weight", *of(f"{n}_norm"), dtype=dtype) for n in "qk"]
     else:
         same = {"in_proj_z": "g_proj", "in_proj_b": "b_proj", "in_proj_a": "a_proj"}
         same |= {"norm": "o_norm", "out_proj": "o_proj"}
-        found.append(stacked(theirs + "in_proj_qkv.weight", of("q_proj", "k_proj", "v_proj")))
-        found.append(stacked(theirs + "conv1d.weight", of("q_conv1d", "k_conv1d", "v_conv1d")))
-        found += [Tensors(theirs + n, (f"{ours}decay.{n}",)) for n in ("A_log", "dt_bias")]
-    return found + [Tensors(f"{theirs}{there}.weight", of(here)) for there, here in same.items()]
+        found.append(stacked(foreign + "in_proj_qkv.weight", of("q_proj", "k_proj", "v_proj")))
+        found.append(stacked(foreign + "conv1d.weight", of("q_conv1d", "k_conv1d", "v_conv1d")))
+        found += [Tensors(foreign + n, (f"{ours}decay.{n}",)) for n in ("A_log", "dt_bias")]
+    return found + [Tensors(f"{foreign}{there}.weight", of(here)) for there, here in same.items()]
 
 
-def _null_attention(theirs: Config) -> dict[str, tuple[int, ...]]:
+def _null_attention(foreign: Config) -> dict[str, tuple[int, ...]]:
     """The shapes of the weights of a layer of attention."""
-    D, K = theirs["hidden_size"], theirs["head_dim"]
-    H, groups = theirs["num_attention_heads"], theirs["num_key_value_heads"]
+    D, K = foreign["hidden_size"], foreign["head_dim"]
+    H, groups = foreign["num_attention_heads"], foreign["num_key_value_heads"]
     return {
         **{"q_proj": (2 * H * K, D), "k_proj": (groups * K, D), "v_proj": (groups * K, D)},
         **{"o_proj": (D, H * K), "q_norm": (K,), "k_norm": (K,)},
     }
 
 
-def _layer_types(theirs: Config) -> list[str]:
-    if theirs.get("layer_types"):
-        return theirs["layer_types"]
-    every = theirs.get("full_attention_interval") or 4
+def _layer_types(foreign: Config) -> list[str]:
+    if foreign.get("layer_types"):
+        return foreign["layer_types"]
+    every = foreign.get("full_attention_interval") or 4
     kinds = ("full_attention", "linear_attention")
-    return [kinds[bool((i + 1) % every)] for i in range(theirs.get("num_hidden_layers", 32))]
+    return [kinds[bool((i + 1) % every)] for i in range(foreign.get("num_hidden_layers", 32))]
 
 
-def _read(theirs: Config, ours: Config) -> None:
-    types = _layer_types(theirs)
+def _read(foreign: Config, ours: Config) -> None:
+    types = _layer_types(foreign)
     for kind in types:
         if kind not in _LAYER_TYPES.values():
             raise unsupported("layer_types", kind)
     if "linear_attention" not in types:
         raise unsupported("layer_types", types)
-    if len(types) != theirs["num_hidden_layers"]:
+    if len(types) != foreign["num_hidden_layers"]:
         raise InputError(
-            f"layer_types names {len(types)} layers, num_hidden_layers is {theirs['num_hidden_layers']}"
+            f"layer_types names {len(types)} layers, num_hidden_layers is {foreign['num_hidden_layers']}"
         )
-    K, V = theirs["linear_key_head_dim"], theirs["linear_value_head_dim"]
+    K, V = foreign["linear_key_head_dim"], foreign["linear_value_head_dim"]
     ours |= {"head_dim": K, "expand_v": V / K, "feature_map": "silu", "use_gate": True}
     if full := [i for i, kind in enumerate(types) if kind == "full_attention"]:
-        rope = rope_settings(theirs, "rope_parameters")
+        rope = rope_settings(foreign, "rope_parameters")
         if (kind := rope.get("rope_type", "default")) != "default":
             raise unsupported("rope_type", kind)
-        factor = rope.get("partial_rotary_factor", theirs["partial_rotary_factor"])
+        factor = rope.get("partial_rotary_factor", foreign["partial_rotary_factor"])
         options = {
-            "num_heads": theirs["num_attention_heads"],
-            "num_kv_heads": theirs["num_key_value_heads"],
-            "head_dim": theirs["head_dim"],
-            "rotary_dim": int(theirs["head_dim"] * factor),
-            "rope_theta": rope.get("rope_theta", theirs["rope_theta"]),
+            "num_heads": foreign["num_attention_heads"],
+            "num_kv_heads": foreign["num_key_value_heads"],
+            "head_dim": foreign["head_dim"],
+            "rotary_dim": int(foreign["head_dim"] * factor),
+            "rope_theta": rope.get("rope_theta", foreign["rope_theta"]),
             "qk_norm": True,
             "gate": "channel",
         }
         add_softmax(ours, full, options)
 
 
-def _write(ours: Config, theirs: Config) -> None:
+def _write(ours: Config, foreign: Config) -> None:
     if not ours["conv_size"]:
         raise InputError("conv_size=0 of mixer 'gated_deltanet' cannot be expressed there")
     null = {"head_dim": _NULL_HEAD_DIM, "rotary_dim": 16, "rope_theta": 10000.0}
@@ -195,7 +195,7 @@ def _write(ours: Config, theirs: Config) -> None:
     third = (
         full["rotary_dim"] // 6
     )  # of the rotary pairs; the axes of an image, which are equal in text
-    theirs |= {
+    foreign |= {
         "layer_types": [_LAYER_TYPES[mixer] for mixer in ours["layers"]],
         "linear_key_head_dim": ours["key_dim"],
         "linear_value_head_dim": ours["value_dim"],
@@ -210,7 +210,7 @@ def _write(ours: Config, theirs: Config) -> None:
             "mrope_section": [full["rotary_dim"] // 2 - 2 * third, third, third],
         },
     }
-    del theirs["partial_rotary_factor"], theirs["rope_theta"]
+    del foreign["partial_rotary_factor"], foreign["rope_theta"]
 
 
 FORMATS = {
