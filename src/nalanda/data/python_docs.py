@@ -65,19 +65,25 @@ def python_documents(only: Container[str] | None = None) -> dict[str, str]:
         raise InputError(
             f"{sys.executable}: no pydoc_data.topics; install its full standard library"
         ) from None
-    names = sorted(n for n in sys.stdlib_module_names if only is None or n in only)
-    documents = {}
+
+    texts = {}
     if only is None or "reference" in only:
-        documents = {f"reference/{name}": text for name, text in topics.items()}
+        texts = {f"reference/{name}": text for name, text in topics.items()}
     library = Path(sysconfig.get_path("stdlib"))
-    for name in names:
+    for name in sorted(sys.stdlib_module_names):
+        if only is not None and name not in only:
+            continue
         for path in [library / f"{name}.py", *(library / name).rglob("*.py")]:
             parts = path.relative_to(library).parts
             if path.is_file() and not NOT_PROSE.intersection(parts):
-                documents["/".join(parts)] = path.read_text(encoding="utf-8", errors="replace")
-        documents[f"{name} (C)"] = _c_docstrings(name)
-    documents = {name: _tidy_text(text) for name, text in sorted(documents.items())}
-    documents = {n: t for n, t in documents.items() if len(t) >= SHORTEST_DOCUMENT and _is_prose(t)}
+                texts["/".join(parts)] = path.read_text(encoding="utf-8", errors="replace")
+        texts[f"{name} (C)"] = _c_docstrings(name)
+
+    documents = {}
+    for name in sorted(texts):
+        text = _tidy_text(texts[name])
+        if len(text) >= SHORTEST_DOCUMENT and _is_prose(text):
+            documents[name] = text
     if not documents:
         raise InputError(f"{library}: no sources of the standard library; install all of it")
     return documents
@@ -85,15 +91,12 @@ def python_documents(only: Container[str] | None = None) -> dict[str, str]:
 
 def _c_docstrings(name: str) -> str:
     """The docstrings of a module without a Python source as one document; "" for other modules."""
-    if (
-        name.startswith(("_test", "_xx", "xx")) or name == "readline"
-    ):  # importing readline may print
+    if name.startswith(("_test", "_xx", "xx")) or name == "readline":  # whose import may print
         return ""
     try:
         spec = importlib.util.find_spec(name)
-        if spec is None or not (
-            spec.loader is BuiltinImporter or isinstance(spec.loader, ExtensionFileLoader)
-        ):
+        loader = spec.loader if spec else None
+        if loader is not BuiltinImporter and not isinstance(loader, ExtensionFileLoader):
             return ""
         module = importlib.import_module(name)
     except (ImportError, ValueError):  # built for another system, or __main__
@@ -164,10 +167,10 @@ def split_families(
             name = head[name]
         return name
 
-    owner: dict[str, str] = {}
+    first_with: dict[str, str] = {}  # each passage → the first document that has it
     for name, text in documents.items():
         for block in _find_passages(text):
-            head[find(name)] = find(owner.setdefault(block, name))
+            head[find(name)] = find(first_with.setdefault(block, name))
     families: dict[str, list[str]] = {}
     for name in documents:
         families.setdefault(find(name), []).append(name)
@@ -179,7 +182,5 @@ def split_families(
         if size <= room:
             room -= size
             validation.update(members)
-    return (
-        {name: text for name, text in documents.items() if name not in validation},
-        {name: text for name, text in documents.items() if name in validation},
-    )
+    training = {name: text for name, text in documents.items() if name not in validation}
+    return training, {name: documents[name] for name in documents if name in validation}

@@ -101,8 +101,9 @@ class Tokenisers:
             try:
                 group = None if failure else next(groups, None)
             except Exception as error:
-                group, failure = None, error
+                group, failure = None, error  # raised once the groups before it are given
 
+            # Groups are given in their order, each once `_ahead` more have begun, or at the end.
             if group:
                 key, texts = group
                 waiting.append((key, self._begin_share(number, texts)))
@@ -129,7 +130,7 @@ class Tokenisers:
         return self._pool.submit(encode, texts).result
 
     def _encode_in_process(self, texts: list[str]) -> list[np.ndarray]:
-        worker = self._free.get()
+        worker = self._free.get()  # the one that has waited longest
         try:
             return worker.encode(texts)
         finally:
