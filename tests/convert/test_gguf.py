@@ -541,6 +541,7 @@ def test_refuses_more_ends_than_gguf_has(tokenizer, tmp_path):
 
 def test_a_pad_token_like_that_of_exported_runs(tokenizer, tmp_path):
     pytest.importorskip("xllamacpp")
+    tokenizer = copy.deepcopy(tokenizer)  # other tests have the same one
     tokenizer.pad_token = tokenizer.eos_token
     save(tmp_path / "m", tokenizer, num_hidden_layers=1, **TAME)
     file = File(writing.write_gguf(tmp_path / "m", tmp_path / "m.gguf"))
