@@ -330,9 +330,11 @@ def cut_rows_are_whole(model: Any) -> None:
         return out
 
     def gradients() -> list[Tensor]:
-        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        of_parameters = [
+            torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()
+        ]
         model.zero_grad()
-        return found
+        return of_parameters
 
     states: Any = None
     for step, bounds in enumerate(packings):
@@ -341,14 +343,14 @@ def cut_rows_are_whole(model: Any) -> None:
         if carries:
             carried = torch.tensor([step > 0, False])
             options = {"carried_cache": states, "carried": carried, "return_carried_cache": True}
-        whole = run(tokens, bounds, **options)
+        uncut = run(tokens, bounds, **options)
         expected = gradients()
         parts = in_threads(N, lambda context: run(tokens, bounds, context=context, **options))  # noqa: B023
         scale = max(1.0, *(float(g.abs().max()) for g in expected))
-        close(torch.stack([part.loss for part in parts]).sum(), whole.loss, 1e-9 * T)
-        for own, whole_gradient in zip(gradients(), expected, strict=True):
-            close(own, whole_gradient, 1e-9 * scale)
-        states = whole.carried_cache
+        close(torch.stack([part.loss for part in parts]).sum(), uncut.loss, 1e-9 * T)
+        for gradient, of_whole in zip(gradients(), expected, strict=True):
+            close(gradient, of_whole, 1e-9 * scale)
+        states = uncut.carried_cache
         for part in parts if carries else ():
             assert part.carried_cache.lengths.tolist() == states.lengths.tolist()
             for own, all_of_it in zip(part.carried_cache.states, states.states, strict=True):

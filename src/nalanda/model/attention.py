@@ -432,7 +432,7 @@ def weigh(
 
     causal: the last query sees all keys, and each before it one fewer.
     """
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, L or W, ·]
     if causal and q.shape[2] < k.shape[2] and not q.is_meta:  # there shapes suffice
         bias: Any = causal_lower_right(
             q.shape[2], k.shape[2]
@@ -445,7 +445,7 @@ def weigh(
     if scores == "softmax":
         options = {"attn_mask": mask, "is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
         return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
-    p = F.relu(q @ k.mT * q.shape[-1] ** -0.5)
+    p = F.relu(q @ k.mT * q.shape[-1] ** -0.5)  # [B, H, L, W]
     p = p if mask is None else p.masked_fill(~mask, 0)
     return ((p.tril() if causal else p) @ v).transpose(1, 2)
 
@@ -469,6 +469,8 @@ def attend(
         return _attend_both(q, k, v, reach, blocks, scores, real)
     if reach is None or reach >= T:
         return weigh(q, k, v, causal=True, scores=scores)
+
+    # Whole blocks of `reach` tokens, padded behind the last token, which no earlier one sees.
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, -T % reach)) for x in (q, k, v))
     if blocks:
         o = weigh(
@@ -483,7 +485,7 @@ def attend(
     k, v = (x.unfold(1, 2 * reach, reach).movedim(-1, 2).flatten(0, 1) for x in (k, v))
     keys = torch.arange(2 * reach, device=q.device)
     queries = keys[reach:, None]
-    seen = (keys <= queries) & (keys > queries - reach)
+    seen = (keys <= queries) & (keys > queries - reach)  # [reach, 2·reach]
     rest = weigh(q.flatten(0, 1), k, v, seen[None], scores=scores)
     return torch.cat([first, rest.unflatten(0, q.shape[:2]).flatten(1, 2)[:, : T - reach]], 1)
 

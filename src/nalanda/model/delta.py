@@ -163,7 +163,7 @@ class DeltaNet(Mixer):
     ) -> Tensor:
         q, k, beta, features = heads["q"], heads["k"], heads["beta"], self.feature_map
         erase, norm = heads.get("erase"), "l2" if self.qk_norm == "l2" else None
-        if self.norm_write:
+        if self.norm_write:  # β' = 1 − exp(−β‖k‖²/K)
             beta = -torch.expm1(-beta * self.per_value(at_least_fp32(k).square().mean(-1)))
             if self.qk_norm != "l2":
                 (q, k, beta), features = self.unnormed(q, k, beta), None
@@ -210,6 +210,7 @@ class DeltaNet(Mixer):
         if not self.norm_read:
             return super().read_out(o, heads, x)
         _, length = direction(at_least_fp32(heads["q"]), EPS)
+        # ½ + tanh(‖q‖/√K), [B, T, HV, 1]
         s = self.per_value((0.5 + (length / self.K**0.5).tanh()).squeeze(-1))[..., None]
         norm: RMSNorm = self.o_norm  # pyrefly: ignore[bad-assignment]
         # A head's factor passes its gate.

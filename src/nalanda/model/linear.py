@@ -176,7 +176,8 @@ class NormalizedAttention(LinearRecurrence):
         v = at_least_fp32(heads["v"])
         one = v.new_ones(*v.shape[:3], 1)
         if self.feature_theta is not None:
-            q, k = map_features(heads["q"], heads["k"], self.feature_map)
+            # The denominator is of the features before they rotate.
+            q, k = map_features(heads["q"], heads["k"], self.feature_map)  # [B, T, H, F]
             z = self.recur({"q": q, "k": k, "v": one}, seq, state, new, mapped=True, scale=1.0)
             angles = place_angles(q, seq, self.stream_width, self.feature_theta)
             q, k = (self.rotate_streams(x, angles) for x in (q, k))
