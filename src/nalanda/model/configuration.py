@@ -292,16 +292,18 @@ class NalandaConfig(PreTrainedConfig):
             )
 
     def _check_mixers(self, mixers: dict[str, Mixer]) -> None:
-        for field, wanted, part in (
+        for field, wanted, default in (
             ("feature_map", self.feature_map or self.feature_map_options, "map_name"),
             ("conv_size", self.conv_size, "conv_size"),
             ("use_gate", self.use_gate, "gated"),
         ):
-            if wanted and all(getattr(type(m), part) is None for m in mixers.values()):
+            if wanted and all(getattr(type(m), default) is None for m in mixers.values()):
                 names = " and ".join(mixers)
                 raise ValueError(
                     f"{field}={getattr(self, field)!r}: {names} does not use it; leave it out"
                 )
+
+        # Decoders read one way. Encoders read both at once, or by one pass of causal mixers each way.
         causal = [name for name, mixer in mixers.items() if not mixer.unmasked]
         if self.directions not in (1, 2):
             raise ValueError(
@@ -318,7 +320,8 @@ class NalandaConfig(PreTrainedConfig):
             raise ValueError(
                 f"directions=2: {' and '.join(mixers)} sees both ways at once; leave it out"
             )
-        if MIXERS.keys() & self.mixer_options.keys():
+
+        if MIXERS.keys() & self.mixer_options.keys():  # options of each mixer, by its name
             for name in self.mixer_options:
                 if name not in mixers:
                     near = did_you_mean(name, mixers)
@@ -345,11 +348,11 @@ class NalandaConfig(PreTrainedConfig):
         return [self.mixer] * self.num_hidden_layers if isinstance(self.mixer, str) else self.mixer
 
     def _refuse_unknown(self, keys: dict[str, Any]) -> None:
-        known = [name for name in self.__dataclass_fields__ if not name.startswith("_")]
+        fields = [name for name in self.__dataclass_fields__ if not name.startswith("_")]
         for key in keys:
             if key.startswith("_") or key in _FOREIGN_KEYS or key in self.attribute_map:
                 continue
-            raise ValueError(f"unknown model key {key!r}{did_you_mean(key, known)}")
+            raise ValueError(f"unknown model key {key!r}{did_you_mean(key, fields)}")
 
     def plugin_files(self) -> dict[str, str]:
         """File name to text of what checkpoints carry of the plugins that define the mixers and maps.

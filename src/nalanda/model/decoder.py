@@ -106,11 +106,14 @@ class Block(GradientCheckpointingLayer):
     ) -> tuple[Tensor, LayerState | CarriedState | None]:
         x, h = add_norm(x, None, self.mixer_norm)
         y, state = self.mixer(h, seq, state)
-        x, h = add_norm(x, self.dropout(y) if self.training else y, self.mlp_norm)
+        if self.training:  # calls to dropout would slow decoding
+            y = self.dropout(y)
+
+        x, h = add_norm(x, y, self.mlp_norm)
         y = self.mlp(h)
-        return x + (
-            self.dropout(y) if self.training else y
-        ), state  # calls to dropout would slow decoding
+        if self.training:
+            y = self.dropout(y)
+        return x + y, state
 
 
 class NalandaPreTrainedModel(PreTrainedModel):
@@ -142,7 +145,7 @@ class NalandaPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Initialises a module; `init` skips parameters that a checkpoint has filled.
 
-        Other classes than these return their values in `initial()`, or draw them in `reset_parameters()`.
+        Any other class must define `initial()`, which returns its values, or `reset_parameters()`.
         Raises ValueError if a parameter or buffer would remain uninitialised memory.
         """
         std = self.config.initializer_range
@@ -177,10 +180,12 @@ class NalandaPreTrainedModel(PreTrainedModel):
             self._refuse_unset(module, set())
 
     @staticmethod
-    def _refuse_unset(module: nn.Module, known: set[str]) -> None:
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    def _refuse_unset(module: nn.Module, names_set: set[str]) -> None:
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         unset = [
-            n for n, x in own if n not in known and not getattr(x, "_is_hf_initialized", False)
+            name
+            for name, x in tensors
+            if name not in names_set and not getattr(x, "_is_hf_initialized", False)
         ]
         if unset:
             raise ValueError(
@@ -511,31 +516,31 @@ class Decoder(NalandaPreTrainedModel):
         context: Context | None,
     ) -> tuple[Tensor, tuple[int, int] | None]:
         """Embeddings `[B, T, D]`, of this process's part of the rows; images come with their grid."""
-        if (pixel_values is None) != (self.config.image_size is None):
-            there = (
-                "images: give pixel_values" if self.config.image_size else "tokens: give input_ids"
-            )
-            raise ValueError(f"image_size={self.config.image_size}: the model reads {there}")
+        reads_images = self.config.image_size is not None
+        if reads_images != (pixel_values is not None):
+            wanted = "images: give pixel_values" if reads_images else "tokens: give input_ids"
+            raise ValueError(f"image_size={self.config.image_size}: the model reads {wanted}")
         if sum(x is not None for x in (input_ids, inputs_embeds, pixel_values)) != 1:
             raise ValueError("give either input_ids or inputs_embeds")
-        if pixel_values is not None:
+
+        if reads_images:
             return self.embed_tokens(pixel_values, interpolate_pos_encoding)
-        if input_ids is not None and (input_ids.dim() != 2 or input_ids.is_floating_point()):
-            kind = str(input_ids.dtype).removeprefix("torch.")
-            raise ValueError(
-                f"input_ids must be integers [batch, length], got {kind} {list(input_ids.shape)}"
-            )
+
+        if input_ids is not None:
+            if input_ids.dim() != 2 or input_ids.is_floating_point():
+                kind = str(input_ids.dtype).removeprefix("torch.")
+                raise ValueError(
+                    f"input_ids must be integers [batch, length], got {kind} {list(input_ids.shape)}"
+                )
+            return self.embed_tokens(
+                input_ids if context is None else context.part(input_ids)
+            ), None
+
+        x: Any = inputs_embeds
         width = self.config.hidden_size
-        if inputs_embeds is not None and (
-            inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width
-        ):
-            raise ValueError(
-                f"inputs_embeds must be [batch, length, {width}], got {list(inputs_embeds.shape)}"
-            )
-        given: Any = input_ids if inputs_embeds is None else inputs_embeds
-        if context is not None:
-            given = context.part(given)
-        return (self.embed_tokens(given) if inputs_embeds is None else given), None
+        if x.dim() != 3 or x.shape[2] != width:
+            raise ValueError(f"inputs_embeds must be [batch, length, {width}], got {list(x.shape)}")
+        return x if context is None else context.part(x), None
 
     def _scaled(self, x: Tensor, seq: Sequences) -> Tensor:
         """What the first layer reads: embeddings at their scale, with fixed positions."""

@@ -21,8 +21,7 @@ def swiglu(a: Tensor, b: Tensor) -> Tensor:
 def add_norm(x: Tensor, y: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
     """x + y and its norm, in `linear_dtype(x)`; y None: x itself and its norm.
 
-    Whoever goes on with the sum should take the one returned here: the kernel's backward adds the gradients
-    of both.
+    Use the returned sum: its backward adds both gradients in one kernel.
     """
     served = _norm_by_kernel(x, norm, add=y, dtype=linear_dtype(x))
     if served is not None:

@@ -55,8 +55,8 @@ class Graph:
 
     def capture(self, function: Callable[[], Tensor]) -> Tensor:
         """Records `function`; what it returns holds values only after a replay."""
-        here = torch.cuda.current_stream(self.device)  # a failed recording would not return to it
-        with _capturing, torch.cuda.device(self.device), torch.cuda.stream(here):
+        stream = torch.cuda.current_stream(self.device)  # a failed recording would not return to it
+        with _capturing, torch.cuda.device(self.device), torch.cuda.stream(stream):
             try:
                 with self._recording(self.graph):
                     return function()
@@ -172,10 +172,10 @@ class GraphedStep:
             raise RuntimeError("the states change their shapes or precision")
         # Where no kernel wrote to the buffers.
         pairs = [
-            (x[n], made[n])
-            for x, made in zip(new, cache.states, strict=True)
-            for n in x
-            if x[n] is not made[n]
+            (buffers[name], state[name])
+            for buffers, state in zip(new, cache.states, strict=True)
+            for name in buffers
+            if buffers[name] is not state[name]
         ]
         copy_all(pairs)
         return logits

@@ -81,6 +81,13 @@ class LanguageModel(NalandaPreTrainedModel):
         return total
 
 
+def _positions(logits_to_keep: int | Tensor) -> slice | Tensor:
+    """The index of the last n positions, or of the given ones; 0: of all."""
+    if isinstance(logits_to_keep, int):
+        return slice(-logits_to_keep, None)
+    return logits_to_keep
+
+
 class _WithoutFirst(BaseStreamer):
     """Drops the first token: it is the state's last, already shown."""
 
@@ -279,13 +286,18 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         raise AttributeError
 
     def _mark_before(
-        self, cache: NalandaCache, keep: int, attention_mask: Tensor | None, *columns: Tensor | None
+        self,
+        cache: NalandaCache,
+        keep: int | Tensor,
+        attention_mask: Tensor | None,
+        *columns: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """Reads all but the last `keep` columns of (input_ids, inputs_embeds, …), marks, returns the rest.
 
-        `crop` may remove only positions after the first one with requested logits. keep: 0 for all columns.
+        `crop` may remove only positions after the first one with requested logits. keep: 0, or positions, for
+        all columns.
         """
-        if keep:
+        if isinstance(keep, int) and keep:
             ids, embeddings = (None if x is None else x[:, :-keep] for x in columns[:2])
             mask = None if attention_mask is None else attention_mask[:, :-keep]
             if any(x is not None and x.shape[1] for x in (ids, embeddings)):
@@ -358,21 +370,20 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         cu_seqlens = foreign_bounds(cu_seqlens, foreign)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        cache = past_key_values
 
-        # One token of each sequence, in `generate` on CUDA.
         beside = (inputs_embeds, labels, shift_labels, cu_seqlens, carried_cache, carried)
-        if all(x is None for x in beside) and not (output_hidden_states or return_carried_cache):
-            logits = self._logits_by_graph(input_ids, cache)
-            if logits is not None:
-                # pyrefly: ignore[bad-argument-type]
-                return CausalLMOutput(logits=logits, past_key_values=cache)
+        plain = all(x is None for x in beside) and not (
+            output_hidden_states or return_carried_cache
+        )
+        if plain and (logits := self._logits_by_graph(input_ids, past_key_values)) is not None:
+            # pyrefly: ignore[bad-argument-type]
+            return CausalLMOutput(logits=logits, past_key_values=past_key_values)
 
-        if isinstance(cache, NalandaCache) and cache.waits_for_mark:
-            every = labels is not None or shift_labels is not None or output_hidden_states
-            keep = 0 if every or isinstance(logits_to_keep, Tensor) else logits_to_keep
+        if isinstance(past_key_values, NalandaCache) and past_key_values.waits_for_mark:
+            every = output_hidden_states or any(x is not None for x in (labels, shift_labels))
+            keep = 0 if every else logits_to_keep
             columns = (input_ids, inputs_embeds, position_ids)
-            columns = self._mark_before(cache, keep, attention_mask, *columns)
+            columns = self._mark_before(past_key_values, keep, attention_mask, *columns)
             input_ids, inputs_embeds, position_ids = columns
 
         out = self.model(
@@ -391,15 +402,13 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             output_attentions=output_attentions,
         )
         h = out.last_hidden_state  # [B, T, D], or [B, T/N, D] of this process's part
-
         loss = logits = None
         described = (attention_mask, position_ids, cu_seqlens)
         targets = self._targets(h, labels, shift_labels, context, *described)
         if targets is not None:
             loss = self._mean_loss(h, targets, num_items_in_batch, z_loss, context)
         if targets is None or not self.training:
-            last = isinstance(logits_to_keep, int)
-            logits = self.lm_head(h[:, slice(-logits_to_keep, None) if last else logits_to_keep])
+            logits = self.lm_head(h[:, _positions(logits_to_keep)])
 
         return CausalLMOutput(
             loss=loss,
@@ -412,13 +421,11 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
     def _logits_by_graph(
         self, input_ids: Tensor | None, cache: NalandaCache | None
     ) -> Tensor | None:
-        """Logits `[B, 1, vocabulary]` of a CUDA graph; None if no graph serves the call."""
-        if torch.compiler.is_compiling() or input_ids is None or input_ids.shape[1] != 1:
+        """Logits `[B, 1, vocabulary]` of a CUDA graph, in `generate`; None if no graph serves the call."""
+        graphs = None if torch.compiler.is_compiling() else current_graphs()
+        if graphs is None or input_ids is None or not isinstance(cache, NalandaCache):
             return None
-        graphs = current_graphs()
-        if graphs is None or not isinstance(cache, NalandaCache):
-            return None
-        return graphs.decode(self, input_ids, cache)
+        return graphs.decode(self, input_ids, cache) if input_ids.shape[1] == 1 else None
 
     def _targets(
         self,

@@ -274,15 +274,17 @@ class ShortConv(nn.Module):
     def forward(
         self, x: Tensor, seq: Sequences, state: Tensor | None = None, carry: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        if self.weight.dim() == 4:
+        if self.weight.dim() == 4:  # of images, over a grid of patches
             assert seq.grid is not None, "the convolution of an image needs its grid"
             weight = self.weight.to(x.dtype).repeat(self.copies, 1, 1, 1)
             image = x.unflatten(1, seq.grid).movedim(-1, 1)
             y = F.conv2d(image, weight, padding=self.width // 2, groups=len(weight))
             return y.movedim(1, -1).flatten(1, 2), None
-        gap, weight = self.width - 1, self.weight.squeeze(1).T.to(x.dtype)
+
+        gap, weight = self.width - 1, self.weight.squeeze(1).T.to(x.dtype)  # [W, D]
         weight = weight.repeat(1, self.copies) if self.copies > 1 else weight
         after = self.width // 2 if seq.bidirectional else 0  # of a centred one
+
         if seq.cu_seqlens is None:
             if after:
                 return _CausalDepthwise.apply(
@@ -293,8 +295,9 @@ class ShortConv(nn.Module):
             # Cloned, because a view of W−1 rows would keep the whole tensor alive.
             past = laid[:, x.shape[1] :].clone() if carry else None
             return _CausalDepthwise.apply(laid, weight, None), past
+
         # Packed: the sequences, each after its own W−1 rows of past, form one dense row.
-        tokens, gaps = seq.with_gaps(gap, x.device)
+        tokens, gaps = seq.with_gaps(gap, x.device)  # [ΣT], [N, W − 1]
         laid = x.new_zeros(len(tokens) + gaps.numel() + after, x.shape[2]).index_copy_(
             0, tokens, x[0]
         )

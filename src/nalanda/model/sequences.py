@@ -333,38 +333,45 @@ class Layout:
         self.B, self.T = B, T = x.shape[:2]
         self.cu_seqlens: Tensor | None = None
         self.mask: Tensor | None = None
-        self.kept: Tensor | None = None  # int64 `[ΣT]`, the tokens among the B·T columns
+        self.real: Tensor | None = None  # int64 `[ΣT]`, the tokens among the B·T columns
         self.order: Tensor | None = None  # int64 `[B, T, 1]`, each row's columns with padding last
-        restart = None  # transformers' way to mark where packed documents begin
+
+        # position_ids that restart are transformers' way to mark where packed documents begin.
+        restart = None
         if position_ids is not None:
             if position_ids.shape not in ((B, T), (1, T)):
                 raise ValueError(
                     f"position_ids must be [batch, length] or [1, length] with batch {B} and length {T}, "
                     f"got {list(position_ids.shape)}"
                 )
-            restart = position_ids.diff(dim=1) != 1
-        if attention_mask is not None and not bool(
-            (mask := last_columns(attention_mask, B, T)).all()
-        ):
+            restart = position_ids.diff(dim=1) != 1  # [B or 1, T − 1]
+
+        mask = None if attention_mask is None else last_columns(attention_mask, B, T)
+        if mask is not None and not bool(mask.all()):
             if cu_seqlens is not None:
                 raise ValueError("give cu_seqlens or an attention_mask with padding, not both")
-            inside = mask[:, 1:] & mask[:, :-1]
-            if restart is not None and bool((restart & inside.to(restart.device)).any()):
-                raise ValueError(
-                    "give position_ids that restart or an attention_mask with padding, not both"
-                )
-            self.mask, self.kept = mask, mask.flatten().nonzero().squeeze(1).to(x.device)
-            self.cu_seqlens = offsets(mask.sum(1).cpu())
+            self._leave_out_padding(x, mask, restart)
+
         elif cu_seqlens is not None:
-            self.cu_seqlens = cu_seqlens = bounds_on_host(cu_seqlens, B * T)
-            if torch.equal(cu_seqlens, torch.arange(B + 1) * T):  # a document a row: a dense batch
-                self.cu_seqlens = None
+            bounds = bounds_on_host(cu_seqlens, B * T)
+            a_document_a_row = torch.equal(bounds, torch.arange(B + 1) * T)
+            self.cu_seqlens = None if a_document_a_row else bounds
+
         elif restart is not None and bool(restart.any()):
             first = torch.ones(B, T, dtype=torch.bool)
             first[:, 1:] = restart.cpu()
-            self.cu_seqlens = torch.cat(
-                [first.flatten().nonzero().squeeze(1), torch.tensor([B * T])]
+            starts = first.flatten().nonzero().squeeze(1)
+            self.cu_seqlens = torch.cat([starts, torch.tensor([B * T])])
+
+    def _leave_out_padding(self, x: Tensor, mask: Tensor, restart: Tensor | None) -> None:
+        inside = mask[:, 1:] & mask[:, :-1]  # columns whose token follows another
+        if restart is not None and bool((restart & inside.to(restart.device)).any()):
+            raise ValueError(
+                "give position_ids that restart or an attention_mask with padding, not both"
             )
+        self.mask = mask
+        self.real = mask.flatten().nonzero().squeeze(1).to(x.device)
+        self.cu_seqlens = offsets(mask.sum(1).cpu())
 
     @classmethod
     def padding_last(cls, x: Tensor, attention_mask: Tensor) -> "Layout":
@@ -396,16 +403,16 @@ class Layout:
         if self.cu_seqlens is None:
             return x
         x = x.flatten(0, 1)
-        return (x if self.kept is None else x.index_select(0, self.kept))[None]
+        return (x if self.real is None else x.index_select(0, self.real))[None]
 
     def unpack(self, x: Tensor) -> Tensor:
         """What `pack` returned to `[B, T, D]`, zeros in the place of padding."""
         if self.order is not None:
             assert self.mask is not None
             return torch.zeros_like(x).scatter(1, self.order.expand_as(x), x) * self.mask[..., None]
-        if self.kept is not None:
+        if self.real is not None:
             x = x.new_zeros(self.B * self.T, x.shape[-1]).index_copy(
-                0, self.kept.to(x.device), x[0]
+                0, self.real.to(x.device), x[0]
             )
         return x.view(self.B, self.T, x.shape[-1])
 
