@@ -68,7 +68,7 @@ def analyze(
         from nalanda_lab.plots import print_analysis
 
     with under_way("measuring"):
-        found = analyze(
+        result = analyze(
             model,
             overrides,
             text=text,
@@ -79,7 +79,7 @@ def analyze(
             device=device,
             trust_remote_code=trust_remote_code,
         )
-    print_analysis(*found)
+    print_analysis(*result)
 
 
 @app.command()

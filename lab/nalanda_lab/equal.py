@@ -68,27 +68,27 @@ def models(
 
     Mixers without a feature map are listed once.
     """
-    found: dict[str, dict] = {}
+    by_label: dict[str, dict] = {}
     refused: dict[str, list[tuple[str, str]]] = {}
     for mixer in mixers:
-        own = MIXERS[parse(mixer, None)["mixer"]].map_name
-        for feature_map in maps if own else (None,):
+        default_map = MIXERS[parse(mixer, None)["mixer"]].map_name
+        for feature_map in maps if default_map else (None,):
             if feature_map and feature_map not in (*FEATURE_MAPS, "own"):
                 raise InputError(
                     f"--maps: unknown map {feature_map!r}{suggest(feature_map, FEATURE_MAPS)}"
                 )
-            model = parse(mixer, own if feature_map == "own" else feature_map)
+            model = parse(mixer, default_map if feature_map == "own" else feature_map)
             try:
                 NalandaConfig(**base | model)
             except ValueError as error:
                 refused.setdefault(mixer, []).append((feature_map or "no map", str(error)))
             else:
-                found[label(model)] = model
+                by_label[label(model)] = model
     notes = [
         f"{mixer} is left out with {', '.join(name for name, _ in pairs)}: {pairs[0][1]}"
         for mixer, pairs in refused.items()
     ]
-    return list(found.values()), notes
+    return list(by_label.values()), notes
 
 
 def count(model: dict[str, Any]) -> int:
@@ -99,11 +99,11 @@ def count(model: dict[str, Any]) -> int:
 
 def most_parameters(base: dict[str, Any]) -> int:
     """Parameters of the largest mixer with its own map: the common target, whichever models are compared."""
-    found = []
+    counts = []
     for name in MIXERS:
         with contextlib.suppress(ValueError):  # sizes that do not suit a mixer
-            found.append(count(base | {"mixer": name}))
-    return max(found)
+            counts.append(count(base | {"mixer": name}))
+    return max(counts)
 
 
 def with_parameters(model: dict[str, Any], wanted: int) -> dict[str, Any]:

@@ -47,9 +47,9 @@ def sweep(jobs: Jobs, file: Path, workers: int) -> Iterator[Record]:
     Each finished run appends a line to the file, which others may read meanwhile. A killed run leaves no line
     and is run again. Raises `InputError` while another command appends to the file.
     """
-    known = records(file)
-    yield from (known[name] for name in jobs if name in known)
-    todo = [job for name, job in jobs.items() if name not in known]
+    finished = records(file)
+    yield from (finished[name] for name in jobs if name in finished)
+    todo = [job for name, job in jobs.items() if name not in finished]
     if not todo:
         return
     with appended(file) as stream, contextlib.closing(trained(todo, workers)) as new:
@@ -125,10 +125,10 @@ def _begin_worker() -> None:
 
 def follow(jobs: Jobs, file: Path, workers: int, tell: Callable[[Record], str]) -> list[Record]:
     """The records of `sweep`, with a progress bar; without a terminal, with a line for each run."""
-    found: list[Record] = []
-    known = len(records(file).keys() & jobs.keys())
-    with Progress("training", len(jobs), "runs", start=known, stream=sys.stdout) as progress:
+    ended: list[Record] = []
+    finished = len(records(file).keys() & jobs.keys())
+    with Progress("training", len(jobs), "runs", start=finished, stream=sys.stdout) as progress:
         for record in sweep(jobs, file, workers):
-            found.append(record)
-            progress.to(len(found), tell(record), end=True)
-    return found
+            ended.append(record)
+            progress.to(len(ended), tell(record), end=True)
+    return ended

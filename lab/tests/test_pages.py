@@ -1,5 +1,6 @@
 """The lab's pages: every command can be typed, and every link leads somewhere. No command runs."""
 
+import importlib.util
 import shlex
 import subprocess
 
@@ -27,12 +28,17 @@ def mistake(words: list[str], named: bool = False) -> str:
         return subprocess.run(dry, cwd=ROOT, capture_output=True, text=True).stderr
     if program == "accelerate":  # accelerate launch recipes/pretrain.py RECIPE
         program, arguments = "nalanda", ["train", *arguments[2:]]
+    if program == "python" and arguments[0] == "-m":
+        return "" if importlib.util.find_spec(arguments[1]) else f"{arguments[1]}: no such module"
+    if program == "pip":
+        return ""
     if program not in PROGRAMS:
         return f"{program} is unknown to this test"
     try:
         context = pages.read_arguments(PROGRAMS[program], program, arguments, named)
-        if context and context.params.get("recipe"):
-            load_config(context.params["recipe"], context.params["overrides"] or [])
+        recipe = context and context.params.get("recipe")
+        if context and recipe and not recipe.isupper():  # RECIPE stands for any
+            load_config(recipe, context.params["overrides"] or [])
     except InputError as error:
         return str(error)
     except nalanda_typer.UsageError as error:
