@@ -42,7 +42,7 @@ from nalanda.data.packing import StreamRows
 from nalanda.data.prepare import begin, prepare
 from nalanda.data.python_docs import (
     PASSAGE,
-    _passages,
+    _find_passages,
     python_documents,
     split_families,
     without_copies,
@@ -1390,7 +1390,7 @@ def test_python_corpus_has_no_copies(few_documents):
     assert "_heapq (C)" in documents
     assert "_heapq (C)" not in few_documents  # heapq.py holds the same docstrings
     assert "reference/with" not in few_documents  # a part of reference/compound
-    passages = [set(_passages(text)) for text in few_documents.values()]
+    passages = [set(_find_passages(text)) for text in few_documents.values()]
     for one, other in itertools.combinations(passages, 2):
         assert len(one & other) <= max(len(one), len(other)) / 2
 
@@ -1414,8 +1414,8 @@ def test_no_docstring_of_training_is_in_validation(few_documents, share):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 docstring = " ".join((ast.get_docstring(node) or "").split())
                 assert len(docstring) < PASSAGE or docstring not in held_out, (name, docstring)
-    shared = {b for t in train.values() for b in _passages(t)}
-    assert not shared & {b for t in validation.values() for b in _passages(t)}
+    shared = {b for t in train.values() for b in _find_passages(t)}
+    assert not shared & {b for t in validation.values() for b in _find_passages(t)}
 
 
 def test_python_corpus_does_not_depend_on_the_program(monkeypatch):
