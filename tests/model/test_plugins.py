@@ -282,6 +282,10 @@ class Positional(LinearAttention):
         super().__init__(config, layer_idx)
 
 
+class Older(LinearAttention):
+    state_gates = ("b_proj",)
+
+
 class Uncut(LinearAttention):
     cut = False
 
@@ -303,6 +307,7 @@ def test_rows_of_a_mixer_that_knows_no_parts_are_not_cut(monkeypatch):
             "no text `equation`; .*no text `source`; does not define mix.*state_spec.*flops",
         ),
         ("mine", Positional, "options with defaults"),
+        ("mine", Older, r"has `state_gates`, which is gate_parameters\(\) now"),
         ("gla", LinearAttention, "nalanda.model has a mixer of that name; choose another"),
     ],
 )

@@ -419,7 +419,7 @@ class ShiftedSiLU(Fp32Module, FeatureMap):
     """SiLU(x + b), b `[H, K]` learnt, shared by q and k; `K` features. b gives all features a common part.
 
     shift: where b starts. With 0.22 the mean cosine of φ(q_t) and φ(k_j), j < t, is 0.3 (without: 0.03) in an
-        untrained Gated DeltaNet of the study's shape (`recipes/study/lm.yaml`, random tokens), whose queries
+        untrained Gated DeltaNet of 2 M parameters (random tokens), whose queries
         and keys have a spread of 0.40 behind their convolutions. The value is in proportion to that spread.
     """
 

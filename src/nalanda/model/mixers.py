@@ -48,6 +48,14 @@ def register_mixer(name: str, mixer: type[Mixer]) -> None:
     register("mixer", name, mixer, MIXERS, list(faults_of(mixer)))
 
 
+RENAMED = {
+    "state_gates": "gate_parameters()",
+    "step_options": "step_rule()",
+    "signed_weights": "metrics",
+}
+"""Names that a mixer's class had in earlier versions."""
+
+
 def faults_of(mixer: type[Mixer]) -> Iterator[str]:
     """Each demand of the contract that a class does not meet."""
     if not (isinstance(mixer, type) and issubclass(mixer, Mixer)):
@@ -59,6 +67,10 @@ def faults_of(mixer: type[Mixer]) -> Iterator[str]:
     for name in ("mix", "state_spec", "flops"):
         if getattr(mixer, name) is getattr(Mixer, name):
             yield f"does not define {name}()"
+    for name, successor in RENAMED.items():
+        if hasattr(mixer, name):  # it would be ignored, and another model trained
+            yield f"has `{name}`, which is {successor} now"
+
     _, *parameters = inspect.signature(mixer.__init__).parameters.values()
     options = [p for p in parameters[2:] if p.kind is p.KEYWORD_ONLY and p.default is not p.empty]
     if [p.name for p in parameters[:2]] != ["config", "layer_idx"] or options != parameters[2:]:
