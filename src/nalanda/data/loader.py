@@ -130,6 +130,7 @@ class PackedBatches:
         self.data, self.training = data, split == "train"
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self._peers = peers
+        # Validation is one pass in one order, whatever the seed.
         self.seed = seed if self.training else 0
         self.epochs = epochs if self.training else 1
 
@@ -147,6 +148,7 @@ class PackedBatches:
         self.source = self._open_source(slots if carries else None)
         self.identity = self._describe_identity()
 
+        # Reading starts with the first batch, so that a position can be loaded before.
         self._state: dict[str, Any] = self.source.start
         self._ended = False
         self._reader: Any = None
@@ -200,6 +202,7 @@ class PackedBatches:
             identity[key] = getattr(self.data, key)
         identity |= self.source.identity
         identity["tokenizer"] = self.tokenizer["fingerprint"]
+        # The fingerprint does not say which token is bos or eos.
         for end in ("bos", "eos"):
             if identity[end]:
                 identity[f"{end}_id"] = self.tokenizer[end]
@@ -218,8 +221,10 @@ class PackedBatches:
             if self.files:
                 self._hashing = Hashing(self._files_to_hash())
         try:
+            # The state moves with the batch that is delivered, not with those read ahead.
             batch, self._state = next(self._reader)
         except BaseException as stop:
+            # After an error the position stays, and the next call reads on from it.
             self.close()
             self._ended = isinstance(stop, StopIteration)
             raise
@@ -231,6 +236,7 @@ class PackedBatches:
         self._peers = None  # they do not wait for a second reading
         rows = self.source.rows(self._state, tokenisers)
         if not self.training:
+            # A resumed pass has taken some of its rows before.
             rows = itertools.islice(rows, self.data.max_validation_rows - self._state["rows"])
         share = self.batch_size, self.rank, self.world_size
         batches = batched(rows, self.data.seq_len, *share, self.padding, self.training)
@@ -286,20 +292,24 @@ class PackedBatches:
         # A corpus whose files were saved may change: they are compared one by one.
         self._check_identity(state["identity"], but=saved.keys() & streams.keys())
 
+        # What remains is the position alone, by component.
         position = {key: value for key, value in state.items() if key not in ("identity", "files")}
         states = self._by_component(position)
         self.changes = []
         for name, files in (self.files or self._list_files(FileHashes())).items():
+            # A state without "end" is from an earlier version, which read a lone text as one document.
             if name in streams and states[name]["rows"] and "end" not in states[name]["documents"]:
                 check_not_cut(streams[name].corpus)
             if name not in saved:
                 continue
+            # Listings of no text component, or without names, allow no change.
             if name not in streams or "names" not in saved[name]:
                 check_all_same(name, saved[name], files)
                 continue
 
             documents = states[name]["documents"]
             documents, change = go_on(streams[name].stream(), documents, saved[name], files)
+            # The place stays; the order of this epoch's files may be a new one.
             states[name] = {**states[name], "documents": documents}
             if line := str(change):
                 self.changes.append(
@@ -340,6 +350,7 @@ class PackedBatches:
             stream.load_state_dict(states[name]["documents"])
             order = stream.order or stream.permutation(len(files.names))
             next_first = order[stream.shard :] + order[: stream.shard]
+            # Ahead of the position first: of files read before their hash, a resume compares name and size alone.
             lists.append([(files, number) for number in next_first])
 
         others = []
@@ -481,6 +492,7 @@ def _join_small(groups: dict[tuple[str, str], list[np.ndarray]]) -> dict[str, li
     sizes = {key: sum(map(len, documents)) for key, documents in groups.items()}
     apart = set(groups)
     if len(groups) > SOURCES_APART:
+        # Ties by name, so that the choice does not depend on the order of the documents.
         largest = sorted(sizes, key=lambda key: (-sizes[key], key))[:SOURCES_APART]
         apart = {key for key in largest if sizes[key] >= SMALL_SOURCE * sum(sizes.values())}
 
@@ -575,6 +587,7 @@ def _matching_set(source: Source, tokenizer: dict[str, Any], split: str) -> Toke
         return None
 
     data, location = source.data, source_of(source.data, split)
+    # What the set was made with: a setting that its index lacks fits any.
     for key in ("bos", "eos", "documents"):
         wanted = getattr(data, key)
         prepared = tokens.settings.get(key, wanted)
@@ -594,6 +607,7 @@ def _matching_set(source: Source, tokenizer: dict[str, Any], split: str) -> Toke
             f"tokenizer has {tokenizer['vocab_size']}; copy or prepare it again"
         )
 
+    # The same vocabulary may name another token as bos or eos.
     ends = tokens.ends or _saved_ends(tokens, tokenizer)
     for end in ("bos", "eos"):
         if getattr(data, end) and ends[end] != tokenizer[end]:

@@ -55,11 +55,14 @@ class Masking:
         """
         tokens = batch["input_ids"].numpy()  # [B, T]
         B, T = tokens.shape
+        # Row i of rank r is row i·W + r of all ranks (`packing.batched`).
         numbers = [(number * rows + row) * world_size + rank for row in range(B)]
         seed = self.seed if seed is None else seed
+        # A generator for each row, [3, T]; stacked [3, B, T].
         draws = np.stack([np.random.default_rng([seed, n]).random((3, T)) for n in numbers], 1)
         choice, change, other = draws  # [B, T] each, in [0, 1)
         if self.begins is not None and self.ends is not None:
+            # [B, T]: a token begins a word by its own mark, or behind one that ends in white space.
             begins = self.begins[tokens]
             begins[:, 1:] |= self.ends[tokens[:, :-1]]
             segments = batch["cu_seqlens"][:-1].numpy()
@@ -67,11 +70,13 @@ class Masking:
                 True  # a document's and a row's first token begins a word
             )
             # Every token of a word takes the draw of the word's first.
+            # first: the position of that token in the row [B, T], a running maximum.
             first = np.maximum.accumulate(np.where(begins, np.arange(T), 0), 1)
             choice = np.take_along_axis(choice, first, 1)
 
         chosen = (choice < self.share) & ~self.special[tokens]
         chosen[:, 0] = False
+        # `change` divides the chosen: [0, 0.8) mask, [0.8, 0.9) a random id, the rest as they are.
         random = (other * len(self.special)).astype(tokens.dtype)
         inputs = np.where(change < 0.9, random, tokens)
         inputs = np.where(change < 0.8, self.mask, inputs)
@@ -99,13 +104,16 @@ def word_borders(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.nda
     Words stand between white space: `Ġ` of byte-level tokens, `▁` of SentencePiece's. In WordPiece all tokens
     without `##` begin one, and in vocabularies without any of these marks all tokens do.
     """
+    # The letters of byte-level and SentencePiece's vocabularies that stand for white space.
     spaces = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n", "ĉ": "\t", "č": "\r"})
     vocabulary = [*range(vocabulary_of(tokenizer))]
     pieces = [(token or "") for token in tokenizer.convert_ids_to_tokens(vocabulary)]
     spaced = [piece.translate(spaces) for piece in pieces]
+    # text[0:1] and text[-1:], so an empty piece has neither.
     begins, ends = (
         np.array([text[at : at + 1 or None].isspace() for text in spaced]) for at in (0, -1)
     )
+    # A vocabulary has one kind of marks; without any, each token is a word.
     if any(piece.startswith("##") for piece in pieces):
         begins = np.array([not piece.startswith("##") for piece in pieces])
     elif not begins.any():

@@ -133,16 +133,20 @@ class StreamRows:
                 starts = np.concatenate([starts, np.cumsum(lengths[:-1])])
 
             count = (len(tokens) - self.joined) // stride
+            # The tokenisers read ahead, so `documents.epoch` may be a later one by now.
             order = self._order_rows(documents, count, rows - done, epoch)
             for done, index in enumerate(order[done:], done + 1):  # noqa: B020  counts on from there
                 rows += 1
+                # The arrays are replaced and never changed, so a row may be loaded after its group.
                 load = partial(cut_row, tokens, starts, index * stride, self.seq_len)
                 yield load, {**group_state, "done": done, "rows": rows}
 
+            # Fewer tokens than a row holds are left over; their documents' starts move along.
             tokens, done = tokens[count * stride :], 0
             starts = starts[np.searchsorted(starts, count * stride) :] - count * stride
 
         _check_epoch(has_tokens)
+        # A state behind this row says done: 1, so a resume gives it no second time.
         if len(tokens) > self.joined and not self.training and not done:  # the last, shorter row
             group_state = {"documents": documents.state_dict(), "carried": len(tokens)}
             group_state |= documents.left
@@ -155,6 +159,7 @@ class StreamRows:
         """The order of a group's `count` rows. first: the number of rows before the group."""
         order = list(range(count))
         if self.training:
+            # Row 0 stays first: it holds the tokens left over. A draw depends on a row's number and the epoch.
             order[1:] = sorted(order[1:], key=lambda i: documents.draw("row", first + i, epoch))
         return order
 
@@ -170,6 +175,7 @@ def _text_groups(documents: DocumentStream) -> Iterator[tuple[tuple[dict, int, d
             group = take_documents(left, characters)
             if not group:
                 break
+            # Taken after the group, whose files up to here a resume needs unchanged.
             before["end"] = documents.place(before["epoch"])  # a resume reads the group again
             after = documents.epoch, dict(documents.left)
             yield (before, *after), [document.text for document in group]
@@ -222,6 +228,7 @@ class TokenSetRows:
             raise InputError(
                 f"{name}: {tokens.tokens} tokens, fewer than data.seq_len {seq_len}; lower data.seq_len"
             )
+        # A set of fewer blocks than slots would give a slot no row.
         self.blocks = rows // block
         if self.blocks < (slots or 1):
             raise InputError(
@@ -246,9 +253,11 @@ class TokenSetRows:
     def rows(self, state: dict, tokenisers: Tokenisers) -> Rows:
         number, slots = state["rows"], self.slots or 1
         while number < self.end:
+            # Row numbers [n] → slots [n], then each slot's blocks and the rows within them [n].
             numbers = np.arange(number, min(number + LOOK_AHEAD, self.end), dtype=np.int64)
             slot = numbers % slots
             turn, row_of_block = np.divmod(numbers // slots, self.block)  # a slot's turn is a block
+            # Block j·L + slot of the permutations, and from it the row of the set.
             rows = self._shuffle_blocks(turn * slots + slot) * self.block + row_of_block
             for row, *of_slot in np.stack([rows, slot, row_of_block], 1).tolist():
                 number += 1
@@ -259,6 +268,7 @@ class TokenSetRows:
         epochs, positions = np.divmod(positions, self.blocks)
         if self.seed is None:
             return positions
+        # A look-ahead may cross epochs, and each has a permutation of its own.
         for epoch in np.unique(epochs):
             now = epochs == epoch
             positions[now] = Permutation(self.blocks, f"{self.seed}/{epoch}")(positions[now])
@@ -273,6 +283,7 @@ class TokenSetRows:
 
         if self.slots is None:
             return Row(tokens, _with_zero(starts))
+        # A block's first row follows another block of its slot, so it continues nothing.
         starts_document = len(starts) > 0 and starts[0] == 0
         carried = row_of_block > 0 and not starts_document
         return Row(tokens, _with_zero(starts), slot, carried)
@@ -307,6 +318,7 @@ class Mixture:
         while True:
             chosen = next_source(self.weights, [position["rows"] for position in states])
             item = next(rows[chosen], None)
+            # The first source at the end of its epochs ends the mixture: the weights would not hold on.
             if item is None:
                 return
             load, states[chosen] = item
@@ -324,6 +336,7 @@ def pack(documents: list[np.ndarray], seq_len: int) -> Rows:
 
 def cut_row(tokens: np.ndarray, starts: np.ndarray, begin: int, length: int) -> Row:
     """The row at `begin` of documents in a line, which begin at `starts`."""
+    # The starts in [begin, begin + length).
     first, last = np.searchsorted(starts, (begin, begin + length))
     return Row(tokens[begin : begin + length], _with_zero(starts[first:last] - begin))
 
@@ -347,6 +360,7 @@ def batched(
     In training, rows at the end that fill no step are dropped. In validation, rows of padding are added until
     all ranks have the same number of full batches.
     """
+    # The state is the one after the rows of all ranks, so it is the same on each.
     count = batch_size * world_size  # rows of all ranks
     while taken := list(itertools.islice(rows, count)):
         _, state = taken[-1]
@@ -362,6 +376,7 @@ def collate(rows: list[Row], seq_len: int, padding: int) -> dict[str, torch.Tens
     """The batch of these rows, as `PackedBatches` documents it. Padding is a segment of its own."""
     input_ids = torch.full((len(rows), seq_len), padding)  # [B, T]
     labels = torch.full_like(input_ids, IGNORED)  # [B, T]
+    # Segments: a row's documents, and then its padding. A row of padding alone is one segment.
     starts = []  # of segments, in the flattened batch
     for index, row in enumerate(rows):
         length = len(row.tokens)
@@ -372,6 +387,8 @@ def collate(rows: list[Row], seq_len: int, padding: int) -> dict[str, torch.Tens
     labels.view(-1)[starts] = IGNORED  # nothing before a segment predicts its first token
 
     cu_seqlens = torch.tensor([*starts, input_ids.numel()], dtype=torch.int32)  # [N + 1]
+
+    # Position in the flattened batch less the start of the segment: lengths [N], positions [B·T].
     lengths = cu_seqlens.diff().long()
     positions = torch.arange(input_ids.numel()) - cu_seqlens[:-1].long().repeat_interleave(lengths)
     batch = {

@@ -24,11 +24,13 @@ class Permutation:
 
     def __init__(self, size: int, key: str):
         self.size = size
+        # k = ⌈bits / 2⌉, so 4^k is at most 4 · size and a value is inside after a few turns.
         self.half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
         keys = blake2b(key.encode(), digest_size=8 * ROUNDS).digest()
         self.keys = np.frombuffer(keys, "<u8").astype(np.uint64)
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
+        # uint64 [N], since the bits are mixed modulo 2^64.
         values = self._permute_once(positions.astype(np.uint64))
         while len(outside := np.flatnonzero(values >= self.size)):
             values[outside] = self._permute_once(values[outside])
@@ -66,5 +68,7 @@ def next_source(weights: Sequence[int], counts: Sequence[int]) -> int:
     schedule, earliest deadline first.
     """
     total, number = sum(weights), sum(counts) + 1
+    # Below its share, count < number · weight / total, without a division.
     ready = [i for i, count in enumerate(counts) if count * total < weights[i] * number]
+    # The next row of a source is due at (count + 1) / weight; fractions compare exactly.
     return min(ready, key=lambda i: Fraction(counts[i] + 1, weights[i]))

@@ -78,7 +78,9 @@ class Tokenisers:
         # Beside peers the reader hands groups on while the next one is tokenised, else all would wait for it.
         threads = len(self._workers) or int(peers is not None)
         self._pool = ThreadPoolExecutor(threads) if threads else None
+        # Of the groups ahead this process tokenises one in `count`, and each of its threads one of those.
         self._ahead = threads * (peers.count if peers else 1)
+        # It holds the parts and not `self`, which would never be collected.
         self.close = weakref.finalize(self, _close_all, self._workers, self._pool, peers)
 
     def in_order(
@@ -87,6 +89,7 @@ class Tokenisers:
         """`(key, texts)` → `(key, tokens)`. An error in `groups` is raised after the groups before it."""
         try:
             yield from self._in_order(groups)
+        # A reader that is closed (GeneratorExit) must not leave its peers waiting either.
         except BaseException as error:
             if self._peers:
                 self._peers.fail(error)
@@ -162,6 +165,7 @@ class Worker:
         # A process inherits the blocked signals, so they cannot strike it while it starts.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_THE_TRAINER)
         try:
+            # -P: this folder's inspect.py must not hide the standard library's.
             self.process = subprocess.Popen(
                 [sys.executable, "-P", __file__],
                 stdin=subprocess.PIPE,
@@ -196,6 +200,7 @@ class Worker:
 
 
 def _close_all(workers: list[Worker], pool: ThreadPoolExecutor | None, peers: Peers | None) -> None:
+    # Lines first, which wakes a thread that waits for a peer; killed processes end the groups under way.
     if peers:
         peers.close()
     if pool:
