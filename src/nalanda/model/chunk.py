@@ -84,13 +84,15 @@ def _gradients(
     """One gradient for each input of the operator."""
     *inputs, states = saved
     call = Call(*inputs)
+    # None where only the final state has a gradient.
     d_o = torch.zeros_like(call.v) if d_o is None else d_o
     with no_autocast(call.v):
         grads = function(d_o, d_final, *call, states, ctx.scale, ctx.chunk_size)
 
+    # Operators return empty tensors in place of absent gradients; autograd wants None.
     grads: list[Any] = [None if x is None else d_x for x, d_x in zip(call[:-1], grads, strict=True)]
     if call.initial_state is not None:
-        grads[-1] = grads[-1].to(call.initial_state.dtype)
+        grads[-1] = grads[-1].to(call.initial_state.dtype)  # states are fp32 at least
     return *grads, None, None, None, None  # of cu_seqlens, scale, chunk_size and save
 
 
@@ -125,6 +127,7 @@ def _(*inputs):
 
     chunks = 0
     if save and call.cu_seqlens is None and isinstance(length, int):
+        # Without cu_seqlens each row has as many chunks.
         chunks = -(-length // chunk_of(chunk_size, [length], call.q, call.v)) * batch
     elif save:  # the number of chunks depends on the values of cu_seqlens, or on a dynamic length
         chunks = torch.library.get_ctx().new_dynamic_size()

@@ -43,8 +43,10 @@ class DecayShares:
 
         d_all: e^{γ_C} times its gradient, [P, K, 1].
         """
+        # d_q and d_k have their decays in them, so x·dx is the gradient of the exponent.
         reads, writes = chunk.q * d_q, chunk.k * d_k
         if chunk.by_channel:
+            # S decays by every g of the chunk, as if the last token read it.
             reads[:, -1:] += d_all.mT
             self.reads, self.writes = reads, writes  # [P, C, K]
         else:
@@ -57,10 +59,12 @@ class DecayShares:
         C = self.reads.shape[1]
         from_t_on = self.reads.new_ones(C, C).triu()
 
+        # [P, C, 1], the four terms of dg_t in turn.
         d_g = torch.zeros_like(self.writes)
-        d_g[:, 1:] = self.writes[:, :-1].cumsum(1)
-        d_g += self.all
-        d_g += from_t_on @ self.reads
+        d_g[:, 1:] = self.writes[:, :-1].cumsum(1)  # writes of j < t
+        d_g += self.all  # S as it becomes S'
+        d_g += from_t_on @ self.reads  # reads by i ≥ t
+        # Entry (t, j) sums the pairs of i ≥ t; the mask keeps j < t.
         d_g += (from_t_on @ self.pairs).tril_(-1).sum(-1, keepdim=True)
         return d_g.squeeze(-1)
 
@@ -84,9 +88,11 @@ class ChunkGradients:
         if chunk.g is not None:
             self.q.mul_(chunk.decay_in)
             self.k.mul_(chunk.decay_out)
+            # [P, K, 1], also for a decay per head, whose shares sum over K.
             d_all = chunk.decay_all * (state * d_after).sum(-1, keepdim=True)
             self.shares = DecayShares(chunk, self.q, self.k, d_all)
 
+        # QK⊤ first: it sets `shares.pairs`, to which A adds. Channel scores last: they end the shares.
         self.qk = (d_o @ chunk.v_new.mT).tril_()  # [P, C, C]
         self._through_qk()
         if chunk.delta_rule:
@@ -104,8 +110,9 @@ class ChunkGradients:
             return
 
         if chunk.g is not None:
+            # chunk.qk has Δ in it, so this is the gradient of each γ_i − γ_j.
             self.shares.pairs = (self.qk * chunk.qk).tril_(-1)
-            self.qk.mul_(chunk.delta)
+            self.qk.mul_(chunk.delta)  # from here of QK⊤ without Δ
         self.q.baddbmm_(self.qk, chunk.k)
         self.k.baddbmm_(self.qk.mT, chunk.q)
 
@@ -114,18 +121,20 @@ class ChunkGradients:
         chunk = self.chunk
         d_x = chunk.t.mT @ self.d_v_new  # [P, C, V]
         d_a = (d_x @ chunk.v_new.mT).neg_()  # [P, C, C]
-        through_a = d_a * chunk.kk
+        through_a = d_a * chunk.kk  # β's share in A; kk masks dA, which is full
         through_x = d_x @ self.state.mT  # [P, C, K], of −β eᵞ R
         if chunk.g is not None:
             through_x.mul_(chunk.decay_in)
         if chunk.erase is not None:
-            self.erased = torch.zeros_like(through_x)
+            self.erased = torch.zeros_like(through_x)  # apart from dK until `write` passes the gate
+        # dR = −β eᵞ dX S⊤; through_x has eᵞ now.
         self.erased.addcmul_(through_x, chunk.beta, value=-1)
 
         # β scales V and R in X, and A.
-        read = through_x.mul_(chunk.erased)
+        read = through_x.mul_(chunk.erased)  # [P, C, K], in place: through_x is used up
         if not chunk.by_channel:
             read = read.sum(-1, keepdim=True)
+        # dβ_i = dX_i·(V − eᵞ R S)_i + Σ_j dA_ij kk_ij
         self.beta = (d_x * chunk.v).sum(-1) + through_a.sum(-1) - read.sum(-1)
         if chunk.g is not None:
             self.shares.reads.addcmul_(read, chunk.beta, value=-1)
@@ -141,11 +150,11 @@ class ChunkGradients:
         """From RK⊤ to R and K, without decays or with one per head."""
         chunk = self.chunk
         if chunk.g is not None:
-            self.shares.pairs += through_a.mul_(chunk.beta)
+            self.shares.pairs += through_a.mul_(chunk.beta)  # A has Δ in it, like QK⊤
             d_kk.mul_(chunk.delta)
         d_kk.tril_(-1)
         if chunk.erase is None:
-            self.k.baddbmm_(d_kk + d_kk.mT, chunk.k)
+            self.k.baddbmm_(d_kk + d_kk.mT, chunk.k)  # R = K: both factors of KK⊤ at once
         else:
             self.erased.baddbmm_(d_kk, chunk.k)
             self.k.baddbmm_(d_kk.mT, chunk.erased)
@@ -160,14 +169,17 @@ class ChunkGradients:
             size = late.shape[2]
             tensors = chunk.k, self.k, self.shares.reads, self.shares.writes
             k, d_k, since, until = (x.unflatten(1, (-1, 2, size)) for x in tensors)
+            # Back through the products of `span_factors`: a product's share belongs to both factors.
             since[:, :, 0, -1].add_(since[:, :, 1].sum(2))
             since[:, :, 1, -1].add_(until[:, :, 0].sum(2))
 
+            # The scores that used the factors of this length.
             k_early = k[:, :, 0] * early  # [P, pairs, size, K]
             of_k: Tensor | None = None
             for x, d_x, d_score in zip((chunk.q, chunk.erased), d_rows, d_scores, strict=False):
                 x, d_x = (y.unflatten(1, (-1, 2, size))[:, :, 1] for y in (x, d_x))
                 later, block = x * late, below_diagonal(d_score, size)
+                # [P, pairs, size, K]; single tokens need no product.
                 of_x = block @ k_early if size > 1 else block * k_early
                 d_x.addcmul_(late, of_x)
                 since[:, :, 1].addcmul_(later, of_x)
@@ -188,12 +200,15 @@ class ChunkGradients:
             segment.write(target.g, d_g)
 
         if chunk.erase is not None:
+            # R = erase ⊙ K
             segment.write(target.erase, chunk.k * self.erased)
             self.k.addcmul_(chunk.erase, self.erased)
         if call.write is not None:
+            # The values are write ⊙ v; self.v is their gradient.
             segment.write(target.write, segment.read(call.v, 1, dtype).mul_(self.v))
             self.v = segment.read(call.write, 1, dtype).mul_(self.v)
 
+        # chunk.q is scale · q. A group's heads are summed.
         segment.write(target.q, self.q.mul_(scale), group)
         segment.write(target.k, self.k, group)
         segment.write(target.v, self.v)
@@ -228,10 +243,11 @@ def chunk_backward(
             chunk = read_chunk(segment, call, scale, dtype)
             chunk.v_new = chunk.v
             if chunk.delta_rule:
+                # V' = U − W S from the saved states, without their recurrence.
                 chunk.v_new = torch.bmm(chunk.t_beta, chunk.v).baddbmm_(chunk.w, state, alpha=-1)
 
         d_o_chunks = segment.read(d_o, 1, dtype)
-        d_v_new = chunk.qk.mT @ d_o_chunks
+        d_v_new = chunk.qk.mT @ d_o_chunks  # tril(Δ QK⊤)⊤ dO, [P, C, V]
         d_after = pass_back(chunk, segment, d_state, d_o_chunks, d_v_new)
         parts = ChunkGradients(chunk, state, d_after, d_o_chunks, d_v_new)
         parts.write(segment, call, gradients, scale)
@@ -255,6 +271,7 @@ def pass_back(
         active = d_state[: count * heads]  # the sequences that have one
 
         d_after[now].copy_(active)
+        # dV' before dS: it reads dS' undecayed, and W⊤ dV' below needs all of it.
         d_v_new[now].baddbmm_(chunk.k_out[now], active)
         if chunk.g is not None:
             active.mul_(chunk.decay_all[now])

@@ -82,7 +82,7 @@ class Chunk:
                 self._decay_by_channel(g, delta_rule=beta is not None)
             else:
                 self._decay_by_head(g)
-            self.decay_all = self.decay_in[:, -1:].mT
+            self.decay_all = self.decay_in[:, -1:].mT  # [P, K or 1, 1], scales the rows of S
             self.q_in, self.k_out = q * self.decay_in, k * self.decay_out
 
         if beta is not None:
@@ -108,7 +108,7 @@ class Chunk:
         self.delta = flushed(sums.clamp_min_(least).exp_()).tril_()
         self.qk = (self.q @ self.k.mT).mul_(self.delta)
         self.decay_in = flushed(g.cumsum(1).exp_())[..., None]
-        self.decay_out = self.delta[:, -1, :, None]
+        self.decay_out = self.delta[:, -1, :, None]  # the last row of Δ, e^{γ_C − γ}
 
     def _decay_by_channel(self, g: Tensor, delta_rule: bool) -> None:
         """Sets QK⊤, for the delta rule RK⊤, and the decays of g [P, C, K]."""
@@ -117,6 +117,7 @@ class Chunk:
             self.qk, self.kk = self._channel_scores((self.q, self.erased))
         else:
             (self.qk,) = self._channel_scores((self.q,))
+        # The factors pair i > j alone. On the diagonal Δ is 1, and RK⊤ has none.
         self.qk.diagonal(0, 1, 2).copy_((self.q * self.k).sum(-1))
 
     def _channel_scores(self, rows: tuple[Tensor, ...]) -> list[Tensor]:
@@ -128,6 +129,7 @@ class Chunk:
             k_early = self.k.unflatten(1, (-1, 2, size))[:, :, 0] * early  # [P, pairs, size, K]
             for x, score in zip(rows, scores, strict=True):
                 later = x.unflatten(1, (-1, 2, size))[:, :, 1] * late
+                # [P, pairs, size, size]; between single tokens a sum is cheaper than a product.
                 block = later @ k_early.mT if size > 1 else (later * k_early).sum(-1, keepdim=True)
                 below_diagonal(score, size).copy_(block)
         return scores
@@ -143,7 +145,7 @@ class Chunk:
 
         # Transposed twice, because the routine stores its result column by column.
         eye = torch.eye(self.k.shape[1], dtype=self.k.dtype, device=self.k.device)
-        A = self.kk * self.beta
+        A = self.kk * self.beta  # β_i scales row i; below the diagonal only
         self.t = torch.linalg.solve_triangular(
             A.mT, eye, upper=True, left=False, unitriangular=True
         ).mT
@@ -152,6 +154,7 @@ class Chunk:
         if self.by_channel:
             self.w = self.t_beta @ (self.erased * self.decay_in)
         elif self.g is not None:
+            # One decay a token factors out of the features, so it may scale the columns of Tβ.
             self.w = (self.t_beta * self.decay_in.mT) @ self.erased
         else:
             self.w = self.t_beta @ self.erased
@@ -249,12 +252,14 @@ def chunk_forward(
     for segment in order.segments:
         chunk = read_chunk(segment, call, scale, dtype)
         pairs = segment.rows * heads
+        # A view of `saved`, into which `pass_states` writes.
         states = saved[first : first + pairs] if save else state.new_empty(pairs, K, V)
         first += pairs
 
         chunk.v_new = chunk.v if call.beta is None else chunk.t_beta @ chunk.v  # U
         pass_states(chunk, segment, state, states)
 
+        # O = eᵞ Q S + tril(Δ QK⊤) V', [P, C, V]
         inside = torch.bmm(chunk.q_in, states).baddbmm_(chunk.qk, chunk.v_new)
         segment.write(o, inside)
         if save and few and saved_chunks is not None:
@@ -276,7 +281,9 @@ def pass_states(chunk: Chunk, segment: Segment, state: Tensor, states: Tensor) -
 
         states[now].copy_(active)
         if chunk.delta_rule:
+            # V' = U − W S, with S before its decay: W has eᵞ already.
             chunk.v_new[now].baddbmm_(chunk.w[now], active, alpha=-1)
         if chunk.g is not None:
             active.mul_(chunk.decay_all[now])
+        # S ← e^{γ_C} S + (e^{γ_C − γ} K)⊤ V', in place in `state`.
         active.baddbmm_(chunk.k_out[now].mT, chunk.v_new[now])

@@ -56,6 +56,7 @@ class ChunkOrder:
 
         steps = torch.arange(-(-longest // self.chunk))
         active = steps[:, None] < chunks[rank]  # [steps, N]
+        # By step, and by rank within a step: the order of the chunks.
         step, order = active.nonzero(as_tuple=True)
         sequence = rank[order]
 
@@ -65,6 +66,7 @@ class ChunkOrder:
 
         self.sequences = len(lengths)
         self.counts = active.sum(1).tolist()
+        # Padded positions point at token 0; `Segment.read` sets what it finds there to 0.
         self.token, self.real = token.where(real, 0).flatten(), real.flatten()
         if not torch.equal(rank, torch.arange(len(rank))):
             self.rank = rank.to(self.device)
@@ -112,8 +114,9 @@ class Segment:
             y = x.flatten(0, 2).index_select(0, index.rows).index_fill_(0, index.padding, 0)
             return y.unflatten(0, (-1, self.order.chunk)).to(dtype)
 
-        y = self._by_chunk(x).unsqueeze(3)
+        y = self._by_chunk(x).unsqueeze(3)  # [steps, B, H, 1, C, …]
         y = y.expand(-1, -1, -1, group, *y.shape[4:])  # [·, ·, H, group, C, …]
+        # One copy repeats the heads, lays them out by chunk, and casts.
         return torch.empty(y.shape, dtype=dtype, device=y.device).copy_(y).flatten(0, 3)
 
     def write(self, x: Tensor, y: Tensor, group: int = 1) -> None:
@@ -126,7 +129,8 @@ class Segment:
             return
 
         index = self._index(x.shape[2], 1)
-        y = y.flatten(0, 1).to(x.dtype)
+        y = y.flatten(0, 1).to(x.dtype)  # [R·H·C, …]
+        # Padded positions have no row in x.
         if len(index.real) < len(y):
             y = y.index_select(0, index.real)
         x.flatten(0, 2).index_copy_(0, index.real_rows, y)
@@ -134,8 +138,8 @@ class Segment:
     def _index(self, heads: int, group: int) -> Indices:
         """Made on the host, so that nothing waits for the device."""
         if (heads, group) not in self._indices:
-            head = torch.arange(heads)[:, None, None].expand(-1, group, 1)
-            rows = (self.token * heads + head).flatten()
+            head = torch.arange(heads)[:, None, None].expand(-1, group, 1)  # [H, group, 1]
+            rows = (self.token * heads + head).flatten()  # from [R, H, group, C]
             real = self.real.expand(-1, heads, group, -1).flatten()
             indices = rows, (~real).nonzero().flatten(), real.nonzero().flatten(), rows[real]
             on_device = (x.to(self.order.device, non_blocking=True) for x in indices)

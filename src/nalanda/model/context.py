@@ -121,14 +121,16 @@ class Parts:
 
         # For each part, how many tokens of its first document lie before it, int64 [B, N].
         edges = torch.arange(B * N) * size  # where the parts begin
+        # The first document of a part begins at bound next_bound − 1 and ends at next_bound.
         next_bound = torch.searchsorted(documents, edges, right=True)
         past = (edges - documents[next_bound - 1]).view(B, N)
+        # Only a document from the row's first token on continues a carried state.
         in_first_document = past == torch.arange(N) * size
         past = past + in_first_document * read[:, None]
 
         edges = edges.view(B, N)
         ends_behind = documents[next_bound].view(B, N) >= edges + size
-        passes = (past > 0) & ends_behind
+        passes = (past > 0) & ends_behind  # bool [B, N]: begun before the part, reaching its end
         self.passing = [r for r in range(1, N - 1) if passes[:, r].any()]
         """Parts through which the state of a document passes, from one before to one behind."""
 
@@ -136,19 +138,23 @@ class Parts:
         before = context.rank * size
         starts = torch.cat([edges[:, context.rank], documents]).unique()
         columns = starts % T
+        # The last bound, B·T, begins nothing.
         inside = (columns >= before) & (columns < before + size) & (starts < B * T)
         starts = starts[inside]
         bounds = starts // T * size + starts % T - before  # in this part's B·T/N tokens
         self.cu_seqlens = torch.cat([bounds, torch.tensor([B * size])])
 
         borders = torch.arange(B + 1) * size
+        # Each row's first and last sequence, int64 [B].
         first = torch.searchsorted(self.cu_seqlens, borders[:-1])
         last = torch.searchsorted(self.cu_seqlens, borders[1:]) - 1
         self.rows = Rows(first, last, read > 0)
         past = past[:, context.rank]
+        # Of all sequences here; only the first of a row has tokens before this part.
         self.past = torch.zeros(len(starts), dtype=torch.int64).index_copy(0, first, past)
 
         ends = torch.arange(1, B + 1) * T
+        # A document that fills its row continues the carried one, and counts what that read.
         tail = ends - documents[torch.searchsorted(documents, ends) - 1]
         self.lengths = tail + (tail == T) * read
         """Tokens of each row's last document, int64 `[B]`, after this call."""
@@ -187,10 +193,12 @@ class Parts:
         the first result in place of x: it ties the exchange to x's gradient. Otherwise some process skips the
         backward exchange and all hang.
         """
+        # Each part sends its last rows. Where width < T/N, those of the nearest part alone remain.
         size = self.size if width is None else min(width, self.size)
         x, parts = _Gather.apply(
             x, self.context, x[0].unflatten(0, (self.B, -1))[:, self.size - size :]
         )
+        # parts [N, B, size, …]: those before this one, behind what came before the row.
         before = [] if held is None else [held.to(x.dtype)]
         before += parts[: self.context.rank].unbind()
         left = torch.cat(before, 1) if before else x.new_zeros(self.B, 0, *x.shape[2:])
@@ -215,6 +223,7 @@ class Parts:
         in_document = ages <= self.past[self.rows.first, None]  # not of a document before
         left = left.where(in_document.to(x.device)[..., None], 0)  # [B, width, ΣD]
 
+        # [N, width, ΣD]; sequences that begin here have zeros before them.
         inputs_before = left.new_zeros(len(self.past), *left.shape[1:]).index_copy(0, first, left)
         return list(x.split(sizes, -1)), list(inputs_before.split(sizes, -1))
 
@@ -256,19 +265,22 @@ def scan(context: Context, M: Tensor | None, U: Tensor, reverse: bool = False) -
     if M is None:
         return context.shift([U], toward)[0]
     if context.size < SCAN_FROM:
+        # [N, …, F, F or 1] and [N, …, F, V]
         parts = context.gather(torch.cat([M, U], -1)).split([M.shape[-1], U.shape[-1]], -1)
+        # Each process takes the parts before it (reverse: behind it), the farthest first.
         S = torch.zeros_like(U)
         places = range(context.size - 1, context.rank, -1) if reverse else range(context.rank)
         for n in places:
             S = _apply(parts[0][n], S) + parts[1][n]
         return S
     step = 1
+    # Doubling: M and U are those of the `step` parts that end with this one.
     while step < context.size:
         before, state = context.shift([M, U], toward * step)
         first = context.rank >= context.size - step if reverse else context.rank < step
         # No part lies before the first one, so its state is zero and there is nothing to compose.
         if not first:
-            U = _apply(M, state) + U
+            U = _apply(M, state) + U  # before M: it needs that of these parts alone
             M = _apply(M, before)
         step *= 2
     return context.shift([U], toward)[0]
@@ -354,7 +366,7 @@ def _run_part(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor]:
     products: Any = None
     M: Any = None
     if len(continued):
-        every = len(tokens) == v.shape[1]
+        every = len(tokens) == v.shape[1]  # then no copy is needed
         of_tokens: Any = (x if x is None or every else x[:, tokens] for x in call[:7])
         some = Call(*of_tokens, cu_seqlens=parts.bounds)
         if linear:
@@ -362,6 +374,7 @@ def _run_part(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor]:
         elif rank in parts.passing:
             products, M = _transitions(some, rule)
 
+    # U [B, HV, F, V], passed_on [B, HV, F, F or 1]: zero for rows through which nothing passes.
     U, passed_on = ends.index_select(0, rows.last), None
     if parts.passing:
         passed_on = U.new_zeros(*U.shape[:3], 1 if linear else U.shape[2])
@@ -369,18 +382,22 @@ def _run_part(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor]:
             through = parts.through.to(v.device)
             M = M.expand(-1, *passed_on.shape[1:])
             passed_on = passed_on.index_copy(0, continued[through], M[through])
+    # Every part calls this, also one that continues nothing: the others wait for it.
     o, S = _Incoming.apply(o, parts.context, passed_on, U)
     if not len(continued):
         return o, ends
 
-    S = S.index_select(0, continued)
+    S = S.index_select(0, continued)  # [n, HV, F, V]
     if products is None:
+        # A delta rule that passes nothing on: with values 0, o is what S alone contributes.
         some = some._replace(v=torch.zeros_like(some.v), initial_state=S)
         more, reached = _run(some, rule)
         more = more[0]
     else:
+        # [HV, L, F] times [HV, F, V] for each document.
         added = [p.transpose(0, 1) @ s.to(p.dtype) for p, s in zip(products, S, strict=True)]
         more, reached = torch.cat(added, 1).transpose(0, 1), _apply(M, S)
+    # o and the final states are linear in the incoming state: its share adds to the pass from zero.
     o = o.index_add(1, tokens, more.to(o.dtype)[None])
     return o, ends.index_add(0, rows.first[continued], reached)
 
@@ -395,9 +412,12 @@ def _run_last_part(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tens
     shape, dtype = (parts.B, v.shape[2], F), wide_dtype(*call[:7])
     U = v.new_zeros(*shape, V, dtype=dtype)
     width = 1 if call.beta is None else F
+    # Zeros, because nothing follows; but all must exchange equal shapes.
     M = v.new_zeros(*shape, width, dtype=dtype) if parts.passing else None
+    # v in place of o, which needs S first: this too ties every backward to the exchange.
     v, S = _Incoming.apply(v, parts.context, M, U)
 
+    # Documents that begin here start from zero, [N, HV, F, V].
     S = S.index_select(0, continued)
     begin = S.new_zeros(len(parts.past), *S.shape[1:]).index_copy(0, rows.first[continued], S)
     call = call._replace(v=v, initial_state=begin, cu_seqlens=seq.cu_seqlens)
@@ -419,6 +439,7 @@ def _transitions(call: Call, rule: Rule) -> tuple[list[Tensor], Tensor]:
     bounds, v = call.cu_seqlens, call.v
     assert bounds is not None
     F, HV = call.k.shape[-1], v.shape[2]
+    # From the identity and with values 0, the final state is M; o reads the products up to each token.
     unit = torch.eye(F, dtype=at_least_fp32(v).dtype, device=v.device)
     unit = unit.expand(len(bounds) - 1, HV, F, F).contiguous()
 
@@ -440,6 +461,6 @@ def _decayed(call: Call, rule: Rule) -> tuple[list[Tensor], Tensor]:
 
     g = at_least_fp32(g[0])
     g = g if g.dim() == 3 else g[..., None]  # [M, HV, F or 1]
-    sums = [x.cumsum(0) for x in g.split(lengths)]
+    sums = [x.cumsum(0) for x in g.split(lengths)]  # [L, HV, F or 1] each
     products = [x * total.exp() for x, total in zip(queries, sums, strict=True)]
     return products, torch.stack([total[-1] for total in sums]).exp()[..., None]
