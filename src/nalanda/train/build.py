@@ -79,6 +79,7 @@ def set_up(
     costs = count_flops(config, accelerator, model)  # of the bare model, before it is sharded
     build = partial(build_optimizer, model, config.optim)
     wrapped, optimizer = parallel.parallelize(accelerator, model, sharing, config.train, build)
+    # Before the first step: otherwise the first save would fail, and its steps be lost.
     checkpoint.check_optimizer(optimizer)
     set_seed(config.seed, device_specific=True)
 
@@ -113,9 +114,11 @@ def set_up(
             timeout=patience(config),
         ),
     )
+    # Last, since it fills all that was built: weights, moments, positions, random states.
     if resume:
         restore(run, resume, say)
     run.facts |= describe(run, {"documents_kept_apart": kept_apart, **costs})
+    # run.json keeps the changes of earlier starts, each with its step.
     run.facts["changes"] = list(facts.get("changes", []))
     if changes:
         run.facts["changes"].append({"step": run.at.step, **changes})
@@ -170,6 +173,7 @@ def count_flops(config: RunConfig, accelerator: Accelerator, model: Any) -> dict
     """Returns the facts about a token's FLOPs and the peak of all devices, each with its source."""
     flops, flops_source = flops_per_token(model, config.data.seq_len)
     peak, peak_source = peak_flops(accelerator.device, config.train.precision)
+    # Devices may differ, so their peaks are added up.
     peak = accelerator.reduce(torch.tensor(peak, device=accelerator.device)).item()
     return {
         "training_flops_per_token": flops,
@@ -215,6 +219,7 @@ def restore(run: Run, resume: Path, say: Callable[[str], None]) -> None:
 
     if run.carried_states:
         rows, sharing = run.config.train.micro_batch_size, run.sharing
+        # This rank's slots of a step; they were perhaps saved by other ranks.
         slots = slots_of(sharing.rank, sharing.world_size, run.accumulation, rows)
         saved = read_slots(slot_files(run.checkpoint), slots)
         run.carried_states.load(saved, slots, run.accelerator.device)
@@ -336,6 +341,7 @@ def build_model(
             config=model_config,
             dtype=torch.float32,
             output_loading_info=True,
+            # Otherwise transformers itself raises, in many lines; the loop below writes one.
             ignore_mismatched_sizes=True,
         )
     for problem in ("mismatched_keys", "missing_keys", "unexpected_keys"):

@@ -33,6 +33,7 @@ def check_carries(model: Any) -> None:
 
 def slots_of(rank: int, world_size: int, micro_batches: int, rows: int) -> list[list[int]]:
     """The batch slots of a rank, by micro-batch of a step with `rows` rows each."""
+    # A step's rows are dealt to the ranks in turn: a slot means the same for any number of them.
     return [
         [(i * rows + row) * world_size + rank for row in range(rows)] for i in range(micro_batches)
     ]
@@ -59,6 +60,7 @@ class CarriedStates:
         slots, carried = batch["slots"].tolist(), batch["carried"]
         saved_slots, cache = self._caches.get(i, (None, None))
 
+        # The cache is of other rows: only those that begin a document can do without it.
         if saved_slots != slots:
             cache = None
             if continued := batch["slots"][carried].tolist():
@@ -81,7 +83,7 @@ class CarriedStates:
             cache.states = [
                 {name: torch.zeros_like(x) for name, x in state.items()} for state in cache.states
             ]
-            cache.lengths = torch.zeros(cache.batch_size, dtype=torch.int64)
+            cache.lengths = torch.zeros(cache.batch_size, dtype=torch.int64)  # [B]
 
     def state_tensors(self) -> dict[str, Tensor]:
         """States of this rank on the host, by slot: `slot.SLOT.LAYER.NAME` and `slot.SLOT.length`."""
@@ -123,6 +125,7 @@ class CarriedStates:
                         f"the checkpoint has no state for slot {slot}, only for {len(saved)} slots; resume "
                         "with as many rows a step as it was saved with"
                     )
+            # The ranks that saved may be others: slots are gathered from all their files.
             rows = [saved[slot] for slot in slots_of_batch]
             self._caches[i] = slots_of_batch, _stacked(rows, device)
 
@@ -137,6 +140,7 @@ def _stacked(rows: list[dict[str, Tensor]], device: torch.device | str) -> Nalan
         layer, key = name.split(".", 1)
         cache.states[int(layer)][key] = fields[name].to(device)
 
+    # lengths [B]; the columns of a call are those of its longest row
     cache.seen(int(lengths.max()), lengths)
     return cache
 

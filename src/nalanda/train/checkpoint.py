@@ -106,7 +106,9 @@ class Saver:
 
         carried_states: `CarriedStates.state_tensors`.
         """
+        # One save at a time. An error of the one before is raised here, on all processes.
         self.wait()
+        # An asynchronous save writes copies: training changes the tensors meanwhile.
         copy = self._copies(model, optimizer)
         files = tensor_contents(model, optimizer, self.rank, copy)
         if carried_states is not None:
@@ -390,6 +392,7 @@ def load(
         InputError: the checkpoint is of another model or optimizer.
     """
     trainer_state = json.loads((path / "trainer.json").read_text())
+    # Each of the two checks all names and shapes before it changes a tensor.
     load_weights(tensor_source(path, "model"), model)
     without_moments = trainer_state.pop("without_moments", None)
     load_moments(tensor_source(path, "optimizer"), model, optimizer, without_moments)
@@ -425,6 +428,7 @@ def load_moments(
         name, _, moment = key.rpartition(".")
         parameter = parameters[name]
         if shape == parameter.shape and shape:
+            # Sharded as its parameter: each process then reads its part alone.
             target = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         else:
             # torch keeps step counts on the host, unless its kernels read them on the device.
@@ -469,6 +473,7 @@ def check_weights(
                 f"{source}: a checkpoint of another shape: {name} is {list(shape)} there, "
                 f"{list(weights[name].shape)} in this model"
             )
+    # Tied weights are saved under one name, so not every name of the state dict is needed.
     absent = sorted(model_tensors(model).keys() - saved.keys())
     if absent:
         raise InputError(f"{source}: a checkpoint of another shape: it lacks {absent[0]}")
@@ -518,6 +523,7 @@ def check_moments(
                 if shape != wanted or not dtype.is_floating_point:
                     actual = f"{dtype} of {list(shape)}".removeprefix("torch.")
                     refuse(f"{name}.{moment} is {actual}; expected {list(wanted)}")
+    # What no parameter has taken belongs to another model.
     if remaining:
         refuse(f"this model trains no {next(iter(remaining))}")
 
@@ -537,8 +543,10 @@ def moments_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[
     bare = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
     members = getattr(bare, "parts", [bare])  # of `optim.Joined`
     kind = next(type(member) for member in members if any(g is group for g in member.param_groups))
+    # `capturable` is for GPUs, and the probe is on the CPU.
     settings = inspect.signature(kind).parameters.keys() & group.keys() - {"params", "capturable"}
 
+    # A matrix, since Muon takes no other. Its sides differ, so a factored moment has another shape.
     probe = torch.nn.Parameter(torch.zeros(2, 3))
     probe.grad = torch.zeros(2, 3)
     try:
@@ -563,6 +571,7 @@ def moments_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[
 def random_state() -> dict:
     """The states of this process's random generators, in types that `weights_only` loads."""
     numpy_state: dict[str, Any] = np.random.get_state(legacy=False)  # type: ignore[assignment]
+    # weights_only loads no NumPy arrays; int64 holds the uint32 words of the key.
     key = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
     return {
         "python": random.getstate(),
@@ -595,6 +604,7 @@ def find_unsound(tensors: dict[str, torch.Tensor]) -> str | None:
         return None
     for name, tensor in values.items():
         worst = tensor.abs().max().item()
+        # In this form NaN is bad too: it compares as false.
         if not worst <= LARGEST:
             return f"{name} has values of {worst:g}"
     return None
@@ -605,6 +615,7 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     first_names: dict[int, str] = {}
     repeated = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        # `remove_duplicate=False` lists a tied parameter under each of its names.
         if first_names.setdefault(id(parameter), name) != name:
             repeated.add(name)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in repeated}

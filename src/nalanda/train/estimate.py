@@ -92,6 +92,7 @@ def held_bytes(
     if accumulates:
         # Until the last micro-batch they are summed on each device.
         total += shards * 4 * parameters
+    # Whole in fp32: the root's parameters, and three times the largest block (two gathered, one gradient).
     return total // shards + 4 * (parameters - sum(blocks)) + 3 * 4 * max(blocks, default=0)
 
 
@@ -101,6 +102,7 @@ def estimate(config: RunConfig, facts: dict, model: nn.Module) -> str:
     count = 1
     if sharded is not None:
         sizes = zip(sharded.placements, sharded.device_mesh.shape, strict=True)
+        # Replicas hold the same shards, so only the sharded dimensions of the mesh divide.
         count = math.prod(n for placement, n in sizes if placement.is_shard())
     held = held_bytes(model, config, facts["processes"], count)
     memory = f"{size(held)} a device for weights, gradients and moments"
@@ -187,6 +189,7 @@ def _sequences(
         return Sequences(
             torch.arange(rows + 1) * length, device=target, bidirectional=not config.is_decoder
         )
+    # Parts takes whole rows, of N times the part's tokens, here one document each.
     parts = Parts(context, rows, context.size * length, None, None, None)
     return Sequences(parts.cu_seqlens, parts.past, parts.rows, target, False, parts)
 
@@ -212,11 +215,13 @@ def exchanged_bytes(
         # Called before a run's first step, whose random state must not change.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             block = Block(config, config.layer_mixers.index(name)).to(dtype)
+            # [1, B·T/N, D], this process's part of all rows
             x = torch.empty(
                 1, rows * seq_len // parts, config.hidden_size, dtype=dtype, requires_grad=True
             )
         context.sent = 0
         y, _ = block(x, seq)
+        # A checkpointed block runs its forward twice, and exchanges twice.
         again = context.sent if checkpointing else 0
         y.sum().backward()
         sent += (context.sent + again) * config.layer_mixers.count(name)
@@ -252,6 +257,7 @@ def activation_bytes(
         in_blocks = stream * (len(names) - 1) + max(blocks.values())
     else:
         in_blocks = sum(blocks[name] for name in names)
+    # `_End` was measured with 64 of these rows.
     head = 4 * (config.vocab_size - 64) * config.hidden_size  # the loss keeps its gradient in fp32
     return in_blocks + ends + head + logits_bytes(config, tokens, device)
 
@@ -279,6 +285,7 @@ def _extrapolated(
     # A window's blocks are whole, and there is more than one, in both batches as in the real one.
     reach = getattr(mixer, "reach", None) or length
     short = SHORT if reach >= length else reach * max(2, -(-SHORT // reach))
+    # (rows, length) of two batches; the second has twice the tokens, in longer documents if these are long
     shapes = [(2, short), (2, 2 * short)] if 2 * short <= length else [(2, length), (4, length)]
     # On a CPU the chunk form keeps the chunks of few tokens.
     few = (
@@ -311,10 +318,11 @@ def _affine(
             nn.init.uniform_(parameter, -0.02, 0.02)  # numbers without meaning
         for rows, length in shapes:
             seq = _sequences(config, rows, length, _Counted(parts) if parts > 1 else None, "cpu")
-            x = torch.randn(1, rows * length, config.hidden_size, requires_grad=True)
+            x = torch.randn(1, rows * length, config.hidden_size, requires_grad=True)  # [1, B·T, D]
             with torch.autocast("cpu", dtype, enabled=dtype.itemsize == 2):
                 counts.append((rows * length, saved_bytes(block, x, seq)))
     (few_tokens, less), (many_tokens, more) = counts
+    # The line through both points: its slope is the bytes of a token.
     each = (more - less) / (many_tokens - few_tokens)
     return less - each * few_tokens, each
 
@@ -334,6 +342,7 @@ class _End(nn.Module):
             self.head = nn.Linear(config.hidden_size, 64, bias=False)
 
     def forward(self, x: torch.Tensor, seq: Sequences) -> torch.Tensor:
+        # h [B·T, D]; which labels they are changes no size
         h, labels = add_norm(x, None, self.norm)[1][0], torch.zeros(x.shape[1], dtype=torch.int64)
         return linear_cross_entropy(h, self.head.weight, labels)
 
@@ -343,6 +352,7 @@ def _rules(device: str, few: bool) -> Iterator[None]:
     """Lets the torch path on the CPU decide as on `device`. few: whether it keeps the chunks."""
 
     def chunk_of(chunk_size: int, lengths: list[int], q: torch.Tensor, v: torch.Tensor) -> int:
+        # A GPU's rule: the power of two that holds the longest document, up to `chunk_size`.
         return min(chunk_size, 1 << (max(lengths) - 1).bit_length())
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -372,13 +382,14 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        o = q.new_empty(*q.shape[:-1], v.shape[-1])
+        o = q.new_empty(*q.shape[:-1], v.shape[-1])  # […, T, V]
         ctx.save_for_backward(q, k, v, o, q.new_empty(q.shape[:-1], dtype=torch.float32))
         return o
 
 
 def saved_bytes(block: nn.Module, x: torch.Tensor, seq: Sequences) -> int:
     """Bytes of the distinct storages that `block(x)` keeps for its backward pass, without parameters."""
+    # Storages, not tensors: a saved view must not count beside the tensor that it is of.
     weights = {p.untyped_storage()._cdata for p in block.parameters()}
     held: list[torch.Tensor] = []  # kept alive, so that storage addresses stay distinct
 
@@ -405,6 +416,7 @@ def parameters(config: PreTrainedConfig) -> int:
             blocks = {name: Block(config, names.index(name)) for name in dict.fromkeys(names)}
     except (OverflowError, RuntimeError) as error:
         raise InputError(f"model: {str(error).splitlines()[0]}") from None
+    # One block of each kind was built; layers of one kind have equal sizes.
     counts = {name: sum(p.numel() for p in block.parameters()) for name, block in blocks.items()}
     ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     return sum(counts[name] for name in names) + ends

@@ -249,6 +249,7 @@ def find_scores(run_dir: Path, folder: Path) -> dict[str, Any]:
     weights = fingerprint(model)
 
     tasks: dict[str, Any] = {}
+    # The oldest first: newer results of a task replace them.
     for file in sorted(files, key=lambda file: file.stat().st_mtime):
         try:
             results = json.loads(file.read_text(encoding="utf-8"))

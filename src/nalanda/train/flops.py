@@ -86,6 +86,7 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3)
     finally:
         if threads > 1:
             torch.set_num_threads(threads)
+    # n³ products and as many sums in a product of n × n matrices.
     return threads * 2 * size**3 / best
 
 
@@ -124,6 +125,7 @@ def flops_per_token(model: torch.nn.Module, seq_len: int) -> tuple[float, str]:
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     window = min(getattr(text, "sliding_window", None) or seq_len, seq_len)
     keys = kinds.count("full_attention") * seq_len / 2  # the mean over a row's tokens
+    # Token t sees min(t, W) keys, on average W (1 − W / 2T).
     keys += kinds.count("sliding_attention") * window * (1 - window / (2 * seq_len))
     attention = 12 * width * keys
     return 6 * weights + attention, f"estimated as 6 a weight and attention; {CAUSAL}"

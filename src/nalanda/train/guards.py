@@ -60,6 +60,7 @@ class SpikeDetector:
             # A floor: after steps without noise, a small change is no spike.
             floor = 0.01 * abs(mean) if is_loss else 0.1
             distance = (value - mean) / max(statistics.pstdev(window, mean), floor)
+            # With its sign: a fall is no spike.
             if distance > self.sigma:
                 actual = loss if is_loss else norm
                 usual = mean if is_loss else math.exp(mean)
@@ -109,6 +110,7 @@ class Interruptions:
 
     def _note(self, signum: int, frame: Any) -> None:
         self.received.append(signum)
+        # A second one of this kind has its usual effect, which ends the process.
         if signum not in REPEATED:
             signal.signal(signum, self._previous[signum])
         if self.first is None:

@@ -67,6 +67,7 @@ class RunLog:
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
+            # purge_step hides what an earlier start wrote of the steps that are made again.
             folder = str(run_dir / "tensorboard")
             self.board = self.guarded(SummaryWriter, folder, purge_step=step + 1)
         self.progress.__enter__()
@@ -260,6 +261,7 @@ def last_metrics(file: Path) -> Iterator[dict]:
     with file.open("rb") as stream:
         at, rest = stream.seek(0, os.SEEK_END), b""
         while at:
+            # The block before, with the line that the border to the block behind it has cut.
             at, stop = max(0, at - BLOCK), at
             stream.seek(at)
             lines = io.BytesIO(stream.read(stop - at) + rest).readlines()
@@ -299,6 +301,7 @@ def cut_metrics(file: Path, step: int, keep_events: bool = False) -> int:
 
         beyond = values.get("step", 0) > step
         if values.get("event") == "rollback" and not beyond:
+            # This rollback stays in the file, and so do the events that led to it.
             removable.clear()
         if beyond and "event" in values and not keep_events:
             removable.append(len(lines))
@@ -331,5 +334,6 @@ def corrected(steps: int, shortest: float, longest: float, taken: list[float], s
     by = f"{duration(seconds)} by steps {step - len(taken) + 1} to {step}"
     if shortest <= seconds <= longest:
         return by
+    # `shortest` assumes this share of the peak; the time is inverse to it.
     share = UTILISATION[1] * shortest / seconds
     return f"{by}, not {duration(shortest)} to {duration(longest)}: {100 * share:.1f} % of the peak"

@@ -287,6 +287,7 @@ def validate_if_due(run: Run) -> None:
         lambda: run.watchdog.beat(f"step {step}, validation"),
     )
     loss = values["val_loss"]
+    # On all processes: under FSDP2 a forward pass gathers weights.
     values |= mixer_metrics(run.model, next(iter(run.validation.values()))[0]["input_ids"])
 
     run.log.write(step=step, tokens=run.at.tokens, **values)
@@ -344,6 +345,7 @@ def roll_back(run: Run, step: Step, unsound: str | None) -> None:
     """
     bad = run.at.bad
     why = unsound or f"{len(bad)} steps in a row were left out ({bad[-1]})"
+    # The save under way may be the checkpoint to go back to.
     run.saver.wait()
 
     # If no step after the last rollback was good, an older checkpoint is taken.
@@ -388,6 +390,7 @@ def report(run: Run, step: Step, verdict: Judgement) -> None:
         "tokens_per_second": rate,
         "mfu": rate * run.facts["training_flops_per_token"] / run.facts["peak_flops"],
     }
+    # Validation and saving are not in the rate, so the real time is a little longer.
     tokens_left = (config.train.steps - step.number) * config.train.tokens_per_step
     run.log.advance(step.number, run.speed.last_step, tokens_left / rate, **values)
 
@@ -410,7 +413,9 @@ def save_if_due(run: Run, step: Step, unsound: str | None) -> None:
         finish_sums(run.sums, beat, run.saver.directory)
     run.watchdog.beat(f"step {step.number}, saving")
     run.log.doing("saving")
+    # A run that ends here has nothing to compute beside the save.
     run.save(run.batches.state_dict(), wait=bool(step.stop or last))
+    # A collective: `step.stop` is the same on all processes, so all or none call it.
     step.stop = step.stop or received_stop(run)
 
 

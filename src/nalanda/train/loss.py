@@ -21,6 +21,7 @@ def count_labels(batch: dict[str, Tensor], context: Context | None = None) -> in
     The model shifts labels by one: a row's first label is no target. (Masked language models do not shift, but
     have no label there.)
     """
+    # [B, T]: padded at the end as the model pads its targets, so a context cuts both alike
     counted = F.pad(batch["labels"][:, 1:] != -100, (0, 1))
     return int((context.part(counted) if context else counted).sum())
 
@@ -29,7 +30,7 @@ def count_bytes(
     batch: dict[str, Tensor], text_bytes: TextBytes, context: Context | None = None
 ) -> int:
     """Counts the UTF-8 bytes of the text of the tokens of `count_labels`."""
-    sizes = torch.from_numpy(text_bytes(batch["input_ids"].numpy()))[:, 1:]
+    sizes = torch.from_numpy(text_bytes(batch["input_ids"].numpy()))[:, 1:]  # [B, T − 1]
     counted = F.pad(sizes * (batch["labels"][:, 1:] != -100), (0, 1))
     return int((context.part(counted) if context else counted).sum())
 
@@ -55,9 +56,11 @@ def summed_loss(
     if bare.config.model_type == "nalanda":
         packing: dict[str, Any] = {"cu_seqlens": batch["cu_seqlens"], "z_loss": z_loss}
         if bare.config.is_decoder:
+            # In evaluation the model returns logits too: one position is the least.
             packing |= {"context": context, "logits_to_keep": 1}
         if carried_states:
             packing |= carried_states.before(index, batch)
+        # Divided by 1: the model returns the sum of its losses in place of their mean.
         out = model(tokens, labels=labels, num_items_in_batch=1, use_cache=False, **packing)
         if carried_states:
             carried_states.after(index, out, batch)
@@ -87,7 +90,7 @@ def packed_logits(model: Any, tokens: Tensor, positions: Tensor, cu_seqlens: Ten
     if any(kind.__module__.startswith("fla.") for kind in type(bare).__mro__):
         bounds = cu_seqlens.to(tokens.device, non_blocking=True)
         logits = model(input_ids=tokens.view(1, -1), cu_seqlens=bounds, use_cache=False).logits
-        return logits.view(*tokens.shape, -1)
+        return logits.view(*tokens.shape, -1)  # [B, T, vocabulary]
     return model(input_ids=tokens, position_ids=positions, use_cache=False).logits
 
 
@@ -116,6 +119,7 @@ def validate(
     model.train()
 
     # [sources, (loss, tokens, bytes)]
+    # float64, since fp32 counts tokens exactly only up to 2²⁴
     table = torch.tensor(sums, dtype=torch.float64, device=accelerator.device)
     table = accelerator.reduce(table).tolist()
     total, count, size = (math.fsum(column) for column in zip(*table, strict=True))
@@ -188,13 +192,14 @@ def mixer_metrics(model: Any, tokens: torch.Tensor) -> dict[str, float]:
 
     def measure(mixer: Any, inputs: tuple) -> None:
         for name, metric in mixer.metrics.items():
-            values.setdefault(name, []).append(metric(mixer, inputs[0]))
+            values.setdefault(name, []).append(metric(mixer, inputs[0]))  # x is [1, T, D]
 
     mixers = [m for m in model.modules() if isinstance(m, Mixer) and m.metrics]
     hooks, training = [m.register_forward_pre_hook(measure) for m in mixers], model.training
     model.eval()
     try:
         if mixers:
+            # The result is not used: the hooks have seen the inputs of the mixers.
             model(tokens[:1, :256].to(model.device), use_cache=False)
     finally:
         model.train(training)

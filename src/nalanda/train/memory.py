@@ -46,6 +46,7 @@ def _limits() -> Iterator[int]:
             used = int((group / "memory.current").read_text())
             lines = (group / "memory.stat").read_text().splitlines()
             cached = dict(line.split() for line in lines)
+            # File cache that was not used lately counts as used, but the system gives it up on demand.
             yield limit - used + int(cached["inactive_file"])
 
 

@@ -105,8 +105,11 @@ class Mirror:
             )
         checkpoints = self.folder / "checkpoints"
         newest = max((step_of(path) for path in checkpoint_folders(checkpoints)), default=-1)
+        # A checkpoint without its manifest is still on its way, or being removed.
         ahead = [step for step in _steps(stored) if step > newest and _manifest(step) in stored]
+        # From the newest on, until one is whole.
         fetched = any(self._fetch_checkpoint(step, stored) for step in sorted(ahead, reverse=True))
+        # Records belong to the checkpoint: without a newer one, those of the folder stay.
         if fetched or not (self.folder / "config.yaml").is_file():
             for name, file in stored.items():
                 if name in RECORDS or name.startswith("tokenizer/"):

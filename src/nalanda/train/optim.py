@@ -27,6 +27,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
     warmup, floor = schedule.warmup_steps, schedule.min_lr_ratio
     if step < warmup:
         return peak * step / warmup
+    # 0 at the end of the warm-up, 1 at the last step
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))
     match schedule.name:
         case "cosine":
@@ -38,6 +39,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
             decay = min(max(1, round(schedule.decay_share * steps)), max(1, steps - warmup))
             share = 1 - math.sqrt(min(1.0, max(0.0, (step - (steps - decay)) / decay)))
         case "inverse_sqrt":
+            # Without the floor below: this schedule knows no last step.
             return peak * math.sqrt(max(1, warmup) / max(1, step, warmup))
         case "constant":
             return peak
@@ -63,7 +65,9 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
     groups: dict[tuple, dict] = {}
     for name, p in trained.items():
         kind = "vectors" if id(p) in vectors else "muon" if id(p) in blocks else "matrices"
+        # The first pattern that matches decides.
         rule = next((g for g in config.groups if re.search(g.match, name)), None)
+        # All parameters of a group share their number of blocks.
         key = rule and rule.match, kind, blocks.get(id(p))
         if key not in groups:
             groups[key] = group_settings(kind, config, rule, blocks.get(id(p)))
@@ -73,6 +77,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
     for rule in config.groups:
         if rule.match not in used:
             refuse_pattern(rule.match, trained)
+    # Muon's groups come first: `build_adamw` cuts the list behind them.
     order = ["muon", "matrices", "vectors"]
     return sorted(groups.values(), key=lambda group: order.index(group["kind"]))
 
@@ -115,6 +120,7 @@ def group_settings(
     name, scale = kind, 1.0
     decay = 0.0 if kind == "vectors" else config.weight_decay
     if kind == "muon" and config.muon_lr is not None:
+        # The schedule's peak is config.lr; this factor makes it Muon's.
         scale = config.muon_lr / config.lr
     if rule is not None:
         name, scale = f"{rule.match} {kind}", scale * rule.lr_scale
@@ -169,6 +175,7 @@ def build_adamw(groups: list[dict], config: OptimConfig) -> torch.optim.Optimize
 
     optimizers: list[torch.optim.Optimizer] = []
     if muon_groups:
+        # match_rms_adamw gives an orthogonal update the usual RMS of AdamW's, so both can share a rate.
         muon = Muon(muon_groups, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")
         optimizers.append(muon)
     if adamw_groups:
@@ -200,6 +207,7 @@ def follow_gradients(scaler: torch.amp.GradScaler) -> tuple[float, float] | None
     before = scaler.get_scale()
     scaler.update()
     lowered = scaler.get_scale()
+    # A disabled scaler always says 1, and so never falls.
     if lowered >= before:
         return None
     if lowered < LEAST_SCALE:
@@ -235,6 +243,7 @@ class Joined(torch.optim.Optimizer):
     def __init__(self, parts: list[torch.optim.Optimizer]):
         self.parts = parts
         self.counts = [len(optimizer.param_groups) for optimizer in parts]
+        # No defaults: the parts have filled in every option of their groups.
         super().__init__([group for optimizer in parts for group in optimizer.param_groups], {})
         self._share()
 
@@ -274,6 +283,7 @@ class Muon(torch.optim.Muon):
     def _init_group(self, group: dict, *lists: list) -> bool:
         """torch's: fills the lists of parameters, gradients and momenta. Blocks are views of them."""
         has_complex = super()._init_group(group, *lists)
+        # Each [rows, D] becomes views [rows / blocks, D]: updates in place reach the whole.
         for tensors in lists:
             tensors[:] = [block for x in tensors for block in x.chunk(group.get("blocks", 1))]
         return has_complex
@@ -292,6 +302,7 @@ class Muon(torch.optim.Muon):
         momentum, state = group["momentum"], self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p.grad)
+        # B ← μ B + (1 − μ) G, as in torch's Muon
         buffer = state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
 
         # Nesterov's look-ahead is taken here, on the shards, so the inner optimizer has no momentum.
@@ -302,6 +313,7 @@ class Muon(torch.optim.Muon):
         one = {"params": [gathered], "blocks": group.get("blocks", 1)}
         Muon([one], momentum=0.0, nesterov=False, **settings).step()
 
+        # src_data_rank=None: every process has the whole result and keeps its shard, so none is sent.
         mesh, placements = p.device_mesh, p.placements
         p.copy_(distribute_tensor(gathered.detach(), mesh, placements, src_data_rank=None))
 

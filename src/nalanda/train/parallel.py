@@ -73,12 +73,14 @@ class Sharing:
     def __init__(self, accelerator: Accelerator, kind: Kind, train: Any):
         processes, parts = accelerator.num_processes, train.context_parallel
         self.kind, self.mesh, self.context = kind, None, None
+        # Neighbours in rank are one context, so these two count contexts.
         self.rank, self.world_size = accelerator.process_index // parts, processes // parts
         self.sharded = kind != "ddp" and processes > 1
         if self.sharded or parts > 1:
             self.mesh = mesh(kind, accelerator, train)
         if self.mesh is not None and parts > 1:
             last = self.mesh.ndim - 1
+            # The last dimension, [data · context], becomes [data, context].
             split = self.mesh._unflatten(
                 last, (self.mesh.size(last) // parts, parts), ("data", "context")
             )
@@ -158,6 +160,7 @@ def mesh(kind: Kind, accelerator: Accelerator, train: Any) -> DeviceMesh:
     size = train.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(processes)))
     if processes % size:
         raise InputError(f"train.shard_size: {processes} processes are not a multiple of {size}")
+    # `Sharing` cuts the shards' dimension into contexts, and none may lie in two replicas.
     if size % train.context_parallel:
         raise InputError(
             f"train.shard_size: {size} is not a multiple of train.context_parallel {train.context_parallel}"
@@ -172,7 +175,9 @@ def units(model: nn.Module) -> list[nn.Module]:
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
         lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+        # Without names: the longest list of modules is taken for the blocks.
         blocks = max(lists, key=len, default=[])
+    # A block inside another belongs to the outer one's unit.
     within = {id(inner) for block in blocks for inner in block.modules() if inner is not block}
     return [block for block in blocks if id(block) not in within]
 

@@ -111,6 +111,7 @@ class Run:
                 return data_state
             if accelerator.is_main_process:
                 print(f"{path}: unsound, passed over: {problem}", flush=True)
+                # The mark comes first: `find_older` passes over marked checkpoints.
                 mark_unsound(path, problem)
                 path = find_older()
         self.checkpoint = None

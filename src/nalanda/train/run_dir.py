@@ -247,6 +247,7 @@ def models_of(recorded: RunConfig, config: RunConfig, saved: list[Path]) -> tupl
     for name in ("vocab_size", "max_position_embeddings"):
         if name not in config.model:
             new[name] = old.get(name)
+    # `written_out` has the model's own keys alone, and init_from is one of the recipe.
     for model, recipe in ((old, recorded), (new, config)):
         if "init_from" in recipe.model:
             model["init_from"] = recipe.model["init_from"]

@@ -74,10 +74,11 @@ def forward_backward(run: Run) -> Step:
                 i,
                 run.sharing.context,
             )
+            # A step without any label has the loss 0, not 0 / 0.
             mean = total / max(1, labels)
             # DDP takes the mean over the processes.
             run.accelerator.backward(run.scaler.scale(mean * run.accelerator.num_processes))
-        loss += mean.detach()
+        loss += mean.detach()  # the share of this process; `gather_step` adds them up
 
     # The norm is of the unscaled gradients, so the guard's window does not depend on fp16's scale.
     run.scaler.unscale_(run.optimizer)
@@ -104,6 +105,7 @@ def next_step(run: Run) -> tuple[list[dict[str, Tensor]], int]:
     before = copy.copy(run.batches)  # its position: a batch replaces it and changes none
     micro_batches, failure = take_batches(run.batches, run.accumulation)
     if run.masking is not None:
+        # The mask of a row depends on its place in the run, not on the number of processes.
         first, rows = run.at.step * run.accumulation, run.config.train.micro_batch_size
         micro_batches = [
             run.masking(batch, first + i, rows, run.sharing.rank, run.sharing.world_size)
@@ -126,6 +128,7 @@ def next_step(run: Run) -> tuple[list[dict[str, Tensor]], int]:
     run.saver.wait()
     if run.checkpoint:
         run.log.say(f"stopped: saved; the same command resumes from {run.checkpoint}")
+    # The sum of equal exit codes over their number is the code itself.
     raise failure or SystemExit(code // failed)
 
 
@@ -157,10 +160,12 @@ def gather_step(run: Run, loss: Tensor) -> tuple[float, int | None]:
     totals = torch.stack([loss, *torch.tensor(flags, device=loss.device)])
     total, *received, comparing, damaged, unsaved = run.accelerator.reduce(totals).tolist()
     if damaged:
+        # A running save ends first: the error names the checkpoints of the folder.
         run.saver.wait()
         refuse_damage(run.sums, run.saver.directory)
     if unsaved:
-        run.saver.wait()
+        run.saver.wait()  # raises its error on every process
+    # All processes have compared their files: no later step waits for them.
     run.sums.settled = not comparing
     return total, first_signal(received)
 
@@ -212,6 +217,7 @@ def apply(run: Run, step: Step, verdict: Judgement) -> None:
         for group in optimizer.param_groups:
             group["lr"] = step.lr * group.get("lr_scale", 1.0)
         optimizer.step()
+        # From here on a rollback may go to the same checkpoint again.
         at.bad, run.rolled_back_to = [], None
 
     elif verdict.kind == "overflow":
@@ -226,7 +232,9 @@ def apply(run: Run, step: Step, verdict: Judgement) -> None:
         if run.carried_states:
             run.carried_states.forget()
 
+    # Also after a skipped step, whose gradients must not join those of the next.
     optimizer.zero_grad()
+    # A skipped step counts: its rows are read, and the schedule goes on.
     at.step, at.tokens = step.number, at.tokens + run.config.train.tokens_per_step
     run.facts["step"] = step.number
     run.speed.add(time.perf_counter() - step.began)

@@ -77,6 +77,7 @@ def read_tensors(source: Path, targets: dict[str, torch.Tensor]) -> None:
 
     Raises `InputError` if values are missing.
     """
+    # Values still to come. Saved parts do not overlap, so counting suffices.
     missing = {name: local_part(target)[0].numel() for name, target in targets.items()}
     for file in list_files(source):
         for name, offsets, saved in open_parts(file):
@@ -99,9 +100,11 @@ def copy_overlap(saved: Any, saved_start: list[int], local: torch.Tensor, start:
     if any(a >= b for a, b in zip(low, high, strict=True)):
         return 0
 
+    # The same box, in coordinates of each of the two parts.
     target = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
     index = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, saved_start, strict=True))
     values = saved[index] if index else saved[...]  # a tensor without dimensions
+    # copy_ converts the dtype too, and moves to the device.
     local[target].copy_(values)
     return values.numel()
 
@@ -151,6 +154,7 @@ def is_writer(tensor: torch.Tensor, rank: int) -> bool:
         placement.is_shard() or at == 0
         for placement, at in zip(tensor.placements, coordinate, strict=True)
     )
+    # Rank 0 writes an empty part too, so that no tensor is without a name in the files.
     return first and (tensor.to_local().numel() > 0 or rank == 0)
 
 
@@ -179,9 +183,11 @@ def safetensors_content(
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
+        # copy=True: a tensor on the CPU would not be copied otherwise.
         values.append(tensor.detach().to("cpu", copy=True) if copy else tensor.detach())
 
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Blanks behind the JSON align the first value to 8 bytes.
     text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little") + text, *values]
 
@@ -192,6 +198,7 @@ def write_file(file: Path, content: Content) -> dict[str, Any]:
     with file.open("wb") as stream:
         for piece in content:
             if isinstance(piece, torch.Tensor):
+                # As bytes, since NumPy has no bf16.
                 piece = piece.cpu().contiguous().flatten().view(torch.uint8).numpy().data
             digest.update(piece)
             count += len(piece)
