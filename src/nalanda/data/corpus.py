@@ -131,6 +131,7 @@ def open_texts(
         if data.mixture and not (split == "validation" and data.validation_source):
             corpora[split] = _open_mixture(data, split, validation)
         elif train and train.hold_out:
+            # Both splits share the shards and the choice; each takes its part of a text.
             held_out_part = partial(train.hold_out.part, split=split)
             corpora[split] = replace(train, part=held_out_part, split=split)
         else:
@@ -161,6 +162,7 @@ def _open_corpus(data: DataConfig, split: str, validation: bool, walk: Walk) -> 
             "single .txt file only; give data.validation_source"
         )
     if lone and not joined:
+        # A lone text becomes many documents, which can be held out and shuffled.
         shards = [cut_shard(shards[0])]
     chosen, note = choose(shards, data.validation_share, validation=validation, joined=joined)
     return Corpus(
@@ -305,6 +307,7 @@ def _find_listed(
             path = f"{source}/{name}" if root.is_dir() else name
             counts[SECOND] += path in listed
             listed[path] = file
+    # The parts of the folder that all files share; they name no split.
     shared = len(Path(os.path.commonpath([file.path.parent for file in listed.values()])).parts)
 
     def split_of_name(name: str) -> str:
@@ -406,6 +409,8 @@ def _follow_lists(listed: dict[str, _File], counts: Counter[str]) -> dict[str, _
                 raise InputError(
                     f"{below}{name}: in the list of state.json, but missing; save the dataset again"
                 )
+
+        # Taken out and put back, so that the order is that of the list.
         for name in sorted(names):
             files.pop(f"{below}{name}")
             if name not in ("state.json", "dataset_info.json", *data_files):
@@ -445,6 +450,7 @@ def _walk_folder(root: Path) -> Iterator[tuple[Path, _File]]:
         # Links last, so that a folder is entered by its own name where it has one below the root.
         visible = [name for name in folders if name[0] != "."]
         folders[:] = sorted(visible, key=lambda name: (Path(folder, name).is_symlink(), name))
+        # A folder of two names is read once, and a link to a folder above it ends here.
         real = os.path.realpath(folder)
         if real in entered:
             folders.clear()
@@ -524,6 +530,7 @@ class Corpus:
         sizes = [shard.size for shard in self.shards if isinstance(shard, FileShard)]
         small = sum(size for size in sizes if size <= LARGE)
         limit = LARGE if small <= AT_ONCE else 0
+        # The samples of all files are about `AT_ONCE` bytes together, as far as the bounds allow.
         sample = AT_ONCE // (SAMPLES * max(1, len(sizes)))
         return limit, min(LARGEST, max(SMALLEST, sample))
 
@@ -635,11 +642,13 @@ class DocumentStream:
         while self.shard < len(order):
             shard = shards[order[self.shard]]
             for document, cursor in shard.read(self.cursor):
+                # Before the yield, so that a state taken at a document is behind it.
                 self.cursor = cursor
                 if isinstance(document, Left):
                     self.left[document.value] += 1
                     continue
                 read += 1
+                # Of all rows, also those of the other split: a resume reads the file without the choice.
                 if self.digest is not None and isinstance(shard, FileShard):
                     self.digest = digest_rows(self.digest, cursor, document.text)
                 if (text := self.corpus.part(document.text)) is None:
@@ -658,6 +667,7 @@ class DocumentStream:
                 yield document
             self.shard, self.cursor, self.digest = self.shard + 1, None, ""
 
+        # The shards are at their end: the buffer is emptied, in an order drawn the same way.
         while self.buffer:
             document = self.buffer.pop(self.draw("document", self.documents) % len(self.buffer))
             self.documents += 1
@@ -705,6 +715,7 @@ class MixtureShard:
 
         characters, number = dict.fromkeys(streams, 0), 0
         while streams:
+            # The component that is furthest behind its weight gives the next document.
             name = min(streams, key=lambda name: characters[name] / self.weights[name])
             document = next(streams[name], None)
             if document is None:
@@ -712,5 +723,6 @@ class MixtureShard:
                 continue
             characters[name] += len(document.text)
             number += 1
+            # A resume reads all components from the start, and passes over what was given.
             if number > (cursor or 0):
                 yield document, number

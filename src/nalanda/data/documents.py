@@ -165,6 +165,7 @@ class TextShard:
 def split_of(folders: Iterable[str], file: str) -> str:
     """The split of a file by the first of `folders` that names one (`NAMES`), else by its own name; "" for
     none. Names are val.jsonl, train-00001-of-00009.parquet and the like."""
+    # train-00001-of-00009.parquet → train
     stem = re.sub(r"[-_.]\d.*", "", file[: len(file) - len(suffix_of(file))])
     for name in (*folders, stem):
         for split, names in NAMES.items():

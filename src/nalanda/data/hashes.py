@@ -88,6 +88,7 @@ def hash_file(path: Path, size: int, sample: int) -> str:
             for offset in offsets:
                 file.seek(offset)
                 left = length
+                # A read may give less than asked, and a file that shrinks ends early.
                 while left and (piece := file.read(min(left, 1 << 20))):
                     hasher.update(piece)
                     left -= len(piece)

@@ -90,6 +90,7 @@ class MegatronSet:
         dtype, lengths, positions, bounds = self._read_columns(content)
         sequences = len(lengths)
         ends = np.cumsum(lengths, dtype=np.int64)  # [S], in tokens
+        # Sequences lie end to end in PREFIX.bin; the bounds [D + 1] count up from 0 to S.
         if (
             (lengths < 0).any()
             or (positions != (ends - lengths) * dtype.itemsize).any()
@@ -121,6 +122,7 @@ class MegatronSet:
                 f"{self.idx}: version {version}, dtype {code}; version 1 with integers is read"
             )
 
+        # Behind the head: S int32, S int64, then D + 1 int64.
         stated = HEAD.size + 12 * sequences + 8 * bounds
         if len(content) != stated:
             raise InputError(
@@ -137,6 +139,7 @@ class MegatronSet:
         """Whether every document ends, or with `first` begins, with `token`."""
         begins = np.concatenate([[0], self.ends[:-1]])
         filled = self.ends > begins  # a document may have no token
+        # The first or the last token of each document that has one.
         edges = begins[filled] if first else self.ends[filled] - 1
         return token is not None and len(edges) > 0 and bool((self.tokens[edges] == token).all())
 
@@ -258,6 +261,7 @@ def _write_shards(
 
     for split_of_set, megatron in sets.items():
         for document in megatron.documents():
+            # An id outside of the vocabulary shows that another tokenizer made the set.
             low, high = int(document.min()), int(document.max())
             if low < 0 or high >= vocabulary:
                 raise InputError(
@@ -282,6 +286,7 @@ def _write_shards(
 
 def _choose_split(document: np.ndarray, validation_share: float) -> str:
     """The split of a document, by the hash of its tokens."""
+    # uint32 whatever the set's dtype, so that equal tokens fall into the same split.
     content = document.astype("<u4").tobytes()
     number = int.from_bytes(blake2b(content, digest_size=8).digest())
     return "validation" if number < validation_share * 2**64 else "train"
@@ -333,6 +338,7 @@ def _write_split(token_set: Path, index: dict, split: str, prefix: Path, code: i
     lengths: list[np.ndarray] = []  # of the documents, a shard each
     with prefix.with_suffix(".bin").open("wb") as file:
         for entry in shard_entries(token_set, index, split):
+            # The sum is over the token set's bytes, before the tokens take Megatron's dtype.
             digest = sha256()
             for low in range(0, entry.tokens, SHARD):
                 tokens = entry.tokens_between(low, min(low + SHARD, entry.tokens))
@@ -351,6 +357,7 @@ def _write_split(token_set: Path, index: dict, split: str, prefix: Path, code: i
 
     # A document is one sequence here, so the bounds count up.
     sizes = np.concatenate(lengths)
+    # Bytes in front of each document [D].
     positions = (np.cumsum(sizes) - sizes) * dtype.itemsize
     bounds = np.arange(len(sizes) + 1)
     content = HEAD.pack(MAGIC, 1, code, len(sizes), len(bounds))

@@ -94,11 +94,13 @@ def meet(gather: Callable[[list], list]) -> Peers | None:
 
     All processes of a launch call it. gather: a list of one item → those of all processes, in order of rank.
     """
+    # An address that begins with \0 is no file, and goes with the process.
     machine, address = _describe_machine(), f"\0nalanda-{uuid.uuid4().hex}"
     with socket.socket(socket.AF_UNIX) as listener:
         if machine:
             listener.bind(address)
             listener.listen(128)
+        # All gather, also where no socket is possible. Every process listens before any of them connects.
         met = gather([(machine, address)])
 
         rank = met.index((machine, address))
@@ -106,6 +108,7 @@ def meet(gather: Callable[[list], list]) -> Peers | None:
         if not machine or len(ranks) == 1:
             return None
 
+        # One line for each pair: a process connects to those before it, and accepts those behind it.
         lines: dict[int, socket.socket] = {}
         for other in ranks[: ranks.index(rank)]:
             lines[other] = socket.socket(socket.AF_UNIX)

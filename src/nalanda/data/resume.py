@@ -163,6 +163,7 @@ def go_on(
         InputError: a file that was read has changed or is missing.
     """
     stream.load_state_dict(state)
+    # The epoch's order in saved numbers: the files read, the one read in part, those ahead.
     before = state.get("order") or stream.permutation(len(saved["names"]))
     reached, cursor, digest = state.get("end") or stream.place(stream.epoch)
     if reached < 0:  # the epoch was read to its end
@@ -170,6 +171,7 @@ def go_on(
     begun = cursor is not None
     read, ahead = before[:reached], before[reached + begun :]
 
+    # Nothing that was read may differ, except behind the cursor of the file read in part.
     now = _find_saved(saved, files, read)
     _check_each(
         read,
@@ -184,6 +186,7 @@ def go_on(
 
     for old, new in now.items():
         files.likes[new] = files.likes[new] or saved["hashes"][old]
+    # A file ahead may change: its size is compared for the report alone.
     changed = sum(old in now and files.sizes[now[old]] != saved["sizes"][old] for old in ahead)
     removed = sum(old not in now for old in ahead)
     added = sorted({*range(len(files.names))} - {*now.values()})
@@ -199,6 +202,7 @@ def go_on(
             rest.insert(stream.draw("added", files.names[new]) % (len(rest) + 1), new)
 
     order = [*(now[old] for old in read), *rest]
+    # An order is saved only where the seed's permutation does not give it.
     position = {key: value for key, value in state.items() if key != "order"}
     if order != stream.permutation(len(files.names)):
         position["order"] = order
@@ -214,6 +218,7 @@ def _find_saved(saved: dict[str, list], files: Files, read: list[int]) -> dict[i
     if not now and saved["sizes"] == files.sizes:
         return {old: old for old in range(len(files.names))}  # the corpus was moved
 
+    # Files without a saved name, by size, so that few of them are hashed.
     free = defaultdict(list)
     for new in sorted({*numbers.values()} - {*now.values()}):
         free[files.sizes[new]].append(new)
@@ -261,6 +266,7 @@ def _check_begun(
         raise InputError(f"{saved['names'][old]}: is missing, and is read in part; {ADVICE}")
     size, saved_hash = saved["sizes"][old], saved["hashes"][old]
     shard = files.corpus.shards[number] if files.corpus else None
+    # Rows can be compared in a local file with a known digest; any other must be the same as a whole.
     if not isinstance(shard, FileShard) or digest is None:
         if not files.is_same(number, size, saved_hash):
             raise InputError(f"{files.path(number)}: {OTHER_CONTENT}; {ADVICE}")
@@ -272,6 +278,7 @@ def _check_begun(
         raise InputError(
             f"{files.path(number)}: {OTHER_CONTENT}, in rows 1 to {cursor:,}, which were read; {ADVICE}"
         )
+    # The rows read are the same. A known hash differed above; without one the size tells.
     return files.sizes[number] != size or bool(saved_hash)
 
 

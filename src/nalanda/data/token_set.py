@@ -124,6 +124,7 @@ class TokenSet:
         self.tokens = int(self._tokens[-1])
         self.documents = int(self._documents[-1])
 
+        # Without the names of shards, which say nothing about the content.
         content = [index["dtype"]]
         for shard in index[split]["shards"]:
             content.append([shard["tokens"], shard["sources"], shard["files"]])
@@ -134,6 +135,7 @@ class TokenSet:
         _check_range(start, stop, self.tokens, "tokens")
         out = np.empty(stop - start, np.int32)
         for shard, base, low, high in self._shards_between(start, stop):
+            # The shard's tokens [low, high) are [base + low, base + high) of the split.
             out[base + low - start : base + high - start] = shard.tokens_between(low, high)
         return out
 
@@ -158,6 +160,7 @@ class TokenSet:
         # It begins where the document before it ends.
         low = int(shard.ends(number - 1, number)[0]) if number else 0
         high = int(shard.ends(number, number + 1)[0])
+        # -1 < low < high < tokens + 1: the document has a token, and lies inside the shard.
         shard.check_ends(np.array([-1, low, high, shard.tokens + 1]))
 
         source = int(shard.source_numbers(number, number + 1)[0])
@@ -340,6 +343,7 @@ class Entry:
 
         count = int(ends.searchsorted(high))  # those below `high`; the next one shows their order
         self.check_ends(ends[: count + 1])
+        # The last end is the number of tokens, so a whole file has one at or above `high`.
         if count == len(ends):
             raise self._disordered()
         return ends[:count]
@@ -351,6 +355,7 @@ class Entry:
         Documents are about equally long, so the page is guessed from `low`: that reads one page or two, and
         halving eight. Every third guess halves, so the search is short in any file.
         """
+        # Ends in front of `first` are below `low`, those behind `last` are not.
         first, last = 0, self.documents - 1  # the document is one of these, or the one after them
         before, after = 0, self.tokens  # the ends in front of and behind these documents
         result = None
@@ -378,6 +383,7 @@ class Entry:
         return result
 
     def _check_ids(self, tokens: np.ndarray, first: int) -> None:
+        # Ids are unsigned, so the largest one is enough.
         if len(tokens) and (largest := int(tokens.max())) >= self.vocabulary:
             position = first + int(tokens.argmax())
             raise self.damaged(
@@ -393,6 +399,7 @@ class Entry:
         """Checks a whole file, "tokens" or "docs"; reading checks only what it reads. Raises `InputError`."""
         _open.cache_clear()  # the file may be another by now
         if kind == "tokens":
+            # In pieces, which bounds the memory.
             for low in range(0, self.tokens, 1 << 22):
                 self.tokens_between(low, min(low + (1 << 22), self.tokens))
             return
@@ -527,6 +534,7 @@ def totals(shards: list[dict]) -> dict:
     for shard in shards:
         for name, counts in shard["sources"].items():
             before = sources.get(name, [0, 0])
+            # A new list: the shards' own entries stay as they are.
             sources[name] = [before[0] + counts[0], before[1] + counts[1]]
     sums = {
         key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "text_bytes")
