@@ -103,6 +103,7 @@ def open_store(url: str) -> tuple[Any, str]:
 
     package, extra, _ = STORES[scheme_of(url)]
     try:
+        # A listing kept in memory would hide files that came or went.
         return fsspec.url_to_fs(url, use_listings_cache=False, **OPTIONS.get(scheme_of(url), {}))
     except ImportError:
         install = f"nalanda[{extra}]" if extra else package

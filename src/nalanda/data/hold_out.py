@@ -42,6 +42,7 @@ def cut_text(text: str) -> Iterator[str]:
     """Cuts the text into pieces of up to `PIECE` characters; white space between two pieces ends the first."""
     start = 0
     while len(text) - start > PIECE:
+        # A piece is at least half full.
         stop = cut_place(text, start + PIECE // 2, start + PIECE)
         yield text[start:stop]
         start = stop
@@ -147,10 +148,12 @@ def _tail_start(text: str, share: float) -> int:
 
     Both parts have more than white space, unless the text has a single character.
     """
+    # [left, right): the text without the white space around it.
     left = len(text) - len(text.lstrip())
     right = len(text.rstrip())
     size = right - left
     wanted = max(1, round(size * share))
+    # The first part keeps at least one character.
     stop = max(left + 1, right - wanted)
     start = max(left + size // 2, stop - max(256, wanted))  # a better place, at most so far before
     return cut_place(text, start, stop) if start < stop else stop

@@ -208,6 +208,7 @@ def plan_jobs(
         for name in names_by_first.get((first.corpus, first.identity, first.start), ()):
             # Jobs may have been grouped otherwise then: the parts are joined before their keys are compared.
             last = Unit.of(made[name][-1])
+            # 0: the last unit is gone, and no units end there.
             stop = ends.get((last.corpus, last.identity, last.stop), 0)
             if [unit.key for unit in join_parts(units[start:stop])] == made[name]:
                 return name, stop
@@ -232,6 +233,7 @@ def plan_jobs(
             continue
 
         name, stop = shard
+        # What lies before a kept shard becomes jobs of its own, so the order stays.
         group_between()
         jobs.append(join_parts(units[position:stop]))
         names.append(name)

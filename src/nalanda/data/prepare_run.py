@@ -253,6 +253,7 @@ class Preparation:
             raise InputError(f"{unit.identity}: now {shard.identity}; run the same command again")
 
         if isinstance(shard, FileShard):
+            # Hashed the way that the plan was, so that both compare.
             content = self.hashes.of(shard.path, sample_of(unit.content))
         else:
             content = self.corpora[unit.corpus].content(unit.shard)
@@ -274,6 +275,7 @@ class Preparation:
 
     def record(self, number: int) -> dict | None:
         """A finished shard's record, or None if the record or a file of its size is missing."""
+        # Damage of the record or a file counts as no record: the shard is made again.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             record = self.kept.get(self.names[number])
             if record is None:
@@ -316,6 +318,7 @@ class Preparation:
             for split in splits:
                 path = self.directory / split / self.names[number]
                 writers[split] = ShardWriter(path, self.dtype)
+                # On an error nothing of the shard stays; behind `close` it finds nothing to remove.
                 stack.callback(writers[split].abandon)
             documents_left_out = self._write_units(units, writers, report)
             entries = {split: writer.close() for split, writer in writers.items()}
@@ -512,6 +515,7 @@ def make_in_processes(
             "and run the same command again to resume"
         ) from None
     finally:
+        # Workers stop at their next report, else the pool would wait for their shards.
         board[2 * len(preparation.jobs)] = 1
         pool.shutdown(cancel_futures=True)
 

@@ -177,6 +177,7 @@ def split_families(
 
     room = share * sum(map(len, documents.values()))
     validation = set()
+    # In the order of a hash, each family that still fits.
     for members in sorted(families.values(), key=lambda members: hash_text(members[0])):
         size = sum(len(documents[name]) for name in members)
         if size <= room:

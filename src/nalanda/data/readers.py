@@ -105,6 +105,7 @@ def _read_streams(path: Path, new: Callable[[], Any], window: int) -> Iterator[b
     stream, data, streams = None, b"", 0
     with path.open("rb") as file:
         while True:
+            # The decompressor first gives all of what it holds; then it needs input.
             if not data and (stream is None or stream.needs_input):
                 data = file.read(BLOCK)
                 if not data:
@@ -150,6 +151,7 @@ def _read_zstandard(path: Path, window: int) -> Iterator[bytes]:
                         if "too much memory" in str(error):
                             raise EOFError(_describe_window(window)) from None
                         raise EOFError(error) from None
+                    # The next frame may begin within the slice.
                     chunk = frame.unused_data if frame.eof else b""
                     frame = None if frame.eof else frame
     if frame:
@@ -188,6 +190,7 @@ def _decompressed_copy(path: Path, fields: Fields) -> Iterator[Path]:
     with tempfile.NamedTemporaryFile(prefix="nalanda-") as file:
         for block in read_blocks(path, fields):
             try:
+                # Flushed, so that a full disk fails here, and a reader by name sees all.
                 file.write(block)
                 file.flush()
             except OSError as error:
@@ -237,12 +240,14 @@ def split_lines(blocks: Iterable[bytes], fields: Fields) -> Iterator[tuple[bytes
     for block in blocks:
         *ends, rest = block.split(b"\n")
         for end in ends:
+            # The first line end completes what earlier blocks began.
             size += len(end)
             yield b"".join([*parts, end]) if size <= fields.max_bytes else None, size
             parts, size = [], 0
         size += len(rest)
         if size <= fields.max_bytes:
             parts.append(rest)
+        # The size counts on, so that the end of the line yields None.
         elif fields.skip:
             parts.clear()
         else:
@@ -264,15 +269,18 @@ def split_array(blocks: Iterable[bytes], fields: Fields) -> Iterator[bytes | Lef
     for block in blocks:
         start = position = 0  # of the value, and of the scan, in this block
         while position < len(block):
+            # The character behind a backslash, which may begin the next block.
             if escaped:
                 escaped, position = False, position + 1
                 continue
 
+            # Only these marks change the state; all else is passed over.
             match = (_STRING_END if in_string else _MARK).search(block, position)
             if not match:
                 break
             mark, position = match[0], match.end()
             if in_string:
+                # A backslash keeps the string open, a quote ends it.
                 escaped, in_string = mark == b"\\", mark == b"\\"
             elif mark == b'"':
                 in_string = True
@@ -282,10 +290,12 @@ def split_array(blocks: Iterable[bytes], fields: Fields) -> Iterator[bytes | Lef
             elif mark in b"]}":
                 depth -= 1
 
+            # A value ends at a comma between values, or at the end of the array.
             if depth == 0 or (depth == 1 and mark == b"," and not in_string):
                 piece.add(block[start : position - 1])
                 start = position
                 value = piece.take()
+                # Nothing before the closing bracket is no value: of an empty array, or behind a last comma.
                 if depth or isinstance(value, Left) or value.strip():
                     yield value
 
@@ -316,11 +326,13 @@ def split_table(blocks: Iterable[bytes], fields: Fields) -> Iterator[bytes | Lef
                 continue
 
             if quoted:
+                # Within quotes only a quote counts, so line ends pass.
                 quote = block.find(b'"', position)
                 doubled = quote >= 0
                 position = quote + 1 if doubled else len(block)
                 continue
 
+            # A quote opens a field only at its beginning.
             if begins and block[position : position + 1] == b'"':
                 quoted, begins, position = True, False, position + 1
                 continue
@@ -491,10 +503,12 @@ def read_parquet(path: Path, fields: Fields, start: int) -> Rows:
                 stated = _count_column_bytes(file, group, fields.text)
                 # No value is larger than its column, so only large columns need a look at each value.
                 large = stated > fields.max_bytes
+                # A lone row is as large as its column, overhead apart: it is left out without being read.
                 if large and rows == 1 and stated > fields.max_bytes + BLOCK:
                     row += 1
                     yield fields.oversized(f"{path}, row {row}"), row
                     continue
+                # No row exceeds its column, so a batch has at most 4 · max_bytes of text.
                 at_once = max(1, min(256, 4 * fields.max_bytes // max(1, stated)))
                 reader: Any = nullcontext(file)
                 if large:  # as a dictionary, a value that many rows share is held once
@@ -503,6 +517,7 @@ def read_parquet(path: Path, fields: Fields, start: int) -> Rows:
                     reader = parquet.ParquetFile(handle, **options, **shared)
                 with reader as opened:
                     for batch in opened.iter_batches(at_once, row_groups=[group], columns=columns):
+                        # Rows up to `start`, in the group or the batch where it lies.
                         passed = min(batch.num_rows, max(0, start - row))
                         row += passed
                         for document in _documents_of_batch(
@@ -576,6 +591,7 @@ def _open_batches(handle: Any, fields: Fields) -> tuple[Any, Iterator[Any]]:
     is_file = handle.read_at(6, 0) == b"ARROW1"
     opened = (ipc.open_file if is_file else ipc.open_stream)(handle)
     schema = opened.schema
+    # A file's messages begin behind ARROW1 and two bytes of padding.
     _check_expansion(handle, 8 if is_file else 0, max(WINDOW, 4 * fields.max_bytes))
     columns = set()
     for name in (fields.text, fields.source):
@@ -591,6 +607,8 @@ def _open_batches(handle: Any, fields: Fields) -> tuple[Any, Iterator[Any]]:
 
     def of_stream() -> Iterator[Any]:
         yield from ipc.open_stream(handle, options=options)
+
+        # The library takes a stream that was cut between two messages for a whole one.
         end = max(0, handle.tell() - len(END_OF_STREAM))
         if handle.read_at(len(END_OF_STREAM), end) != END_OF_STREAM:
             raise EOFError("the stream has no end")
@@ -630,6 +648,7 @@ def _expanded_bytes(data: bytes, message: Any) -> int:
 
     def field(table: int, index: int) -> int:
         """The offset of a table's field; 0 if the table lacks it."""
+        # The table's list of offsets: its size and the table's, uint16 each, then one for each field.
         offsets = table - number("i", table)
         if 4 + 2 * index >= number("H", offsets):
             return 0
@@ -717,6 +736,7 @@ def _documents_of_batch(
     for i, value in enumerate(texts):
         row += 1
         where = f"{path}, row {row}"
+        # In a dictionary the text lies within the value. Its buffer tells the size without a copy.
         text = getattr(value, "value", value) if value.is_valid else None
         if hasattr(text, "as_buffer") and text.as_buffer().size > fields.max_bytes:
             yield fields.oversized(where)

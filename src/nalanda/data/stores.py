@@ -268,6 +268,7 @@ def copy_set(url: str, retries: int, to: Path | None = None) -> Path:
     index = read_bytes(f"{root}/index.json", retries)
     stored_files = _files_of_set(root, index)
     stored_files += list_folder(f"{root}/tokenizer", retries).values()
+    # A folder for each index: a set that was made anew is copied anew.
     folder = to or cache() / "sets" / digest(root + index.decode())
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -292,6 +293,7 @@ def copy_set(url: str, retries: int, to: Path | None = None) -> Path:
             )
         for stored in missing:
             download_file(stored, folder / stored.url[len(root) + 1 :], retries)
+        # Last: a folder with an index is whole.
         (folder / "index.json").write_bytes(index)
     return folder
 
@@ -331,6 +333,7 @@ def make_in_store(url: str, make: Callable[[str], dict], say: Callable[[str], No
     index, stored_index = folder / "index.json", f"{root}/index.json"
     has_index = "index.json" in stored
     same = has_index and read_bytes(stored_index, retries) == index.read_bytes()
+    # The old index goes first, so that the store never shows a mixture of two sets.
     if has_index and not same:
         remove_file(stored_index, retries)
 
@@ -339,6 +342,7 @@ def make_in_store(url: str, make: Callable[[str], dict], say: Callable[[str], No
         name = file.relative_to(folder).as_posix()
         if not file.is_file() or file.name[0] == "." or name.partition("/")[0] not in PARTS[1:]:
             continue
+        # Equal indexes state equal sums, so a file of the same size is taken for the same.
         if not same or name not in stored or stored[name].size != file.stat().st_size:
             missing.append(name)
     with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -57,12 +57,14 @@ def text_bytes(tokenizer: PreTrainedTokenizerBase) -> TextBytes | None:
 
     added: dict[int, Any] = backend.get_added_tokens_decoder()
     special_ids = {*tokenizer.all_special_ids, *(i for i in added if added[i].special)}
+    # Tables over the vocabulary, [V] each.
     special = np.zeros(len(ids), bool)
     special[[i for i in special_ids if i in ids]] = True
 
     pieces = [backend.id_to_token(i) or "" for i in ids]
     if byte_level:  # a letter of a piece stands for a byte
         inside = np.array([len(piece) for piece in pieces])
+        # An added token stands for its own text, not for letters of bytes.
         inside[[*added]] = [len(added[i].content.encode()) for i in added]
         first = inside
     else:
@@ -72,6 +74,7 @@ def text_bytes(tokenizer: PreTrainedTokenizerBase) -> TextBytes | None:
         letter = next(letters)
         after = backend.decode_batch([[letter, i] for i in ids], skip_special_tokens=False)
         byte = np.array([bool(re.fullmatch("<0x[0-9A-F]{2}>", piece)) for piece in pieces])
+        # A byte's piece alone may be no valid text, so its decoding does not count.
         first = np.where(byte, 1, [len(text.encode()) for text in alone])
         inside = np.where(byte, 1, [len(text.encode()) - 1 for text in after])
 

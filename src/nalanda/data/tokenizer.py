@@ -245,6 +245,7 @@ def _train_words(
         [normalizers.Replace(Regex(r"\n\z"), ""), normalizers.Replace("\n", f" {END_OF_LINE} ")]
     )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # All words for now: the vocabulary is cut below, with the special tokens in front.
     trainer = trainers.WordLevelTrainer(
         vocab_size=1 << 40, min_frequency=config.min_count, show_progress=False
     )

@@ -246,6 +246,7 @@ def cached(identity: str, name: str, get: Callable[[Path], None]) -> Path:
         if not path.exists():
             get(path)
             _prune_cache(folder, path)
+        # The time of the last use, by which the cache is pruned.
         os.utime(path)
     return path
 
@@ -286,6 +287,7 @@ def download(url: str, path: Path, retries: int) -> None:
         import requests
 
         nonlocal validator
+        # What came before is continued only where a validator shows that the file is the same.
         start = partial.stat().st_size if validator and partial.exists() else 0
         headers = {"Accept-Encoding": "identity"}
         if start:  # the server sends all if the file is another one now
@@ -300,6 +302,7 @@ def download(url: str, path: Path, retries: int) -> None:
             elif not reply.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
                 validator = ""
                 raise Incomplete("the server resumed at another byte")
+            # A weak ETag, W/"…", does not promise the same bytes.
             etag = reply.headers.get("ETag", "")
             validator = etag if etag[:1] == '"' else reply.headers.get("Last-Modified", "")
             with partial.open("ab" if start else "wb") as file:
