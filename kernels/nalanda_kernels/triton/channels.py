@@ -27,6 +27,7 @@ from nalanda_kernels.triton.chunk import (
 @triton.jit
 def thirds(x):
     """x as a sum of three bf16, which keep all of its digits."""
+    # Each third has 8 of fp32's 24 bits.
     a = x.to(tl.bfloat16)
     x -= a.to(tl.float32)
     b = x.to(tl.bfloat16)
@@ -47,6 +48,7 @@ def sums(mask, a, b, c):
     A difference of two γ would lose the digits that an earlier strong decay takes from both.
     """
     mask = mask.to(tl.bfloat16)
+    # The smallest third first, all in one fp32 sum.
     return tl.dot(mask, a, tl.dot(mask, b, tl.dot(mask, c)))
 
 
@@ -54,12 +56,14 @@ def sums(mask, a, b, c):
 def between(t, u, n):
     """Whether g_u decays from the border of t's pair of spans of 2ⁿ tokens to t, or from t to the border."""
     border = ((t >> n) | 1) << n  # the first token of the second span
+    # In the second span g from the border to t; in the first g after t, before the border.
     return ((border <= u) & (u <= t)) | ((t < u) & (u < border))
 
 
 @triton.jit
 def paired(i, j, n):
     """Whether i is in the second span of 2ⁿ tokens of a pair and j in the first."""
+    # Neighbours of one pair: the spans' numbers differ in the last bit alone.
     return (((i >> n) ^ (j >> n)) == 1) & (i > j)
 
 
@@ -81,6 +85,7 @@ def load_keys(
     """A tile of k, and of the keys that the delta rule reads with, erase ⊙ k."""
     x = load_rows(k, row, rows, h // (HV // H), H, F, i_f, BT, BC)
     if ERASE:
+        # erase is by head of v, k by head of q.
         e = load_rows(erase, row, rows, h, HV, F, i_f, BT, BC).to(tl.float32)
         return x, (x.to(tl.float32) * e).to(x.dtype)
     return x, x
@@ -118,7 +123,7 @@ def prepare_channels(
 
     PAIRS: whether P and (I + A)⁻¹ are wanted; the backward has them already.
     """
-    LEVELS: tl.constexpr = 4 + (BT > 16) + (BT > 32)
+    LEVELS: tl.constexpr = 4 + (BT > 16) + (BT > 32)  # log₂ BT
     i_c, h = tl.program_id(0), tl.program_id(1)
     row, rows = load_chunk(start, count, i_c, BT)
     t = tl.arange(0, BT)
@@ -128,6 +133,7 @@ def prepare_channels(
 
     # A tile of BC channels at a time: what they add to P and A, and their decays.
     for i_f in range(0, tl.cdiv(F, BC)):
+        # Tiles [BT, BC].
         q_tile = load_rows(q, row, rows, h // (HV // H), H, F, i_f, BT, BC)
         k_tile, read = load_keys(k, erase, row, rows, h, H, HV, F, ERASE, i_f, BT, BC)
         g1, g2, g3 = load_decays(g, row, rows, h, HV, F, i_f, BT, BC)
@@ -140,6 +146,7 @@ def prepare_channels(
 
         # Through the whole chunk; padding does not decay.
         c = i_f * BC + tl.arange(0, BC)
+        # The last row of eᵞ, as a sum over rows: a tile has no index.
         last = tl.sum(tl.where(i == BT - 1, factor, 0.0), 0)
         tl.store(channel_decays + (i_c.to(tl.int64) * HV + h) * F + c, last, mask=c < F)
 
@@ -149,6 +156,7 @@ def prepare_channels(
 
         # Pairs i = j, then i > j span by span.
         if PAIRS:
+            # No decay lies between a token and itself.
             p += tl.where(
                 i == j, tl.sum(q_tile.to(tl.float32) * k_tile.to(tl.float32), 1)[:, None], 0.0
             )
@@ -159,6 +167,7 @@ def prepare_channels(
                 log_factor = tl.dot(
                     tl.trans(g1), mask, tl.dot(tl.trans(g2), mask, tl.dot(tl.trans(g3), mask))
                 )
+                # early [BC, BT] decays up to the border, late [BT, BC] from it: no factor exceeds 1.
                 early = (tl.trans(k_tile).to(tl.float32) * tl.exp(log_factor)).to(k_tile.dtype)
                 late = (q_tile.to(tl.float32) * factor).to(q_tile.dtype)
                 p += tl.where(paired(i, j, n), tl.dot(late, early, input_precision=PREC), 0.0)
@@ -169,6 +178,7 @@ def prepare_channels(
     if PAIRS:
         tl.store(square_at(scores, i_c, h, HV, BT), (p * scale).to(scores.dtype.element_ty))
         if DELTA:
+            # β is the writer's, as in `prepare`.
             a = unit_lower_inverse(a * load_gate(beta, row, rows, h, HV, BT)[None, :], BT)
             tl.store(square_at(inverse, i_c, h, HV, BT), a.to(inverse.dtype.element_ty))
 
@@ -229,19 +239,24 @@ def channel_gradients(
         v = i_v * BV + tl.arange(0, BV)
         at = ((i_c.to(tl.int64) * HV + h) * F + c)[:, None] * V + v[None, :]
         inside = (c < F)[:, None] & (v < V)[None, :]
+        # S before the chunk and dS' after it, [BC, BV].
         before = tl.load(s + at, mask=inside, other=0.0)
         after = tl.load(d_s + at, mask=inside, other=0.0)
 
+        # dO S⊤ for q.
         x = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV)
         dq = tl.dot(x, tl.trans(before), dq, input_precision=PREC)
+        # E dS'⊤ for what is written.
         x = load_rows(e, row, rows, h, HV, V, i_v, BT, BV)
         d_written = tl.dot(x, tl.trans(after), d_written, input_precision=PREC)
         if DELTA:
+            # dV S⊤ for what reads S in the error.
             x = load_rows(d_v, row, rows, h, HV, V, i_v, BT, BV)
             d_read = tl.dot(x, tl.trans(before), d_read, input_precision=PREC)
 
         carried += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
 
+    # From here on x is q, [BT, BC].
     x = load_rows(q, row, rows, h // (HV // H), H, F, i_f, BT, BC)
     k_tile, read = load_keys(k, erase, row, rows, h, H, HV, F, ERASE, i_f, BT, BC)
 
@@ -256,20 +271,25 @@ def channel_gradients(
     g1, g2, g3 = load_decays(g, row, rows, h, HV, F, i_f, BT, BC)
     factor = tl.exp(sums(j <= i, g1, g2, g3))
     dq *= factor * scale
+    # A term times its gradient is the gradient of the term's log-decay.
     shared = x * dq
 
     if DELTA:
+        # The error has −eᵞ K S.
         d_read *= -factor
         shared += read * d_read
     s1, s2, s3 = thirds(shared)
+    # g_u is in the decay of every read at t ≥ u.
     dg = sums(j >= i, s1, s2, s3)
 
     # S itself through the whole chunk, and writes, through the decay to its end.
     dg += (carried * tl.sum(tl.where(i == BT - 1, factor, 0.0), 0))[None, :]
     d_written *= tl.exp(sums(j > i, g1, g2, g3))
+    # And in that of every write at t < u.
     s1, s2, s3 = thirds(written * d_written)
     dg += sums(j < i, s1, s2, s3)
 
+    # Gradients of the pairs, [BT, BT]; without the delta rule d_keys is d_scores, and unused.
     d_p = tl.load(square_at(d_scores, i_c, h, HV, BT))
     d_a = tl.load(square_at(d_keys, i_c, h, HV, BT))
 
@@ -281,12 +301,14 @@ def channel_gradients(
         factor = tl.exp(sums(between(i, j, n), g1, g2, g3))
         early, late = (written * factor).to(dtype), (x * factor).to(dtype)
 
+        # The pair (i, j) gives f_i f_j dP_ij w_j to q_i, and f_i f_j dP_ij q_i to w_j.
         block = tl.where(paired(i, j, n), d_p, 0.0).to(dtype)
         d_pair = factor * tl.dot(block, early, input_precision=PREC)
         dq += d_pair
         shared = x * d_pair
         d_pair = tl.dot(tl.trans(block), late, input_precision=PREC)
         if DELTA:
+            # And A's pairs: dA_ij w_j to what reads, dA_ij r_i to what is written.
             late = (read * factor).to(dtype)
             block = tl.where(paired(i, j, n), d_a, 0.0).to(dtype)
             d_pair = tl.dot(tl.trans(block), late, d_pair, input_precision=PREC)
@@ -297,11 +319,13 @@ def channel_gradients(
         d_pair *= factor
         d_written += d_pair
         s1, s2, s3 = thirds(shared + written * d_pair)
+        # g_u is in the factor of each t with u between t and its border.
         dg += sums(between(j, i, n), s1, s2, s3)
 
     store_rows(d_q, dq, row, rows, h, HV, F, i_f, BT, BC)
     k_tile = k_tile.to(tl.float32)
 
+    # w = βk and r = erase ⊙ k, so dk = β dw + erase ⊙ dr.
     dk = d_written
     if DELTA:
         shares = (i_f.to(tl.int64) * tokens + row + t) * HV + h

@@ -74,9 +74,10 @@ def load_features(
     """
 
     c = tl.arange(0, BK)
-    m = rows[:, None] & (c < K)[None, :]
+    m = rows[:, None] & (c < K)[None, :]  # [BT, BK]
 
     if MAP.name == "stored":
+        # x [tokens, H, halves · K]; with swap the second half is read as the first.
         p = x + ((row + tl.arange(0, BT)) * H + h)[:, None] * (K * MAP.halves) + c[None, :]
         f1 = tl.load(p + swap * K, mask=m, other=0.0)
         if MAP.halves == 2:
@@ -84,6 +85,7 @@ def load_features(
         else:
             f2 = f1
     else:
+        # x [tokens, H, K] before the map, which needs fp32; the result is cast once, as torch's is.
         p = x + ((row + tl.arange(0, BT)) * H + h)[:, None] * K + c[None, :]
         raw = tl.load(p, mask=m, other=0.0)
         g1, g2 = features(raw.to(tl.float32), m, MAP, IS_Q)
@@ -97,6 +99,7 @@ def load_rows(x, row, rows, h, H, V: tl.constexpr, i_v, BT: tl.constexpr, BV: tl
     """[BT, BV] of a tensor [tokens, H, V]."""
     c = i_v * BV + tl.arange(0, BV)
     p = x + ((row + tl.arange(0, BT)) * H + h)[:, None] * V + c[None, :]
+    # Padding is 0, so it adds nothing to products and sums.
     return tl.load(p, mask=rows[:, None] & (c < V)[None, :], other=0.0)
 
 
@@ -134,6 +137,7 @@ def load_decays(g, row, rows, h, H, GATED: tl.constexpr, BT: tl.constexpr):
         gamma = tl.zeros([BT], tl.float32)
     last = tl.min(gamma, 0)  # γ never rises, and padding does not change it
     decay_in = tl.exp(gamma.to(tl.float32))  # from the chunk's start to a token
+    # The difference precedes the cast: γ in fp64 may be far larger than it.
     decay_out = tl.exp((last - gamma).to(tl.float32))  # from a token to the chunk's end
     decay_all = tl.exp(last.to(tl.float32))
     return decay_in, decay_out, decay_all
@@ -142,6 +146,7 @@ def load_decays(g, row, rows, h, H, GATED: tl.constexpr, BT: tl.constexpr):
 @triton.jit
 def square_at(x, i_c, h, H, BT: tl.constexpr):
     """Pointers to the [BT, BT] of a chunk and head."""
+    # int64, because chunks · heads · BT² may exceed 2³¹.
     t = tl.arange(0, BT)
     return x + (i_c.to(tl.int64) * H + h) * BT * BT + t[:, None] * BT + t[None, :]
 
@@ -158,6 +163,7 @@ def state_tile(
     BV: tl.constexpr,
 ):
     """Offsets and mask of the [BK, BV] of one half of the i-th state."""
+    # A state is [HALVES · K, V]; all chunks' states together exceed 2³¹ entries.
     f, c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     offsets = (i.to(tl.int64) * (HALVES * K) + half * K + f)[:, None] * V + c[None, :]
     return offsets, (f < K)[:, None] & (c < V)[None, :]
@@ -211,6 +217,7 @@ def tokens_read(positions, P, row, rows, BT: tl.constexpr):
 @triton.jit
 def weigh(den, t, READ: tl.constexpr):
     """1/D, c, the weight w and MALA's share a of o = w (r + a Σv)."""
+    # D is above 0: d ≥ 0 and t ≥ 1, for padding too.
     inverse = 1 / (den + EPS * t)
     c = tl.zeros_like(t)
     if READ.name == "mala":
@@ -218,6 +225,7 @@ def weigh(den, t, READ: tl.constexpr):
         if READ.magnitude != "literal":
             c = READ.root / t
     weight = inverse + c
+    # From w (r + a u) = r/D + c (r − d u/t).
     return inverse, c, weight, -c * den / (t * weight)
 
 
@@ -225,7 +233,7 @@ def weigh(den, t, READ: tl.constexpr):
 def decays(gamma, BT: tl.constexpr):
     """exp(γ_i − γ_j) for i ≥ j, else 0. The mask precedes exp, so no factor exceeds 1."""
     t = tl.arange(0, BT)
-    exponent = (gamma[:, None] - gamma[None, :]).to(tl.float32)
+    exponent = (gamma[:, None] - gamma[None, :]).to(tl.float32)  # [BT, BT]
     return tl.exp(tl.where(t[:, None] >= t[None, :], exponent, float("-inf")))
 
 
@@ -234,6 +242,7 @@ def diagonal_blocks(a, below: tl.constexpr, BT: tl.constexpr, S: tl.constexpr):
     """The diagonal blocks [S, S] of a [BT, BT], `below` (0 or 1) blocks below the diagonal: [BT/S, S, S]."""
     N: tl.constexpr = BT // S
     n = tl.arange(0, N)
+    # Axes [block row, row, block column, column]; one block column is left in each block row.
     on_block = n[:, None, None, None] == (n + below)[None, None, :, None]
     return tl.sum(tl.where(on_block, tl.reshape(a, [N, S, N, S]), 0.0), 2)
 
@@ -242,7 +251,9 @@ def diagonal_blocks(a, below: tl.constexpr, BT: tl.constexpr, S: tl.constexpr):
 def doubled(inverse, a, BT: tl.constexpr, S: tl.constexpr):
     """Inverses of blocks of 2S from those of S: [[X, 0], [Y, Z]]⁻¹ = [[X⁻¹, 0], [−Z⁻¹YX⁻¹, Z⁻¹]]."""
     P: tl.constexpr = BT // (2 * S)
+    # X⁻¹ and Z⁻¹ of each pair, [P, S, S].
     x, z = tl.split(tl.permute(tl.reshape(inverse, [P, 2, S, S]), (0, 2, 3, 1)))
+    # Y is in the pair's lower block row; the first block of a pair is for a later doubling.
     _, y = tl.split(
         tl.permute(tl.reshape(diagonal_blocks(a, 1, BT, S), [P, 2, S, S]), (0, 2, 3, 1))
     )
@@ -267,7 +278,7 @@ def unit_lower_inverse(a, BT: tl.constexpr):
     cores are not used: their fp32 products cost more in registers than they save in time.
     """
     r = tl.arange(0, 16)
-    blocks = diagonal_blocks(a, 0, BT, 16)
+    blocks = diagonal_blocks(a, 0, BT, 16)  # [BT/16, 16, 16]
     inverse = tl.where(r[:, None] == r[None, :], 1.0, 0.0)[None, :, :] + tl.zeros_like(blocks)
 
     # Row i of an inverse is that of I, less line i of the block times the rows above.
@@ -293,6 +304,7 @@ def apply(inverse, x, PREC: tl.constexpr):
     high = inverse.to(x.dtype)
     if inverse.dtype == x.dtype:
         return tl.dot(high, x, input_precision=PREC)
+    # What rounding took from `high`: both together have twice the digits.
     low = (inverse - high.to(tl.float32)).to(x.dtype)
     return tl.dot(high, x, tl.dot(low, x))
 
@@ -332,9 +344,9 @@ def prepare(
     """
     i_c, h = tl.program_id(0), tl.program_id(1)
     row, rows = load_chunk(start, count, i_c, BT)
-    hk = h // (HV // H)
+    hk = h // (HV // H)  # HV / H heads of v share a head of q and k
 
-    k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
+    k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)  # [BT, BK] each
     t = tl.arange(0, BT)
 
     # φ(k) for the passes to come; one head of v stores it for its group.
@@ -347,6 +359,7 @@ def prepare(
             tl.store(at + K, k2, mask=m)
 
     q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK, swapped(h, READ))
+    # z after the chunk is e^{γ_C} z + Σ_t e^{γ_C − γ_t} k_t; here the second term.
     if READ.name != "":
         weights = tl.full([BT], 1.0, tl.float32)
         if GATED:
@@ -359,6 +372,7 @@ def prepare(
     else:
         delta = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
 
+    # QK⊤ [BT, BT]: a row for each reader i, a column for each writer j.
     p = tl.dot(q1, tl.trans(k1), input_precision=PREC)
     if MAP.halves == 2:
         p = tl.dot(q2, tl.trans(k2), p, input_precision=PREC)
@@ -370,6 +384,7 @@ def prepare(
         if MAP.halves == 2:
             a = tl.dot(k2, tl.trans(k2), a, input_precision=PREC)
         a = tl.where(t[:, None] > t[None, :], a * delta, 0.0)
+        # β is the writer's, because E has no β yet.
         a *= load_gate(beta, row, rows, h, HV, BT)[None, :]
         a = unit_lower_inverse(a, BT)
         tl.store(square_at(inverse, i_c, h, HV, BT), a.to(inverse.dtype.element_ty))
@@ -428,24 +443,29 @@ def states(
     those that write to it, both with their decays.
     """
     W: tl.constexpr = V + K * MAP.halves if AFFINE and DELTA else V  # columns of the state
+    # A program has BV columns: columns of S and E do not depend on each other.
     i_v, i_s = tl.program_id(0) % tl.cdiv(W, BV), tl.program_id(0) // tl.cdiv(W, BV)
     n, h = i_s // HV, i_s % HV
     hk = h // (HV // H)
+    # The sequence's first token and first chunk.
     bos, chunk = tl.load(bounds + n), tl.load(first + n)
     length = tl.load(bounds + n + 1) - bos
 
     # S in fp32, one tile [BK, BV] for each half of the features.
     offsets1, inside = state_tile(i_s, 0, K, W, MAP.halves, i_v, BK, BV)
     offsets2, _ = state_tile(i_s, MAP.halves - 1, K, W, MAP.halves, i_v, BK, BV)
+    # With one half, s2 is not stored.
     if START:
         s1 = tl.load(s_start + offsets1, mask=inside, other=0.0).to(tl.float32)
         s2 = tl.load(s_start + offsets2, mask=inside, other=0.0).to(tl.float32)
     else:
+        # From [0, I], the columns of V become U and those of I become M.
         s1 = identity(0, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
         s2 = identity(1, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
 
     total = 1.0  # the decay of all chunks
     if READ.name != "":
+        # z by half [BK], and u of this block of V [BV].
         z1 = tl.zeros([BK], tl.float32)
         z2 = tl.zeros([BK], tl.float32)
         u = tl.zeros([BV], tl.float32)
@@ -468,6 +488,7 @@ def states(
         # S, z and u before the chunk.
         if not AFFINE:
             o1, _ = state_tile(index, 0, K, V, MAP.halves, i_v, BK, BV)
+            # Rounded for `outputs` and the backward; the pass itself goes on in fp32.
             tl.store(s + o1, s1.to(s.dtype.element_ty), mask=inside)
             if MAP.halves == 2:
                 o2, _ = state_tile(index, 1, K, V, MAP.halves, i_v, BK, BV)
@@ -483,6 +504,7 @@ def states(
         # The keys that write (k) and read (r), and how S decays through the chunk.
         row = bos + i * BT
         rows = row + tl.arange(0, BT) < bos + length
+        # With CHANNELS these are 1: k and `reads` have their decays already.
         decay_in, decay_out, decay_all = load_decays(g, row, rows, h, HV, GATED, BT)
         total *= decay_all
         k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
@@ -493,20 +515,24 @@ def states(
                 r1, r2 = load_features(reads, row, rows, hk, H, K, MAP, False, BT, BK)
 
         # What is written, [BT, BV].
+        # Columns past V are 0, as M needs.
         v_new = load_rows(v, row, rows, h, HV, V, i_v, BT, BV)
         dtype = v_new.dtype
         if DELTA:
+            # E = (I + A)⁻¹ (V − eᵞ K S), [BT, BV].
             read = tl.dot(r1, s1.to(dtype), input_precision=PREC)
             if MAP.halves == 2:
                 read = tl.dot(r2, s2.to(dtype), read, input_precision=PREC)
             residual = (v_new.to(tl.float32) - decay_in[:, None] * read).to(dtype)
             error = apply(tl.load(square_at(inverse, chunk + i, h, HV, BT)), residual, PREC)
             if not AFFINE:
+                # Only now β and the decay: `outputs` and the backward need E without them.
                 store_rows(e, error, row, rows, h, HV, V, i_v, BT, BV)
             decay_out *= load_gate(beta, row, rows, h, HV, BT)
             v_new = (error * decay_out[:, None]).to(dtype)
         else:
             if READ.name == "mala":
+                # u has no decay: a magnitude forbids gates.
                 u += tl.sum(v_new.to(tl.float32), 0)
             v_new = (v_new.to(tl.float32) * decay_out[:, None]).to(dtype)
 
@@ -515,6 +541,7 @@ def states(
             if MAP.halves == 2:
                 z2 = z2 * decay_all + tl.load(z_sums + oz + K, mask=mz, other=0.0)
 
+        # S after the chunk: its decay, and what K writes, summed in fp32.
         s1 = tl.dot(tl.trans(k1), v_new, s1 * decay1, input_precision=PREC)
         if MAP.halves == 2:
             s2 = tl.dot(tl.trans(k2), v_new, s2 * decay2, input_precision=PREC)
@@ -558,6 +585,7 @@ def compose(
     REVERSE: from the last segment to the first.
     """
     W: tl.constexpr = V + F if DELTA else V
+    # A program has BV columns of S, as in `states`.
     i_v, i_s = tl.program_id(0) % tl.cdiv(V, BV), (tl.program_id(0) // tl.cdiv(V, BV)).to(tl.int64)
     n, h = i_s // HV, i_s % HV
     first, last = tl.load(parts + n).to(tl.int64), tl.load(parts + n + 1).to(tl.int64) - 1
@@ -580,17 +608,20 @@ def compose(
         inside = (i >= first) & (i <= last)
         for f in range(0, F, BF):
             m, at = (f + r < F)[:, None] & (c < V)[None, :], (f + r)[:, None] * V + c[None, :]
+            # A segment's row of [U, M]; s begins as U, [BF, BV].
             row = affine + (index * F + f + r)[:, None] * W
             s = tl.load(row + c[None, :], mask=m, other=0.0)
 
             if DELTA:
                 for x in range(0, F, BF):
                     mm = (f + r < F)[:, None] & (x + r < F)[None, :]
+                    # A row of tiles of M [BF, BF] times a column of tiles of the old S [BF, BV].
                     M = tl.load(row + (V + x + r)[None, :], mask=mm, other=0.0)
                     of_s = starts + index * F * V + (x + r)[:, None] * V + c[None, :]
                     before = tl.load(of_s, mask=(x + r < F)[:, None] & (c < V)[None, :], other=0.0)
                     s = tl.dot(M, before, s, input_precision=PREC)
             else:
+                # M is a number, the segment's decay.
                 s += tl.load(decay + index) * tl.load(
                     starts + index * F * V + at, mask=m, other=0.0
                 )
@@ -648,6 +679,7 @@ def outputs(
         o_tile = tl.dot(tl.trans(s2), tl.trans(q2), o_tile, input_precision=PREC)
     o_tile *= scale
     if GATED:
+        # fp32 is enough for eᵞ alone: without differences, −∞ gives 0 and no NaN.
         grown = tl.exp(tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0))
         o_tile *= grown[None, :]
 
@@ -655,6 +687,7 @@ def outputs(
     p = tl.load(square_at(scores, i_c, h, HV, BT))
     dtype = p.dtype
     if READ.name != "":
+        # d = eᵞ q·z for earlier chunks, and P's row sums for this one (scale is 1 here).
         oz, mz = vector_at(i_c * HV + h, 0, K, MAP.halves, BK)
         d = tl.sum(q1.to(tl.float32) * tl.load(zs + oz, mask=mz, other=0.0)[None, :], 1)
         if MAP.halves == 2:
@@ -666,11 +699,13 @@ def outputs(
         _, _, weight, share = weigh(d, tokens_read(positions, P, row, rows, BT), READ)
         if READ.name == "mala":
             t, c = tl.arange(0, BT), i_v * BV + tl.arange(0, BV)
+            # a u: for earlier chunks in O⊤; in this one v_j is in u_i for i ≥ j, so a_i joins P_ij.
             u = tl.load(us + (i_c.to(tl.int64) * HV + h) * V + c, mask=c < V, other=0.0)
             o_tile += share[None, :] * u[:, None]
             p = tl.where(t[:, None] >= t[None, :], p.to(tl.float32) + share[:, None], 0.0).to(dtype)
 
     if DELTA:
+        # P diag(β) E; under linear attention e is v.
         p = (p.to(tl.float32) * load_gate(beta, row, rows, h, HV, BT)[None, :]).to(dtype)
     error = load_rows(e, row, rows, h, HV, V, i_v, BT, BV)
     o_tile = tl.dot(tl.trans(error), tl.trans(p), o_tile, input_precision=PREC)
@@ -727,6 +762,7 @@ def readout_gradients(
     by_o = tl.zeros([BT], tl.float32)
     by_u = tl.zeros([BT], tl.float32)
     for i_v in range(0, tl.cdiv(V, BV)):
+        # Tiles [BT, BV] of dO, O, and for MALA u up to each token.
         d_out = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV).to(tl.float32)
         by_o += tl.sum(d_out * load_rows(o, row, rows, h, HV, V, i_v, BT, BV).to(tl.float32), 1)
 
@@ -736,11 +772,13 @@ def readout_gradients(
             at = (i_c.to(tl.int64) * HV + h) * V + j
             u = tl.load(us + at, mask=j < V, other=0.0)[None, :] + tl.cumsum(x.to(tl.float32), 0)
             by_u += tl.sum(d_out * u, 1)
+            # du = Σ_t a_t dR_t with dR = w dO: u before the chunk is in the u of all its tokens.
             tl.store(du_sums + at, tl.sum(d_out * (weight * share)[:, None], 0), mask=j < V)
 
         store_rows(d_r, d_out * weight[:, None], row, rows, h, HV, V, i_v, BT, BV)
 
     # dO·R, and the gradient of d.
+    # R is not kept: R = O/w − a u.
     by_r = by_o / weight - share * by_u
     d = -by_r * inverse * inverse - c / t * by_u
     tl.store(d_den + gates, d, mask=rows)
@@ -748,6 +786,7 @@ def readout_gradients(
         tl.store(shares + gates, share, mask=rows)
 
     # The chunk's sum for the gradient of z.
+    # z before the chunk reaches token t through e^{γ_t}.
     if GATED:
         d *= tl.exp(tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0))
     q1, q2 = load_features(q, row, rows, h // (HV // H), H, K, MAP, True, BT, BK, swapped(h, READ))
@@ -806,6 +845,7 @@ def state_gradients(
     of the last state and ends with those of the first. AFFINE and CHANNELS: as in `states`; q has its decays too.
     """
     W: tl.constexpr = V + K * MAP.halves if AFFINE and DELTA else V  # columns of the state
+    # A program has BV columns of dS, as in `states`.
     i_v, i_s = tl.program_id(0) % tl.cdiv(W, BV), tl.program_id(0) // tl.cdiv(W, BV)
     n, h = i_s // HV, i_s % HV
     hk = h // (HV // H)
@@ -815,10 +855,12 @@ def state_gradients(
     # dS in fp32, one tile [BK, BV] for each half of the features.
     offsets1, inside = state_tile(i_s, 0, K, W, MAP.halves, i_v, BK, BV)
     offsets2, _ = state_tile(i_s, MAP.halves - 1, K, W, MAP.halves, i_v, BK, BV)
+    # With one half, s2 is not stored.
     if START:
         s1 = tl.load(s_start + offsets1, mask=inside, other=0.0).to(tl.float32)
         s2 = tl.load(s_start + offsets2, mask=inside, other=0.0).to(tl.float32)
     else:
+        # From [0, I], the columns of V become the U of dS and those of I its M.
         s1 = identity(0, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
         s2 = identity(1, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
 
@@ -847,6 +889,7 @@ def state_gradients(
         # dS, dz and du after the chunk.
         if not AFFINE:
             o1, _ = state_tile(index, 0, K, V, MAP.halves, i_v, BK, BV)
+            # Rounded for the kernels of the inputs' gradients; the pass itself goes on in fp32.
             tl.store(d_s + o1, s1.to(d_s.dtype.element_ty), mask=inside)
             if MAP.halves == 2:
                 o2, _ = state_tile(index, 1, K, V, MAP.halves, i_v, BK, BV)
@@ -866,6 +909,7 @@ def state_gradients(
 
         # The gradient of what k wrote, [BT, BV].
         k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
+        # From later chunks, through dS after this one.
         d_new = tl.dot(k1, s1.to(dtype), input_precision=PREC)
         if MAP.halves == 2:
             d_new = tl.dot(k2, s2.to(dtype), d_new, input_precision=PREC)
@@ -873,6 +917,7 @@ def state_gradients(
 
         p = tl.load(square_at(scores, chunk + i, h, HV, BT))
         if READ.name == "mala":
+            # v_j is in u_i for i ≥ j: within the chunk a_i joins P_ij, later tokens come by du.
             t, share = tl.arange(0, BT), load_gate(shares, row, rows, h, HV, BT)
             p = tl.where(t[:, None] >= t[None, :], p.to(tl.float32) + share[:, None], 0.0).to(
                 p.dtype
@@ -880,9 +925,11 @@ def state_gradients(
             d_new += u[None, :]
             c = i_v * BV + tl.arange(0, BV)
             u += tl.load(du_sums + index * V + c, mask=mu, other=0.0)
+        # From this chunk's outputs: P⊤ dO.
         d_new = tl.dot(tl.trans(p), d_out, d_new, input_precision=PREC)
 
         if DELTA:
+            # dE [BT, BV], then dV = (I + A)⁻⊤ dE.
             d_new = (d_new * load_gate(beta, row, rows, h, HV, BT)[:, None]).to(dtype)
             d_new = apply(tl.trans(tl.load(square_at(inverse, chunk + i, h, HV, BT))), d_new, PREC)
         if not AFFINE:
@@ -893,16 +940,19 @@ def state_gradients(
         if CHANNELS:
             decay1, decay2 = load_channel_decays(channel_decays, index, K, MAP.halves, BK)
             if DELTA:
+                # The keys that read S are others than those that wrote.
                 k1, k2 = load_features(reads, row, rows, hk, H, K, MAP, False, BT, BK)
         s1 *= decay1
         s2 *= decay2
 
         if DELTA:
+            # The prediction eᵞ K S enters the error with a minus.
             d_new = (d_new * -decay_in[:, None]).to(dtype)
             s1 = tl.dot(tl.trans(k1), d_new, s1, input_precision=PREC)
             if MAP.halves == 2:
                 s2 = tl.dot(tl.trans(k2), d_new, s2, input_precision=PREC)
 
+        # O has scale · eᵞ Q S.
         d_out = (d_out.to(tl.float32) * (decay_in * scale)[:, None]).to(dtype)
         q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK, swapped(h, READ))
         if READ.name != "":
@@ -971,7 +1021,7 @@ def pair_gradients(
     pairs_v = tl.zeros([BT, BT], tl.float32)  # dV E⊤
 
     for i_v in range(0, tl.cdiv(V, BV)):
-        error = tl.trans(load_rows(e, row, rows, h, HV, V, i_v, BT, BV))
+        error = tl.trans(load_rows(e, row, rows, h, HV, V, i_v, BT, BV))  # [BV, BT]
         d_out = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV)
         pairs_o = tl.dot(d_out, error, pairs_o, input_precision=PREC)
         if DELTA:
@@ -979,6 +1029,7 @@ def pair_gradients(
             pairs_v = tl.dot(d_out, error, pairs_v, input_precision=PREC)
 
     if READ.name != "":
+        # d_i is the sum of P_ij over j, so each pair of row i has its gradient.
         pairs_o += load_gate(d_den, row, rows, h, HV, BT)[:, None]
 
     if GATED:
@@ -986,6 +1037,7 @@ def pair_gradients(
     else:
         delta = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
 
+    # With CHANNELS `channel_gradients` multiplies the keys by β.
     b = tl.full([BT], 1.0, tl.float32)
     if DELTA and not CHANNELS:
         b = load_gate(beta, row, rows, h, HV, BT)
@@ -996,10 +1048,12 @@ def pair_gradients(
 
     if CHANNELS:
         if DELTA:
+            # dA = −dV E⊤ for i > j.
             d_kk = tl.where(t[:, None] > t[None, :], -pairs_v, 0.0)
             tl.store(square_at(d_keys, i_c, h, HV, BT), d_kk.to(d_keys.dtype.element_ty))
     elif DELTA or GATED:
         p = tl.load(square_at(scores, i_c, h, HV, BT)).to(tl.float32)
+        # P_ij dO_i·E_j, the share of β_j and of ln Δ_ij (still without β).
         pairs = tl.where(t[:, None] >= t[None, :], pairs_o * p, 0.0)
         gates = (row + t) * HV + h
 
@@ -1010,13 +1064,17 @@ def pair_gradients(
             kk = tl.dot(k1, tl.trans(k1), input_precision=PREC)
             if MAP.halves == 2:
                 kk = tl.dot(k2, tl.trans(k2), kk, input_precision=PREC)
+            # A_ij has β_j and Δ_ij too: less Δ_ij (k_i·k_j) (dV_i·E_j).
             pairs -= d_kk * kk
             d_kk *= -b[None, :]
+            # K is on both sides of KK⊤: with its transpose one product gives dK.
             at = square_at(d_keys, i_c, h, HV, BT)
             tl.store(at, (d_kk + tl.trans(d_kk)).to(d_keys.dtype.element_ty))
+            # Over the readers i of a writer j.
             tl.store(d_beta + gates, tl.sum(pairs, 0), mask=rows)
 
         if GATED:
+            # g_t is in γ_i − γ_j for j < t ≤ i; pairs i = j have no decay.
             pairs = tl.where(t[:, None] > t[None, :], pairs * b[None, :], 0.0)
             pairs = tl.cumsum(pairs, 0, reverse=True)  # Σ over i ≥ t
             pairs = tl.where(t[:, None] > t[None, :], pairs, 0.0)  # and over j < t
@@ -1081,6 +1139,7 @@ def input_gradients(
 
     if READ.name != "":
         oz, mz = vector_at(i_c * HV + h, half, K, MAP.halves, BK)
+        # z is one more column of S, with v = 1, whose output gradient is d_den.
         z = tl.load(zs + oz, mask=mz, other=0.0)
         dz = tl.load(d_zs + oz, mask=mz, other=0.0)
         dq += load_gate(d_den, row, rows, h, HV, BT)[:, None] * z[None, :]
@@ -1089,6 +1148,7 @@ def input_gradients(
 
     for i_v in range(0, tl.cdiv(V, BV)):
         at, inside = state_tile(i_c * HV + h, half, K, V, MAP.halves, i_v, BK, BV)
+        # S before the chunk and dS' after it, [BK, BV].
         before = tl.load(s + at, mask=inside, other=0.0)
         after = tl.load(d_s + at, mask=inside, other=0.0)
         dq = tl.dot(
@@ -1108,6 +1168,7 @@ def input_gradients(
             x = load_rows(d_v, row, rows, h, HV, V, i_v, BT, BV)
             dk_read = tl.dot(x, tl.trans(before), dk_read, input_precision=PREC)
         if GATED:
+            # S' has e^{γ_C} S, so every g_t of the chunk gets e^{γ_C} S·dS'.
             carried += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
     d_p = tl.load(square_at(d_scores, i_c, h, HV, BT))
 
@@ -1115,17 +1176,21 @@ def input_gradients(
     if MAP.halves == 2:
         k1 = tl.where(half == 0, k1, k2)
 
+    # The decays of QS, and of what K writes, at each token.
     dq *= (decay_in * scale)[:, None]
     dk *= decay_out[:, None]
 
     # The shares for β, and for the decays: what k writes and reads.
     if DELTA or GATED:
+        # This half's row in the shares [halves + 1, B · T, HV].
         gates = (half.to(tl.int64) * tokens + row + tl.arange(0, BT)) * HV + h
         writes = tl.sum(dk * k1.to(tl.float32), 1)
         reads = tl.zeros([BT], tl.float32)
         if DELTA:
+            # The error has −eᵞ K S.
             dk_read *= decay_in[:, None]
             reads -= tl.sum(dk_read * k1.to(tl.float32), 1)
+            # Before β, k·dk of the writes is β's share; with β it is the decay's.
             tl.store(d_beta + gates, writes, mask=rows)
             b = load_gate(beta, row, rows, h, HV, BT)
             writes *= b
@@ -1134,11 +1199,13 @@ def input_gradients(
     swap = swapped(h, READ)
     q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK, swap)
     if MAP.halves == 2:
+        # q1 is half `half` of the queries as read, after a mirrored head's swap.
         q1 = tl.where(half == 0, q1, q2)
 
     # g_t has a share of all that passes token t.
     if GATED:
         reads += tl.sum(dq * q1.to(tl.float32), 1)
+        # Reads at i ≥ t pass e^{g_t} from the chunk's start, writes at j < t on the way to its end.
         t = tl.arange(0, BT)
         earlier = tl.where(
             t[:, None] > t[None, :], writes[None, :], 0.0
@@ -1151,6 +1218,7 @@ def input_gradients(
     store_gradient(d_q, dq, q, row, rows, h, H, HV, half ^ swap, K, MAP, True, BT, BK)
     dk = tl.dot(tl.trans(d_p), q1, dk, input_precision=PREC)
     if DELTA:
+        # The gradient of KK⊤ is stored with its transpose.
         dk = tl.dot(tl.load(square_at(d_keys, i_c, h, HV, BT)), k1, dk, input_precision=PREC)
     store_gradient(d_k, dk, k, row, rows, h, H, HV, half, K, MAP, False, BT, BK)
 
@@ -1181,5 +1249,6 @@ def store_gradient(
             tl.float32
         )
         dx = features_backward(raw, m, dx, dx, MAP, IS_Q)
+    # By head of v; the sum over a group's heads comes after the kernel.
     at = ((row + t) * HV + h)[:, None] * (K * MAP.halves) + half * K + c[None, :]
     tl.store(d_x + at, dx.to(d_x.dtype.element_ty), mask=m)

@@ -202,6 +202,7 @@ class Pass(NamedTuple):
 def _form_of(inputs: Inputs, options: Options) -> Form:
     q, v, g = inputs.q, inputs.v, inputs.g
     map = options.map
+    # Features that are stored have all F columns; K are those of a half.
     K = q.shape[3] // (map.halves if map.name == "stored" else 1)
     channels = g is not None and g.ndim == 4
 
@@ -230,6 +231,7 @@ def _empty_results(
 ) -> tuple[States, Saved]:
     """The final states and the tensors to keep, not yet filled. total: chunks of all sequences."""
     HV, F, V = form.HV, form.F, form.V
+    # Unwanted finals have no rows, because the operator returns tensors alone.
     last = sequences if options.final else 0
 
     def sums(count: int) -> tuple[Tensor, Tensor]:
@@ -242,6 +244,7 @@ def _empty_results(
     scores = v.new_empty(total, HV, form.BT, form.BT)
     inverse = e = None
     if form.delta:
+        # Where β may exceed 1, rounding it to 16 bits would let the state grow.
         inverse = torch.empty_like(scores, dtype=torch.float32 if options.wide else None)
         e = torch.empty_like(v)
     zs, us = sums(total)
@@ -279,16 +282,19 @@ def _launch(
     """
     sizes = dict(sizes or blocks(kernel.__name__, form.itemsize, form.features))
     if "BV" in sizes:
+        # No block wider than the head.
         sizes["BV"] = min(sizes["BV"], power_of_two(form.V))
     if "BC" in sizes:
         sizes["BC"] = min(sizes["BC"], power_of_two(form.F))
 
+    # Tiles share the grid's first axis, the only one that may exceed 65,535.
     tiles = 1
     if kernel in _BY_VALUES:
         tiles = -(-(form.V + M) // sizes["BV"])
     elif kernel is channel_gradients:
         tiles = -(-form.F // sizes["BC"])
 
+    # A kernel takes the constants and tables that it names; `values` override them.
     shared = form.constants() | chunks.tables()
     shared = {name: shared[name] for name in kernel.arg_names if name in shared}
     if grid[0]:
@@ -334,6 +340,7 @@ def _scan(kernel, run: Pass, tensors: dict[str, Any], start: States, end: States
     # First, what each segment does to any S before it: S' = M S + U.
     segments = chunks.segments(length)
     new = partial(torch.empty, dtype=torch.float32, device=chunks.start.device)
+    # M is F × F under the delta rule, else a number.
     count, M = segments.sequences, form.F if form.delta else 0
     affine = new(count, form.HV, form.F, form.V + M)  # [U, M]
     decay = None if form.delta else new(count, form.HV)  # M of linear attention
@@ -365,6 +372,7 @@ def _scan(kernel, run: Pass, tensors: dict[str, Any], start: States, end: States
 def _choose_segments(kernel, form: Form, chunks: Chunks) -> tuple[dict[str, int], int]:
     """Block sizes of a sequential pass, and the chunks of a segment, or 0 for no segments."""
     M = form.F if form.delta else 0
+    # Steps for a segment: a product with M [F, F], or a scaling.
     composing = form.F / 64 if form.delta else 0.25
     if form.mean or (form.channels and not form.delta):
         composing = None  # `compose` has neither z and Σv nor a decay per channel
@@ -375,6 +383,7 @@ def _choose_segments(kernel, form: Form, chunks: Chunks) -> tuple[dict[str, int]
     choice, length = schedule(widths, chunks.longest, total, form.V, M, composing)
 
     sizes = rows[choice]
+    # A row that names its segments overrides the schedule.
     length = sizes.pop("segments", length)
     if composing is None or length >= chunks.longest:
         length = 0
@@ -408,6 +417,7 @@ def _forward(inputs: Inputs, options: Options) -> tuple[States, Saved]:
     run = Pass(inputs, saved, form, chunks)
 
     # Within each chunk: P, (I + A)⁻¹, and the features that the next step reads.
+    # [chunks, HV, F]
     z_sums = torch.empty_like(saved.zs)
     if form.channels:
         features = _decay_channels(run, pairs=True)
@@ -427,6 +437,7 @@ def _forward(inputs: Inputs, options: Options) -> tuple[States, Saved]:
         "z_sums": z_sums,
         # what it stores
         "s": saved.s,
+        # E is computed here; linear attention leaves it empty.
         "e": saved.e,
         "zs": saved.zs,
         "us": saved.us,
@@ -442,6 +453,7 @@ def _forward(inputs: Inputs, options: Options) -> tuple[States, Saved]:
         q=features.q,
         MAP=form.map,
         H=features.heads,
+        # Linear attention writes v itself.
         e=saved.e if form.delta else v,
         beta=inputs.beta,
         g=inputs.g,
@@ -462,7 +474,7 @@ def _prepare_chunks(run: Pass, z_sums: Tensor) -> Features:
     inputs, saved, form, chunks = run
     k = k_features = inputs.k
     if form.map.name != "stored":
-        k_features = k.new_empty(*k.shape[:3], form.F)
+        k_features = k.new_empty(*k.shape[:3], form.F)  # [B, T, H, F]
     _launch(
         prepare,
         run.every_chunk,
@@ -487,6 +499,7 @@ def _decay_channels(run: Pass, pairs: bool) -> Features:
     inputs, saved, form, chunks = run
     q, shape = inputs.q, (*inputs.v.shape[:3], form.F)
     q_in, k_out = q.new_empty(shape), q.new_empty(shape)
+    # Without the delta rule no key reads S.
     reads = torch.empty_like(k_out) if form.delta else k_out
     channel_decays = q.new_empty(chunks.total, form.HV, form.F, dtype=torch.float32)
     _launch(
@@ -551,6 +564,7 @@ def _backward(
     d_o: Tensor, d_finals: States, inputs: Inputs, saved: Saved, options: Options
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, β, g, erase, the first S, z and Σv; those of absent inputs have no elements."""
+    # The saved squares have the forward's BT; the table may have changed since.
     form = _form_of(inputs, options)._replace(BT=saved.scores.shape[-1])
     chunks = chunks_of((form.B, form.T), inputs.cu_seqlens, form.BT, d_o.device)
     if not form.delta:
@@ -575,6 +589,7 @@ def _backward(
         d_q, d_k, d_g, d_erase = _channel_gradients(run, readout, d_states, d_pairs)
     else:
         d_q, d_k = _input_gradients(run, features, readout, d_states, d_pairs)
+        # The sum over shares is ordered, so results do not depend on timing.
         d_g, d_erase = d_pairs.g.sum(0), None
 
     def of(x: Tensor | None, d_x: Tensor | None) -> Tensor:
@@ -587,6 +602,7 @@ def _backward(
 
 def _readout_gradients(run: Pass, features: Features, d_o: Tensor) -> ReadoutGradients:
     inputs, saved, form, chunks = run
+    # dr [B, T, HV, V]; d_den and shares [B, T, HV]; sums by chunk.
     gradients = ReadoutGradients(
         d_r=torch.empty_like(d_o),
         d_den=torch.empty_like(saved.den),
@@ -655,6 +671,7 @@ def _pair_gradients(
 ) -> PairGradients:
     """Gradients of the products within a chunk, and the last of the shares for β and g."""
     inputs, saved, form, chunks = run
+    # A share for each half, and the last for pairs within a chunk.
     shares = form.map.halves + 1
     if form.channels:
         BC = blocks("channel_gradients", form.itemsize, form.features)["BC"]
@@ -667,6 +684,7 @@ def _pair_gradients(
     d_scores = torch.empty_like(saved.scores)
     gradients = PairGradients(
         scores=d_scores,
+        # Linear attention has no KK⊤; d_scores stands in, unused.
         keys=torch.empty_like(d_scores) if form.delta else d_scores,
         beta=gate_shares(form.delta),
         g=gate_shares(form.gated),
@@ -704,6 +722,7 @@ def _input_gradients(
     inputs, saved, form, chunks = run
     # With one tile of features the kernel applies the map's backward itself.
     inside = form.map.halves == 1 and form.map.name != "stored"
+    # By head of v; `_sum_groups` adds those of a group.
     d_q, d_k = (inputs.q.new_empty(form.B, form.T, form.HV, form.F) for _ in range(2))
     _launch(
         input_gradients,
@@ -743,6 +762,7 @@ def _channel_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, g and erase, where gates are per channel; adds the shares for β to `d_pairs`."""
     inputs, saved, form, chunks = run
+    # By head of v; `_sum_groups` adds those of a group.
     d_q, d_k = (inputs.q.new_empty(form.B, form.T, form.HV, form.F) for _ in range(2))
     d_g = torch.empty_like(inputs.g)
     d_erase = None if inputs.erase is None else torch.empty_like(inputs.erase)
@@ -778,6 +798,7 @@ def _sum_groups(d_x: Tensor, form: Form) -> Tensor:
     """`[B, T, HV, F]` to `[B, T, H, F]`: heads of v that share a head of q and k."""
     if form.HV == form.H:
         return d_x
+    # [B, T, H, HV / H, F], summed over the group.
     return d_x.unflatten(2, (form.H, form.HV // form.H)).sum(3)
 
 
@@ -821,9 +842,11 @@ class _Chunkwise(torch.autograd.Function):
 
 
 def _setup_context(ctx, inputs, output) -> None:
+    # The last two options, final and wide, matter to the forward alone.
     *tensors, ctx.map, ctx.read, ctx.scale, _, _ = inputs
     ctx.finals = [x.shape for x in output[_FINALS]]
     ctx.mark_non_differentiable(*output[_FINALS.stop :])
+    # Absent gradients stay None, so that `_gradients` can leave out the finals.
     ctx.set_materialize_grads(False)
     den = output[-1]
     o = output[0] if len(den) else den  # only a readout's backward reads it
@@ -837,6 +860,7 @@ def _gradients(backward, ctx, d_o, *others) -> tuple[Tensor | None, ...]:
     d_o = torch.zeros_like(inputs.v) if d_o is None else d_o.contiguous()
 
     d_finals = [None] * len(ctx.finals)
+    # Gradients of the finals; those of the rest of `Saved` do not exist.
     others = others[: len(ctx.finals)]
     if any(x is not None and x.numel() for x in others):  # all or none
         zeros = [inputs.v.new_zeros(shape, dtype=torch.float32) for shape in ctx.finals]
@@ -845,6 +869,7 @@ def _gradients(backward, ctx, d_o, *others) -> tuple[Tensor | None, ...]:
         ]
 
     grads = backward(d_o, *d_finals, *tensors, ctx.map, ctx.read, ctx.scale)
+    # grads has nine entries: positions and cu_seqlens, the last two inputs, have none.
     grads = [None if x is None else d_x for x, d_x in zip(inputs, grads, strict=False)]
     without = [None] * (_INPUTS - len(grads) + len(Options._fields))
     return *grads, *without
@@ -970,6 +995,7 @@ def normalized_attention(
     starts = _split_state(initial_state, initial_sum, weighted)
     half = torch.float16 in (q.dtype, v.dtype)
     v = v.to(torch.float32 if half else torch.promote_types(q.dtype, v.dtype))
+    # The K before the map: q is still raw here.
     root = q.shape[3] ** -0.5 if magnitude == "code" else 1.0
     read = Readout("mala" if magnitude else "mean", magnitude or "", root, mirrored)
     inputs = Inputs(q, k, v, None, g, None, *starts, positions, cu_seqlens)
@@ -978,6 +1004,7 @@ def normalized_attention(
 
     if final.s is None or final.z is None:
         return o, None, None
+    # [N, HV, F, V + 1]
     state = torch.cat([final.s, final.z[..., None]], -1)
     if not weighted or final.u is None:
         return o, state, None
@@ -988,6 +1015,7 @@ def _split_state(state: Tensor | None, total: Tensor | None, weighted: bool) -> 
     """S, z and Σv in fp32 from a state `[N, HV, F, V + 1]` and the sum of v `[N, HV, 1, V]`."""
     if state is None:
         return States()
+    # [N, HV, F, V] and [N, HV, F].
     S, z = state[..., :-1].float(), state[..., -1].float()
     if not weighted:
         return States(S, z)
@@ -1004,16 +1032,20 @@ def _chunkwise(inputs: Inputs, rule: Rule) -> tuple[Tensor, States]:
         raise Unsupported("a decay for each key channel under a readout")
 
     q, k, map = _choose_map(inputs.q.to(dtype), inputs.k.to(dtype), rule, stored=channels)
+    # Features of a head; a map that kernels apply doubles K or keeps it.
     F = q.shape[3] * (1 if map.name == "stored" else map.halves)
     scale = F**-0.5 if rule.scale is None else float(rule.scale)
     if channels:
+        # Gates by channel [B, T, HV, F]: without g no decay, with g by head the same for all channels.
         g = v.new_zeros(v.shape[:3], dtype=torch.float32) if g is None else g
         g = g if g.ndim == 4 else g[..., None].expand(*g.shape, F)
     _check_features(F, channels, g, erase, inputs.initial)
 
     *tensors, cu_seqlens = inputs._replace(q=q, k=k, v=v.to(dtype), g=g)
+    # Kernels compute addresses from shapes alone.
     tensors = [x if x is None else x.contiguous() for x in tensors]
     options = map.text(), read.text(), scale, rule.output_final_state, rule.allow_neg_eigval
+    # Eager calls avoid the operator's overhead.
     call = _forward_op if torch.compiler.is_compiling() else _Chunkwise.apply
     o, *finals = call(*tensors, cu_seqlens, *options)[: _FINALS.stop]
     return o.to(v.dtype), States(*finals) if rule.output_final_state else States()
@@ -1051,7 +1083,9 @@ def _choose_map(q: Tensor, k: Tensor, rule: Rule, stored: bool) -> tuple[Tensor,
     mirrored, K = rule.read.mirrored, q.shape[3]
     try:
         map, parameters = describe(rule.feature_map, rule.qk_norm, K)
+        # `Map()` is q and k as they are, which need no formed features.
         one_tile = map.halves == 1 and map != Map()
+        # A separate launch forms what the chunk kernels cannot: parameters, channels, one wide tile.
         if stored or parameters or (one_tile and (mirrored or K > 128)):
             # torch.compile fuses the map's own code.
             mapped = map_in_torch if torch.compiler.is_compiling() else map_features
@@ -1067,6 +1101,7 @@ def _choose_map(q: Tensor, k: Tensor, rule: Rule, stored: bool) -> tuple[Tensor,
         return q, k, map
 
     F = q.shape[3]
+    # q and k hold features now; only their width decides about halves.
     halves = 2 if mirrored or (F > 128 and F % 2 == 0) else 1
     if F % halves or F > 512 or F // halves > 256:
         raise Unsupported(f"{F} features a head")
