@@ -35,6 +35,7 @@ def _locate_rows(starts, counts, H, SPAN: tl.constexpr, BT: tl.constexpr):
     """The program's rows of x [tokens · H, …], and the mask of those inside its span."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     i = tl.arange(0, BT)
+    # A span's head has rows H apart; `counts` ends at the sequence, SPAN at the whole blocks.
     return (tl.load(starts + n) + i) * H + h, i < tl.minimum(tl.load(counts + n), SPAN)
 
 
@@ -69,6 +70,7 @@ def _scores(q, k, rows, real, scale, K: tl.constexpr, BK: tl.constexpr, PREC: tl
     q_ = _read(q, rows, real, 0, K, BK)
     k_ = _read(k, rows, real, 0, K, BK)
     s = tl.dot(q_, tl.trans(k_), input_precision=PREC)
+    # Heads wider than BK are summed over tiles.
     for first in range(BK, K, BK):
         q_, k_ = _read(q, rows, real, first, K, BK), _read(k, rows, real, first, K, BK)
         s = tl.dot(q_, tl.trans(k_), s, input_precision=PREC)
@@ -82,12 +84,15 @@ def _weights(s, SOFTMAX: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr, J:
     A token always sees itself; none sees a later one, so padding stays unseen.
     """
     i, j = tl.expand_dims(tl.arange(0, BT), J), tl.expand_dims(tl.arange(0, BT), 1 - J)
+    # Several small blocks share a tile: a token sees its own alone.
     seen = (i >= j) & (i // BLOCK == j // BLOCK)
     if SOFTMAX:
         s = tl.where(seen, s, float("-inf"))
+        # The token itself is seen, so the maximum is finite.
         p = tl.exp(s - tl.expand_dims(tl.max(s, J), J))
         p = p / tl.expand_dims(tl.sum(p, J), J)
     else:
+        # NaN stays NaN, as in torch's ReLU.
         p = tl.where(seen, tl.maximum(s, 0.0, propagate_nan=tl.PropagateNan.ALL), 0.0)
     return p
 
@@ -114,6 +119,7 @@ def forward_kernel(
 ):
     """O⊤ = V⊤P⊤ of one span of a head, BV columns at a time."""
     rows, real = _locate_rows(starts, counts, H, SPAN, BT)
+    # S⊤ and P⊤ [BT, BT]: rows are the tokens that are seen.
     s, _, _ = _scores(k, q, rows, real, scale, K, BK, PREC)
     p = _weights(s, SOFTMAX, BLOCK, BT, 0).to(v.dtype.element_ty)
     for first in range(0, V, BV):
@@ -169,6 +175,7 @@ def backward_kernel(
 ):
     """dV⊤ = dO⊤P, dP = dO V⊤, dS, and then dQ and dK, of one span of a head."""
     rows, real = _locate_rows(starts, counts, H, SPAN, BT)
+    # S and P [BT, BT]; P in fp32 for dS, cast for products.
     s, q_, k_ = _scores(q, k, rows, real, scale, K, BK, PREC)
     p = _weights(s, SOFTMAX, BLOCK, BT, 1)
     p_ = p.to(v.dtype.element_ty)
@@ -186,6 +193,7 @@ def backward_kernel(
     if SOFTMAX:
         d_s = p * (d_p - tl.sum(p * d_p, 1)[:, None])
     else:
+        # Unseen pairs have P = 0.
         d_s = tl.where(p > 0, d_p, 0.0)
     d_s = d_s.to(q.dtype.element_ty)
 
@@ -205,6 +213,7 @@ def sizes(block_size: int, key_dim: int, value_dim: int, itemsize: int) -> dict[
     rows = (r for r in _BLOCKS[BT] if itemsize <= r[0] and max(key_dim, value_dim) <= r[1])
     _, _, widest, warps = next(rows)
     BK, BV = (min(power_of_two(n), widest) for n in (key_dim, value_dim))
+    # Whole blocks that fit the tile.
     return {"SPAN": BT // block_size * block_size, "BT": BT, "BK": BK, "BV": BV, "num_warps": warps}
 
 
@@ -273,6 +282,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _gradients(function, ctx, d_o: Tensor) -> tuple[Tensor | None, ...]:
     grads = function(d_o, *ctx.saved_tensors, ctx.block_size, ctx.softmax, ctx.scale)
+    # cu_seqlens and the three options have no gradient.
     return *grads, None, None, None, None
 
 

@@ -97,13 +97,16 @@ def chunks_between(
 ) -> Chunks:
     """`chunks_of` for bounds that have been checked. segment: see `Chunks.segments`."""
     cu = torch.arange(batch + 1) * length if bounds is None else torch.tensor(bounds)
+    # Of each chunk, its sequence and its number there; lengths are rounded up to whole chunks.
     first, sequence, step = _number_pieces(-(-cu.diff() // size))
     start = cu[sequence] + step * size  # [chunks]
+    # To the sequence's end, so kernels mask the last chunk only.
     count = cu[sequence + 1] - start
     longest, parts = max(first.diff().tolist(), default=0), None
 
     if segment:  # from here on a sequence is a segment
         parts, sequence, step = _number_pieces((-(-first.diff() // segment)).clamp(min=1))
+        # Segments' first tokens and first chunks; the end of all closes both tables.
         cu = torch.cat([cu[sequence] + step * (segment * size), cu[-1:]])
         first = torch.cat([first[sequence] + step * segment, first[-1:]])
         parts = parts.to(device, torch.int32, non_blocking=True)
@@ -174,6 +177,7 @@ def variants(
         small = family == "sm_" and _arch_number(arch) >= 120
         arch = "sm_80" if small else max(older, key=_arch_number, default="sm_80")
 
+    # A card's table may lack a kernel: then the shipped sizes of sm_80 serve.
     rows = table[arch].get(kernel) or _shipped()["sm_80"][kernel]
     for row in rows:
         cover = row["itemsize"], row["features"]
@@ -236,12 +240,14 @@ def _schedule(
         return (64 + BV) / 128 * max(run, chunks * -(-columns // BV) / fed)
 
     # (steps, which width, chunks of a segment): first without segments, then with each length.
+    # Least of (steps, index, 0): on a tie the first width.
     unsplit = min((steps(longest, V, BV), i, 0) for i, BV in enumerate(widths))
     if composing is None:
         return unsplit[1:]
     split = []
     for length in [4 << i for i in range(longest.bit_length()) if 4 << i < longest]:
         for i, BV in enumerate(widths):
+            # [U, M] over V + M columns, then the outputs over V.
             passes = steps(length, V + M, BV) + steps(length, V, BV)
             cost = passes + composing * -(-longest // length) + 8
             split.append((cost, i, length))
@@ -277,6 +283,7 @@ def _apply_map(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[
     with without_autocast(q):
         phi = wide if feature_map is None else feature_map(*wide)
         if qk_norm == "l2":
+            # As the kernels' norm: ε inside the root.
             phi = tuple(x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in phi)
     return phi[0].to(q.dtype), phi[1].to(q.dtype)
 
@@ -295,6 +302,7 @@ def name_of(dtype: torch.dtype) -> str:
 def rows_of(x: Tensor, width: int) -> Tensor:
     """x as `[rows, width]` whose columns are neighbours; a view if its strides allow one."""
     x = x.reshape(x.numel() // width, width)
+    # Rows may be apart, but a row's entries may not.
     return x if x.stride(1) == 1 else x.contiguous()
 
 

@@ -32,6 +32,7 @@ WIDEST = 16384
 @triton.jit
 def swiglu_kernel(a, b, y, a_stride, b_stride, rows, N, BT: tl.constexpr, BN: tl.constexpr):
     """y = SiLU(a) ⊙ b, a tile [BT, BN] of rows [rows, N]."""
+    # int64: rows × columns may exceed 2³¹.
     r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     c = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
     m = (r < rows) & (c < N)
@@ -53,6 +54,7 @@ def swiglu_backward_kernel(
     d = tl.load(d_y + r * N + c, m, other=0.0).to(tl.float32)
     s = tl.sigmoid(a_)
     tl.store(d_b + r * N + c, (d * a_ * s).to(d_b.dtype.element_ty), m)
+    # SiLU'(a) = σ(a) (1 + a (1 − σ(a))).
     tl.store(d_a + r * N + c, (d * b_ * s * (1 + a_ * (1 - s))).to(d_a.dtype.element_ty), m)
 
 
@@ -88,6 +90,7 @@ def norm_kernel(
     h = s * tl.rsqrt(tl.sum(s * s, 1) / V + eps)[:, None]
     h *= tl.load(weight + c, c < V, other=0.0).to(tl.float32)
     if gate is not None:
+        # Row r is head r % H of token r // H.
         g = tl.load(gate + r // H * gate_stride + r % H * V + c, m, other=0.0).to(tl.float32)
         h *= g * tl.sigmoid(g)
     tl.store(y + at, h.to(y.dtype.element_ty), m)
@@ -126,24 +129,27 @@ def norm_backward_kernel(
 
         # n = r s, and d = dh, then e = dh ⊙ SiLU(g).
         n = tl.load(total + at, m, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(n * n, 1) / V + eps)[:, None]
+        scale = tl.rsqrt(tl.sum(n * n, 1) / V + eps)[:, None]  # r of the docstring
         n *= scale
         d = tl.load(d_y + at, m, other=0.0).to(tl.float32)
 
         if gate is not None:
             g = tl.load(gate + r // H * gate_stride + r % H * V + c, m, other=0.0).to(tl.float32)
             s = tl.sigmoid(g)
+            # dg before d loses SiLU(g): dh ⊙ n ⊙ w ⊙ SiLU'(g).
             tl.store(
                 d_gate + at, (d * n * w * s * (1 + g * (1 - s))).to(d_gate.dtype.element_ty), m
             )
             d *= g * s
 
         # Through w and the norm: r (w ⊙ e − n mean(w ⊙ e ⊙ n)).
+        # Σ e ⊙ n; rows past the end are 0.
         dw += tl.sum(d * n, 0)
         d *= w
         d = scale * (d - n * (tl.sum(d * n, 1) / V)[:, None])
 
         if d_total is not None:
+            # The residual stream's own gradient ds.
             d += tl.load(d_total + at, m, other=0.0).to(tl.float32)
 
         tl.store(d_x + at, d.to(d_x.dtype.element_ty), m)
@@ -222,6 +228,7 @@ class _RMSNorm(torch.autograd.Function):
             grid = (triton.cdiv(rows, tiles["BT"]),)
             norm_kernel[grid](x, add, weight, gate, total, y, stride, rows, eps, H=H, **tiles)
         ctx.save_for_backward(total, weight, gate)
+        # Either result may be unused; its gradient is then None.
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.dtypes = eps, (x.dtype, None if add is None else add.dtype)
         return total, y
@@ -234,6 +241,7 @@ class _RMSNorm(torch.autograd.Function):
         d_total = None if d_total is None else d_total.contiguous()
         d_y = torch.zeros_like(total) if d_y is None else d_y.contiguous()
         d_x = total.new_empty(total.shape, dtype=dtype)
+        # dx = dadd: where dtypes agree, one tensor is both.
         d_add = None if added in (None, dtype) else total.new_empty(total.shape, dtype=added)
         d_gate = None if gate is None else gate.new_empty(gate.shape)
         H, stride = (1, 0) if gate is None else (gate.shape[1] // V, gate.stride(0))

@@ -85,6 +85,7 @@ def describe(feature_map, qk_norm: str | None, head_dim: int) -> tuple[Map, tupl
         if fused is None:
             raise Unsupported(f"the feature map {type(feature_map).__name__}")
 
+    # A norm may stand in the map or follow it, but not both.
     name, norm = fused["name"], fused.get("norm")
     if name not in NAMES:
         raise Unsupported(f"the feature map {name!r}")
@@ -139,6 +140,7 @@ def log(x):
 @triton.jit
 def sigmoid(x):
     """1 / (1 + e^{−x}), as a square of rsqrt; a division costs more."""
+    # Where e^{−x} overflows to ∞, rsqrt gives 0.
     root = tl.rsqrt(1 + exp(-x))
     return root * root
 
@@ -153,6 +155,7 @@ def inverse_length(x):
 def expm1(x):
     """e^x − 1 for x ≤ 0, with a small relative error near 0 too."""
     near = 0.166662419 + x * (0.0416300728 + x * (0.00818961363 + x * 0.00112340422))
+    # Below −½ the difference loses few digits.
     return tl.where(x > -0.5, x * (1 + x * (0.499999819 + x * near)), exp(x) - 1)
 
 
@@ -165,11 +168,13 @@ def plain(x, m, MAP: tl.constexpr):
     elif MAP.name == "relu":
         f = tl.maximum(x, 0.0)
     elif MAP.name == "elu":
+        # `where` computes both sides: the minimum keeps e^x finite.
         f = tl.where(x > 0, x, expm1(tl.minimum(x, 0.0)))
     elif MAP.name == "elu1":
         f = tl.where(x > 0, 1 + x, exp(tl.minimum(x, 0.0)))
     elif MAP.name == "exp":
         f = exp(tl.minimum(x, 10.0))
+    # f(0) may not be 0: padding must be, for norms and sums.
     return tl.where(m, f, 0.0)
 
 
@@ -198,6 +203,7 @@ def guarded_log(b):
 @triton.jit
 def over_base(b, log_b, p):
     """|b|^p / b, exactly 0 where |b| ≤ 1e-6. Times b it is the power, times p the power's derivative."""
+    # |b|^{p−2} b.
     return tl.where(tl.abs(b) > EPS, tl.exp2(log_b * ((p - 2) * LOG2_E)), 0.0) * b
 
 
@@ -207,13 +213,16 @@ def nala_base(x, r, MAP: tl.constexpr, IS_Q: tl.constexpr):
     FIXED: tl.constexpr = MAP.query_power if IS_Q else MAP.key_power
     p = tl.full(r.shape, FIXED, tl.float32)
     if FIXED == 0:
+        # ½ + tanh y is 2σ(2y) − ½, with y = ν/r.
         p = MAP.power * (2 * sigmoid((2 * MAP.n_scale) / r) - 0.5)
     if IS_Q and MAP.scale != 0:
+        # b = s x r.
         x *= MAP.scale * r
 
     # M/b for the exponent; powers of integers need no logarithm.
     log_b = guarded_log(x)
     if FIXED == 1.0:
+        # |b|/b is the sign.
         over = tl.where(tl.abs(x) > EPS, tl.where(x > 0, 1.0, -1.0), 0.0)
     elif FIXED == 2.0:
         over = tl.where(tl.abs(x) > EPS, x, 0.0)
@@ -236,11 +245,13 @@ def nala_factor(r, MAP: tl.constexpr):
 @triton.jit
 def nala_angle(x, factor):
     """sin θ, cos θ and dθ/da for θ = π/4·tanh a, a = x·factor: Chebyshev in tanh²/4, error 1e-7."""
+    # σ(2a) is root²; then tanh a = 2w and tanh² a = 4u.
     root = tl.rsqrt(1 + tl.exp2(x * (-2 * LOG2_E * factor)))
     w = root * root - 0.5  # σ(2a) − ½
     u = w * w
     sin = w * (1.570796322 + u * (-0.6459634776 + u * (0.0796802176 - u * 0.00460215721)))
     cos = 1 + u * (-1.233697 + u * (0.2535985712 - u * 0.0204081584))
+    # π/4 (1 − tanh² a).
     return sin, cos, 0.25 * PI - PI * u
 
 
@@ -253,8 +264,10 @@ def features(x, m, MAP: tl.constexpr, IS_Q: tl.constexpr):
     if MAP.name == "nala":
         r = inverse_length(x)
         b, over, _, _ = nala_base(x, r, MAP, IS_Q)
+        # [BT, BK]
         M = over * b
         if MAP.l2:
+            # Σφ² = ΣM² in either frame, so M is normed before it is split.
             M *= inverse_length(M)
 
         if MAP.angle == "relu_split":
@@ -283,6 +296,7 @@ def features_backward(x, m, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
         if MAP.l2:
             f = plain(x, m, MAP)
             rho = inverse_length(f)
+            # Through φ = ρ f and ρ = 1/√(Σf² + ε).
             dx = rho * d1 - f * (rho * rho * rho * tl.sum(f * d1, 1)[:, None])
         dx = tl.where(m, dx * plain_slope(x, MAP), 0.0)
     return dx
@@ -303,17 +317,21 @@ def nala_backward(x, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
 
     coef = tl.zeros_like(r)
     if MAP.angle == "relu_split":
+        # Only the half in which M is has a gradient.
         G = tl.where(x > 0, d1, d2)
         dx = slope * G
     else:
         factor = nala_factor(r, MAP)
         sin, cos, dtheta = nala_angle(x, factor)
         G = cos * d1 + sin * d2
+        # A · αr, and Aa = x · turn.
         turn = dtheta * (M * (cos * d2 - sin * d1)) * factor
         dx = slope * G + turn
         if MAP.angle != "raw":
+            # a contains r: −x r² ΣAa.
             coef = (r * r) * tl.sum(x * turn, 1)[:, None]
 
+    # From here on G is MG.
     G *= M
 
     # The last term: x λν (1 − tanh²) ΣE ln |b|.
@@ -321,19 +339,24 @@ def nala_backward(x, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
         n = (2 * MAP.n_scale) / r
         # 1 − tanh² as a product keeps its digits where tanh saturates.
         bend = r * (4 * MAP.power * MAP.n_scale) * (sigmoid(n) * sigmoid(-n))
+        # ΣE ln |b| without the norm's part.
         coef -= bend * tl.sum(G * log_b, 1)[:, None]
 
     if MAP.l2:
         square = M * M
+        # ρ² and c [BT, 1].
         square_rho = 1 / (tl.sum(square, 1)[:, None] + EPS)
         c = square_rho * tl.sum(G, 1)[:, None]
         if BENT:
+            # E = ρ (MG − cM²): the norm's part of ΣE ln |b|.
             coef += c * bend * tl.sum(square * log_b, 1)[:, None]
         if DIVIDED:
+            # ΣE = ρεc.
             coef += c * (r * r) * p * EPS
         dx = tl.sqrt(square_rho) * (dx - c * (slope * M) - coef * x)
     else:
         if DIVIDED:
+            # Without the norm ΣE = ΣMG.
             coef += (r * r) * p * tl.sum(G, 1)[:, None]
         dx -= coef * x
     return dx
@@ -349,7 +372,7 @@ def nala_backward(x, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
 def pola_base(x, p, unit, h, K: tl.constexpr, MAP: tl.constexpr, BK: tl.constexpr):
     """The signed base b = x·unit, M/b, ln |b|, and p and unit of head h, [1, BK]."""
     c = tl.arange(0, BK)
-    exponent = tl.load(p + h * K + c, c < K, other=2.0)[None, :]
+    exponent = tl.load(p + h * K + c, c < K, other=2.0)[None, :]  # [1, BK]
     scale = tl.full((1, BK), 1.0, tl.float32)
     if MAP.scaled:
         scale = tl.load(unit + h * K + c, c < K, other=1.0)[None, :]
@@ -375,6 +398,7 @@ def forward_part(
 ):
     """Stores φ of BT tokens of head h of x."""
     c = tl.arange(0, BK)[None, :]
+    # Rows of x [tokens, H, K].
     at = t[:, None] * H + h
     m = (t < N)[:, None] & (c < K)
     raw = tl.load(x + at * K + c, m, other=0.0).to(tl.float32)
@@ -424,6 +448,7 @@ def backward_part(
     if MAP.name == "pola":
         b, over, log_b, exponent, scale = pola_base(raw, p, unit, h, K, MAP, BK)
         M = over * b
+        # M is in the half of x's sign, so its gradient is too.
         dM = tl.where(raw > 0, d1, d2)
         if MAP.l2:
             rho = inverse_length(M)
@@ -432,8 +457,10 @@ def backward_part(
         # The gradient of b, and the sums of this program's tokens.
         d = exponent * over * dM
         i = tl.arange(0, BK)
+        # ∂M/∂p = M ln |b|.
         tl.store(dp + i, tl.sum(dM * M * log_b, 0), i < K)
         if MAP.scaled:
+            # b = x · unit.
             tl.store(dunit + i, tl.sum(d * raw, 0), i < K)
         d *= scale
     else:
@@ -491,6 +518,7 @@ def backward_kernel(
     h = tl.program_id(0) % (HQ + HK)
     t = (tl.program_id(0) // (HQ + HK)).to(tl.int64) * BT + tl.arange(0, BT)
     if MAP.name == "pola":  # a row of partial sums for each program
+        # A row of [programs, K]; programs run over blocks of tokens, then heads.
         dp += tl.program_id(0).to(tl.int64) * K
         if MAP.scaled:
             dunit += tl.program_id(0).to(tl.int64) * K
@@ -524,6 +552,7 @@ def map_features(
     MAP, parameters = describe(feature_map, qk_norm, K)
     if not MAP.l2 and MAP.name == "identity":
         return q, k.to(q.dtype)
+    # q and k share the parameters, so their heads must agree.
     if any(w.shape != (x.shape[2], K) for w in parameters for x in (q, k)):
         raise Unsupported(
             f"parameters {list(parameters[0].shape)} for q {list(q.shape)}, k {list(k.shape)}"
@@ -531,6 +560,7 @@ def map_features(
 
     p = unit = None
     if MAP.name == "pola":  # [H, K] operations, which torch differentiates
+        # 1 + α σ(w) and 1/softplus(s), [H, K].
         p = 1 + MAP.alpha * parameters[0].float().sigmoid()
         if MAP.scaled:
             unit = torch.nn.functional.softplus(parameters[1].float()).reciprocal()
@@ -581,6 +611,7 @@ def unform_features(
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     count, sizes = _grid(q, k)
     heads, H, K = q.shape[2] + k.shape[2], q.shape[2], q.shape[3]
+    # By block of tokens and head, those of q before those of k.
     partial = [None if x is None else x.new_empty(count, heads, K) for x in (p, unit)]
     if count:
         inputs = q, k, dphi_q.contiguous(), dphi_k.contiguous(), dq, dk, p, unit

@@ -33,6 +33,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @triton.jit
 def load_taps(weight, c, D: tl.constexpr, W: tl.constexpr):
     """W tiles [1, BD] in fp32 of weight [D, W]."""
+    # A tuple of tiles, because a tile [W, BD] could not be indexed.
     taps = ()
     for i in tl.static_range(W):
         taps = taps + (tl.load(weight + c * W + i, mask=c < D, other=0.0).to(tl.float32)[None, :],)  # noqa: RUF005
@@ -47,6 +48,7 @@ def load_input(x, state, stride, row, rows, n, first, end, c, D: tl.constexpr, W
     y = tl.load(x + row[:, None] * stride + c[None, :], mask=inside[:, None] & m, other=0.0)
 
     if state is not None:
+        # The state's last row W − 2 is the token before the sequence.
         past = row - first + (W - 1)
         inside = rows & (past >= 0) & (row < first)
         p = state + (n * (W - 1) + past)[:, None] * D + c[None, :]
@@ -77,6 +79,7 @@ def forward_kernel(
     BD: tl.constexpr,
 ):
     """y of SIZE tokens and BD channels of one of the convolutions; each argument is a tuple of theirs."""
+    # Blocks of channels are counted over all convolutions; this one's count starts at its own.
     i_c = tl.program_id(1)
     for p in tl.static_range(len(D)):
         if (i_c >= 0) & (i_c < tl.cdiv(D[p], BD)):
@@ -115,6 +118,7 @@ def forward_block(
     BD: tl.constexpr,
 ):
     """y_t = act(Σ_i w_i ⊙ x_{t−W+1+i}) of a block of one convolution, BT tokens at a time."""
+    # A block never crosses the border of a sequence.
     n, first, end, start = load_block(blocks, tl.program_id(0))
     c = i_c * BD + tl.arange(0, BD)
     w = load_taps(weight, c, D, W)
@@ -122,11 +126,13 @@ def forward_block(
 
     for i_t in range(0, count, BT):
         t = i_t + tl.arange(0, BT)
+        # row counts over the batch, t over the block.
         row, rows = start + t, t < count
 
         # [BT, BD]
         z = tl.zeros([BT, BD], dtype=tl.float32)
         for i in tl.static_range(W):
+            # Places before the sequence come from the state, or are 0.
             z += w[i] * load_input(
                 x, state, stride, row + (i - W + 1), rows, n, first, end, c, D, W
             )
@@ -164,6 +170,7 @@ def d_input(
     With DW also the W tiles [BD] of Σ dz_row ⊙ x_{row−W+1+i}.
     """
     inputs = ()  # x from `row` − W + 1 on, in its own dtype to save registers
+    # SiLU's z at row + s needs x up to row + s; dweight alone x up to `row`.
     for j in tl.static_range(2 * W - 1 if SILU else W if DW else 0):
         inputs = inputs + (  # noqa: RUF005
             load_input(x, state, stride, row + (j - W + 1), rows, n, first, end, c, D, W),
@@ -172,6 +179,7 @@ def d_input(
     dx = tl.zeros([BT, BD], dtype=tl.float32)
     dw = ()
     for s in tl.static_range(W):
+        # dz is 0 after the sequence, and before its first token.
         inside = rows & (row + s >= first) & (row + s < end)
         p = d_y + (row + s)[:, None] * D + c[None, :]
         dz = tl.load(p, mask=inside[:, None] & (c < D)[None, :], other=0.0).to(tl.float32)
@@ -184,7 +192,9 @@ def d_input(
             sigmoid = tl.sigmoid(z)
             dz *= sigmoid * (1.0 + z * (1.0 - sigmoid))
 
+        # y_{row+s} has w_{W−1−s} ⊙ x_row.
         dx += w[W - 1 - s] * dz
+        # Each dz once: that of the row itself.
         if DW and s == 0:
             for i in tl.static_range(W):
                 dw = dw + (tl.sum(dz * inputs[i], 0),)  # noqa: RUF005
@@ -232,6 +242,7 @@ def backward_kernel(
                 BD,
             )
         i_c -= tl.cdiv(D[p], BD)
+        # The convolutions' channels lie side by side in d_x and d_weight.
         before += D[p]
 
 
@@ -259,6 +270,7 @@ def backward_block(
     n, first, end, start = load_block(blocks, i)
     c = i_c * BD + tl.arange(0, BD)
     w = load_taps(weight, c, D, W)
+    # The last block of a sequence may be shorter.
     count = tl.minimum(end - start, SIZE).to(tl.int32)
 
     # Sums over the block's tokens, W tiles [BD] in registers.
@@ -275,6 +287,7 @@ def backward_block(
         p = d_x + row[:, None] * ALL + c[None, :]
         tl.store(p, dx.to(d_x.dtype.element_ty), mask=rows[:, None] & (c < D)[None, :])
 
+        # Tuples cannot be changed: a new one for each step.
         total = ()
         for i_w in tl.static_range(W):
             total = total + (dw[i_w] + dw_tile[i_w],)  # noqa: RUF005
@@ -303,6 +316,7 @@ def state_kernel(
     """dstate [N, W−1, D]; a tile's row is one place of one sequence."""
     i = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     n, rows = i // (W - 1), i < N * (W - 1)
+    # [BT], each row's own sequence.
     first = tl.load(bounds + n, mask=rows, other=0)
     end = tl.load(bounds + n + 1, mask=rows, other=0)
 
@@ -314,6 +328,7 @@ def state_kernel(
             c = i_c * BD + tl.arange(0, BD)
             w = load_taps(weight[p], c, D[p], W)
 
+            # A place before the sequence is read by the first W − 1 tokens alone.
             dx, _ = d_input(
                 x[p],
                 w,
@@ -369,6 +384,7 @@ def _block_table(
     batch: int, length: int, bounds: tuple[int, ...] | None, device: torch.device
 ) -> BlockTable:
     start, count, cu, first, *_ = chunks_between(batch, length, bounds, SIZE, torch.device("cpu"))
+    # The sequence of each block; `count` reaches to the sequence's end.
     n = torch.arange(len(first) - 1).repeat_interleave(first.diff())
     table = torch.stack([n, cu[n], start + count, start], 1)
     return BlockTable(table.to(device, non_blocking=True), cu.to(device, non_blocking=True))
@@ -392,6 +408,7 @@ def _launch(
     """Launches a kernel of all convolutions for so many rows. name: as in `_tiles`."""
     widths, W = tuple(map(len, weights)), weights[0].shape[1]
     tiles = _tile_sizes(name, max(widths), W, any(silu))
+    # All convolutions take tiles for the widest, so that their blocks can be counted together.
     blocks = sum(triton.cdiv(D, tiles["BD"]) for D in widths)
 
     grid = (rows if name != "state" else triton.cdiv(rows, tiles["BT"]), blocks)
@@ -441,6 +458,7 @@ def _backward(
     """dx `[B, T, ΣD]` and dweight `[ΣD, W]` of all convolutions side by side, and a list of dstates."""
     widths, W = [*map(len, weights)], weights[0].shape[1]
     blocks, bounds = block_table(xs[0], cu_seqlens)
+    # [B, T, ΣD]
     d_x = xs[0].new_empty(*xs[0].shape[:2], sum(widths))
     d_weight = d_x.new_empty(len(blocks), W, sum(widths), dtype=torch.float32)  # a block's sums
     shared = {
@@ -469,6 +487,7 @@ def _backward(
         rows = N * (W - 1)
         more = {"d_state": tuple(d_states), "bounds": bounds, "N": N}
         _launch(state_kernel, "state", rows, weights, silu, **shared, **more)
+    # [blocks, W, ΣD] to [ΣD, W]; the order of the sum is fixed.
     d_weight = d_weight.sum(0).T.to(weights[0].dtype).contiguous()
     return d_x, d_weight, d_states
 
@@ -585,6 +604,7 @@ def short_convs(
 
     if not output_final_state:
         return [*ys], None
+    # The new state is the last W − 1 inputs.
     gap = weights[0].shape[1] - 1
     states = past or [None] * len(xs)
     return [*ys], [
@@ -605,15 +625,18 @@ def _align_rows(x: Tensor) -> Tensor:
 def _last_inputs(x: Tensor, state: Tensor | None, past: int, cu_seqlens: Tensor | None) -> Tensor:
     """The last `past` inputs of each sequence, `[N, past, D]`, by torch, which differentiates it."""
     if cu_seqlens is None:
+        # A short row leaves some of the old state in the new one.
         if x.shape[1] < past:
             x = torch.cat([x.new_zeros(len(x), past, x.shape[2]) if state is None else state, x], 1)
         return x[:, x.shape[1] - past :].clone()  # a view would keep all of x alive
     first, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+    # [N, past], counted over the packed row.
     row = end + torch.arange(-past, 0)
     inside = row >= first
     taken = x[0][row.clamp_min(0).to(x.device, non_blocking=True)]
     inside = inside.to(x.device, non_blocking=True)[..., None]
     if state is None:
         return taken.where(inside, 0.0)
+    # Places before the sequence move up in the old state by its tokens.
     index = (row - first + past).clamp(0, past - 1).to(x.device, non_blocking=True)
     return taken.where(inside, state.gather(1, index[..., None].expand(-1, -1, x.shape[2])))

@@ -30,6 +30,7 @@ def softplus(x):
     """log(1 + e^x), with a small relative error where e^x is small."""
     e = tl.exp(-tl.abs(x))
     u = 1.0 + e
+    # log u is that of the rounded u; e / (u − 1) corrects the rounding of 1 + e.
     log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.maximum(x, 0.0) + log1p
 
@@ -45,6 +46,7 @@ def convolved(x, stride, weight, past, new, n, c, m, owns, D: tl.constexpr, W: t
     if W > 0:
         # The last tap is the token's own; the others read the state.
         y *= tl.load(weight + c * W + (W - 1), mask=m, other=0.0).to(tl.float32)
+        # Taps from the oldest input on.
         for i in tl.static_range(W - 1):
             p = (n * (W - 1) + i) * D + c
             before = tl.load(past + p, mask=m, other=0.0)
@@ -75,6 +77,7 @@ def decay_of(g, a, A_log, dt_bias, i, h_v, f, m, G: tl.constexpr, DECAY: tl.cons
 
     g is "given", or −exp(A_log) softplus(a + dt_bias).
     """
+    # One entry for the head: a scalar instead of a tile.
     if G == 1:
         f, m = 0, True
     if DECAY == "given":
@@ -173,6 +176,7 @@ def step_kernel(
     q, k and v are taken after their convolutions. F = HALVES · K features, ALL ≥ V columns of a whole head.
     """
     i, i_v = tl.program_id(0), tl.program_id(1)  # the second axis ends at 65 535
+    # Axis 0 has sequences × heads of v, which may be many.
     n, h_v = (i // HV).to(tl.int64), i % HV
     f, c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     in_K, in_V = f < K, c < V
@@ -180,9 +184,10 @@ def step_kernel(
     H: tl.constexpr = HV // GROUP
     HALVES: tl.constexpr = MAP.halves  # pyrefly: ignore[missing-attribute]
     F: tl.constexpr = K * HALVES
-    COLUMNS: tl.constexpr = V + 1 if DENOMINATOR else V
+    COLUMNS: tl.constexpr = V + 1 if DENOMINATOR else V  # a row of the state
 
     # The state first, because it is the longest load: [BK, BV] of each half of the features.
+    # State [N, HV, F, COLUMNS].
     tile = i.to(tl.int64) * (F * COLUMNS) + f[:, None] * COLUMNS + c[None, :]
     m = in_K[:, None] & in_V[None, :]
     s1 = tl.load(state + tile, mask=m, other=0.0)
@@ -199,11 +204,14 @@ def step_kernel(
     # For each step of the rule: read by k (delta rule) and write. The decay precedes the first.
     decay1, decay2 = 1.0, 1.0
     for j in tl.static_range(STEPS):
+        # Step j's heads follow those of the steps before, [steps, heads, columns].
         at_k, at_v = (j * H + h) * K + f, (j * HV + h_v) * V + c
         x_k = convolved(k, k_stride, k_weight, k_past, k_new, n, at_k, in_K, owns, STEPS * H * K, W)
+        # Every program has columns of v of its own, so each stores their past.
         u = convolved(v, v_stride, v_weight, v_past, v_new, n, at_v, in_V, in_V, STEPS * HV * V, W)
         if SILU:
             u *= tl.sigmoid(u)
+        # Features as [1, BK], as rows of a tile; then as columns [BK, 1] beside S.
         k1, k2 = features(x_k[None, :], row, MAP, False)
         k1, k2 = column(k1, BK), column(k2, BK)
 
@@ -212,6 +220,7 @@ def step_kernel(
             decay1 = decay_of(g, a_n, A_log, dt_bias, i, h_v, f, in_K, G, DECAY)
             s1 *= decay1
             if HALVES == 2:
+                # One decay a head serves both halves; decays by channel have F entries.
                 decay2 = decay1
                 if G > 1:
                     decay2 = decay_of(g, a_n, A_log, dt_bias, i, h_v, K + f, in_K, G, DECAY)
@@ -220,6 +229,7 @@ def step_kernel(
         if DELTA:
             # `held`: the value that S stores under the key, [BV].
             erased1, erased2 = k1, k2
+            # β has an entry a head, erase one for each of F features.
             at_b = n * b_stride + (j * HV + h_v) * (F if ERASE else 1)
             if ERASE:
                 erased1 *= beta_scale * load_sigmoid(b, at_b + f, in_K)[:, None]
@@ -229,10 +239,13 @@ def step_kernel(
             if HALVES == 2:
                 held += tl.sum(erased2 * s2, 0)
             if ERASE:
+                # u = σ(w) ⊙ v − S⊤(σ(b) ⊙ φ(k))
                 u = u * load_sigmoid(w, n * w_stride + at_v, in_V) - held
             else:
+                # u = β (v − S⊤φ(k))
                 u = (u - held) * (beta_scale * load_sigmoid(b, at_b, True))
 
+        # S + φ(k) u⊤
         s1 += k1 * u[None, :]
         if HALVES == 2:
             s2 += k2 * u[None, :]
@@ -249,6 +262,7 @@ def step_kernel(
 
     if DENOMINATOR:  # the state's last column, Σφ(k): all programs read it, the first writes it
         p = i.to(tl.int64) * (F * COLUMNS) + f[:, None] * COLUMNS + V
+        # k1 is that of the last step: denominators come with linear attention of one step.
         z = tl.load(state + p, mask=in_K[:, None], other=0.0) * decay1 + k1
         tl.store(new_state + p, z, mask=in_K[:, None] & (i_v == 0))
         total = tl.sum(tl.sum(q1 * z, 0), 0)
@@ -257,6 +271,7 @@ def step_kernel(
             tl.store(new_state + p + K * COLUMNS, z, mask=in_K[:, None] & (i_v == 0))
             total += tl.sum(tl.sum(q2 * z, 0), 0)
         count = (tl.load(positions + n * position_stride) + 1).to(tl.float32)
+        # scale cancels, except beside ε t.
         y /= total * scale + EPS * count
 
     # Norm and gate. A program with all columns of the head applies them itself.
@@ -271,9 +286,11 @@ def step_kernel(
         # Else the program with the last ticket does, for the columns of all.
         tl.store(o_raw + heads + c, y, mask=in_V)
         tl.debug_barrier()  # all threads have stored before the ticket
+        # Release publishes this program's columns; acquire shows the last one those of all.
         if tl.atomic_add(tickets + i, 1, sem="acq_rel") == tl.num_programs(1) - 1:
             all_c = tl.arange(0, ALL)
             in_all = all_c < V
+            # Past L1, which may hold old lines: other processors wrote these.
             y_all = tl.load(o_raw + heads + all_c, mask=in_all, other=0.0, cache_modifier=".cg")
             y_all = normed(y_all, norm_weight, all_c, in_all, eps, V)
             y_all = gated(y_all, gate, gates + all_c, in_all, GATE)
@@ -310,6 +327,7 @@ def tickets_of(x: Tensor, count: int, buffer: Tensor | None = None) -> Tensor:
 
 def tiles(N: int, HV: int, K: int, V: int, halves: int) -> dict[str, int]:
     """Tile sizes: 16 columns spread few heads over the card; 32 share q and k better if heads are many."""
+    # From 2,048 programs of 16 columns on, every processor has several.
     BK, many = power_of_two(K), N * HV * V >= 2048 * 16
     BV = 32 if many and V > 16 else 16
     return {"BK": BK, "BV": BV, "num_warps": 8 if halves * BK > 256 else 4}
@@ -365,12 +383,14 @@ def step(
         raise Unsupported(f"the parameters of the feature map {MAP.name!r}")
     _check_sizes(dtype, state["recurrent"].dtype, key_dim, value_dim)
 
+    # Rows [N, columns] of each projection.
     x = {name: _rows_or_tensor(name, y) for name, y in inputs().items()}
     N, old = len(x["q"]), state["recurrent"].contiguous()
     convolutions, new = _convolution_arguments(filters or {}, state, x)
     new = out or {**new, "recurrent": torch.empty_like(old)}
     o = x["q"].new_empty(N, 1, num_v_heads, value_dim, dtype=dtype)
     blocks = tiles(N, num_v_heads, key_dim, value_dim, MAP.halves)
+    # Only states that the caller keeps have tickets that last.
     buffer = new["recurrent"] if out else None
 
     kernel: Any = step_kernel
@@ -440,6 +460,7 @@ def _convolution_arguments(
 def _stride_arguments(x: dict[str, Tensor]) -> dict[str, int]:
     """Entries between rows of the inputs, and between positions; 0 where there is one for all sequences."""
     strides = {f"{name}_stride": x[name].stride(0) if name in x else 0 for name in COLUMNS}
+    # One position for all sequences has stride 0.
     return strides | {"position_stride": int(len(x.get("positions", ())) > 1)}
 
 
@@ -452,6 +473,7 @@ def _decay_arguments(
         kind = "softplus"
     A_log, dt_bias = decay or (None, None)
     gates = x.get("g", x.get("a"))
+    # 1, or F with decays by channel.
     G = 1 if gates is None else gates.numel() // len(gates) // num_v_heads
     return {"A_log": A_log, "dt_bias": dt_bias, "DECAY": kind, "G": G}
 
