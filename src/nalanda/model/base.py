@@ -226,6 +226,7 @@ class Mixer(FusedLinears):
         if isinstance(state, CarriedState):
             new, held = {}, self.scatter_states(state.tensors, seq)
             return self.mixed(x, seq, held, new), CarriedState(self.gather_states(new, seq))
+        # `step` serves one token behind others, where no gradient is wanted.
         decoding = (
             state and x.shape[1] == 1 and seq.cu_seqlens is None and not torch.is_grad_enabled()
         )
@@ -264,6 +265,7 @@ class Mixer(FusedLinears):
         turn = {name: x for name, x in heads.items() if name not in same}
         reversed_heads = heads | {name: seq.reversed_tokens(x) for name, x in turn.items()}
 
+        # A token sees itself both ways, so its own term counts twice.
         forward = self.mix(heads, causal, {}, None)
         backward = self.mix(reversed_heads, causal, {}, None)
         return forward + seq.reversed_tokens(backward)
@@ -356,6 +358,7 @@ class Mixer(FusedLinears):
             if self.gated and "gate" not in heads:
                 heads["gate"] = self.g_proj(x)
             if self.gated and not by_head:
+                # The gate follows the norm over all heads, which `read_out` computes.
                 rest["gate"] = heads.pop("gate")
             return heads
 
@@ -415,12 +418,14 @@ class Mixer(FusedLinears):
         seq, n = Sequences(bidirectional=self.bidirectional), self.streams
         heads = self.heads(x, seq, {}, None)
         B, T, HV = heads["v"].shape[:3]
+        # [1, T, 1, n·T]: token j's value is the unit vector j, so o_t is row t of the matrix.
         unit = torch.eye(T, dtype=heads["v"].dtype, device=x.device).repeat(1, n)[None, :, None]
         of_steps = []
         for i in range(self.steps):
-            v = unit.new_zeros(B, T, HV, n * T)
+            v = unit.new_zeros(B, T, HV, n * T)  # HV: steps times heads
             v.unflatten(2, (self.steps, -1))[:, :, i] = unit
             o = self.mix_directions(heads | {"v": v}, seq, {}, None)
+            # [B, T, HV, n·T] to [B, HV·n, T, T]
             of_steps.append(o.unflatten(-1, (n, T)).flatten(2, 3).transpose(1, 2))
         return torch.cat(of_steps, 1)
 

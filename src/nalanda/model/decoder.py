@@ -357,6 +357,7 @@ class Decoder(NalandaPreTrainedModel):
                 )
             return self._encoder_batch(x, grid, attention_mask, position_ids, packing.cu_seqlens)
 
+        # Before the carried rows: parts of rows may carry states too.
         if packing.context is not None:
             self._check_cut(cache, attention_mask, position_ids)
             return self._part_of_rows(x, packing.context, packing)
@@ -421,6 +422,7 @@ class Decoder(NalandaPreTrainedModel):
         cu_seqlens: Tensor | None,
     ) -> Batch:
         """Tokens after those that the cache holds."""
+        # First: it adds the tokens that `crop` left unread to the cache's lengths.
         self.catch_up(cache)
         past = cache.lengths
         if attention_mask is not None and _one_token_each(attention_mask, past, x.shape[1]):
@@ -431,6 +433,7 @@ class Decoder(NalandaPreTrainedModel):
             raise ValueError(
                 "packed documents have no cache: call with use_cache=False and without past_key_values"
             )
+        # Embeddings, not ids: the tokens that `crop` keeps are read again from them.
         cache.record(x, layout.mask)
         seq = Sequences(layout.cu_seqlens, past, None, x.device, cache.static)
         return Batch(x, layout, seq, cache.states, cache)
@@ -448,6 +451,7 @@ class Decoder(NalandaPreTrainedModel):
             use_cache = self.config.use_cache and not self.training
 
         only_mask = attention_mask is not None and position_ids is None and cu_seqlens is None
+        # A compiled graph cannot drop padding, whose number is a value; it moves it to the end.
         if only_mask and not use_cache and torch.compiler.is_compiling():
             layout = Layout.padding_last(x, attention_mask)
         else:
@@ -493,6 +497,7 @@ class Decoder(NalandaPreTrainedModel):
 
         x: of `run`.
         """
+        # Columns count padding, as attention masks do; lengths count tokens alone.
         if batch.cache is not None:
             B, T = batch.x.shape[:2]
             dense = batch.seq.cu_seqlens is None

@@ -166,6 +166,7 @@ class DeltaNet(Mixer):
         if self.norm_write:  # β' = 1 − exp(−β‖k‖²/K)
             beta = -torch.expm1(-beta * self.per_value(at_least_fp32(k).square().mean(-1)))
             if self.qk_norm != "l2":
+                # The map runs here, because β needs the lengths of its features.
                 (q, k, beta), features = self.unnormed(q, k, beta), None
         elif self.beta_scale > 1 and k.dtype.itemsize < 4:
             # A rounded key may be longer than 1. Near β = 2 each token would then lengthen the state.
@@ -184,7 +185,7 @@ class DeltaNet(Mixer):
             qk_norm=norm,
             output_final_state=new is not None,
             allow_neg_eigval=self.beta_scale > 1,
-            mode="recurrent" if q.shape[1] <= self.steps else "chunk",
+            mode="recurrent" if q.shape[1] <= self.steps else "chunk",  # one token
         )
         o, final = recurrence(call, rule, seq)
         if new is not None and final is not None:
@@ -203,6 +204,7 @@ class DeltaNet(Mixer):
             q, k = map_features(q, k, self.feature_map, "l2" if rms else None)
         if rms:
             width = k.shape[-1]
+            # ‖k‖² = F, so the step β'/‖k‖² is β'/F.
             return width**0.5 * q, width**0.5 * k, beta / width
         return q, k, beta / (self.per_value(at_least_fp32(k).square().sum(-1)) + EPS)
 
@@ -352,6 +354,7 @@ class GatedDeltaNet2(KDA):
 
     def add_gates(self, D: int) -> None:
         super().add_gates(D)
+        # b is the erase gate's: F entries a head in place of one.
         self.b_proj = nn.Linear(D, self.num_v_heads * self.feature_map.feature_dim, bias=False)
         self.w_proj = nn.Linear(D, self.num_v_heads * self.V, bias=False)
 
@@ -366,6 +369,7 @@ class GatedDeltaNet2(KDA):
         erase = gates["beta"].unflatten(-1, (self.num_v_heads, -1))
         # The write gate multiplies v here: one tensor fewer to split across processes.
         written = v * at_least_fp32(heads["w"]).sigmoid().view(v.shape).to(v.dtype)
+        # β is 1: the two gates stand in its place.
         return gates | {"v": written, "erase": erase, "beta": erase.new_ones(erase.shape[:3])}
 
 
@@ -414,8 +418,9 @@ class DeltaProduct(DeltaNet):
         steps = {"q": heads["q"].repeat_interleave(n, 1), "beta": self.by_step(heads["beta"])}
         steps |= {"k": self.by_step(k), "v": self.by_step(v)}
         if self.decays:
+            # g [B, T, HV] to [B, T·n, HV], with 0 at every later step.
             steps["g"] = F.pad(heads["g"][:, :, None], (0, 0, 0, n - 1)).flatten(1, 2)
-        return super().mix(steps, seq.repeated(n), state, new)[:, n - 1 :: n]
+        return super().mix(steps, seq.repeated(n), state, new)[:, n - 1 :: n]  # o of each last step
 
     def by_step(self, x: Tensor) -> Tensor:
         """`[B, T, n·H, …]` to `[B, T·n, H, …]`."""

@@ -77,6 +77,7 @@ class LanguageModel(NalandaPreTrainedModel):
         total = F.cross_entropy(logits, targets, reduction="sum")
         if z_loss:
             squares = z_loss * logits[targets != -100].logsumexp(-1).square().sum()
+            # The gradient alone: the value stays the cross-entropy.
             total = total + squares - squares.detach()
         return total
 
@@ -189,6 +190,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
                     "processes cannot share texts with padding: read each length apart"
                 )
             attention_mask = None
+            # Equal parts first; each process then reads the few tokens left itself.
             cache = self._read_parts(cache, input_ids[:, :-1], chunk_size, context)
             shared = (input_ids.shape[1] - 1) // context.size * context.size
             input_ids = input_ids[:, shared:]  # the rest, which cannot be cut equally
@@ -208,6 +210,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         states = None if cache.lengths is None else cache
         for piece in input_ids[:, :end].split(chunk_size * context.size, 1):
             if piece.shape[1]:
+                # bool [B], the same for all rows: only the first piece has no text before it.
                 carried = torch.full((len(piece),), states is not None)
                 rows: Any = {
                     "carried_cache": states,
@@ -255,7 +258,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         with decoding_graphs(self):
             out: Any = super().generate(ids, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
         if isinstance(out, Tensor):
-            return out[:, 1:]
+            return out[:, 1:]  # without the state's last token
         out.sequences = out.sequences[:, 1:]
         # So that the cache counts these tokens when they are continued.
         out.past_key_values.seen_tokens -= 1
@@ -375,10 +378,12 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         plain = all(x is None for x in beside) and not (
             output_hidden_states or return_carried_cache
         )
+        # Plain calls alone: graphs have buffers for tokens, lengths and states, for nothing else.
         if plain and (logits := self._logits_by_graph(input_ids, past_key_values)) is not None:
             # pyrefly: ignore[bad-argument-type]
             return CausalLMOutput(logits=logits, past_key_values=past_key_values)
 
+        # Columns without requested logits come before the mark: `crop` never removes them.
         if isinstance(past_key_values, NalandaCache) and past_key_values.waits_for_mark:
             every = output_hidden_states or any(x is not None for x in (labels, shift_labels))
             keep = 0 if every else logits_to_keep
@@ -407,6 +412,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         targets = self._targets(h, labels, shift_labels, context, *described)
         if targets is not None:
             loss = self._mean_loss(h, targets, num_items_in_batch, z_loss, context)
+        # In training the loss has its own logits, block by block.
         if targets is None or not self.training:
             logits = self.lm_head(h[:, _positions(logits_to_keep)])
 
@@ -455,6 +461,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         context: Context | None,
     ) -> Tensor:
         """The summed loss of this process's part of the rows, over the number of labels in whole rows."""
+        # Of whole rows, before they are cut: the parts' shares add up to the mean.
         if count is None:
             count = (targets != -100).sum()
         if context is not None:

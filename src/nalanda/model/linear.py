@@ -262,8 +262,9 @@ def sum_both(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float | Non
 def _sum_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     dtype, (q, k, v) = v.dtype, (at_least_fp32(x).transpose(1, 2) for x in (q, k, v))
     group = v.shape[1] // k.shape[1]
+    # The group's values lie side by side, so that one product with k serves them all.
     v = v.unflatten(1, (-1, group)).transpose(2, 3).flatten(3)  # [B, H, T, group·V]
-    o = q @ (k.mT @ v).mul(scale)
+    o = q @ (k.mT @ v).mul(scale)  # the state first, [B, H, F, group·V]: linear in T
     return o.unflatten(3, (group, -1)).transpose(1, 2).flatten(2, 3).to(dtype)
 
 
@@ -346,10 +347,12 @@ class MALA(NormalizedAttention):
         t, v = self.counts(heads, seq), at_least_fp32(heads["v"])
         one = v.new_ones(*v.shape[:3], 1)
         constant = {"q": one, "k": one, "v": v}  # equal weights: the state is Σv
+        # [N, HV, 1, V], beside the state of r and z.
         total = self.recur(constant, seq, state, new, mapped=True, scale=1.0, name="value_sum")
         c = 1.0 if self.scale == "literal" else 1 / t
         if self.scale == "code":
             c = c * self.K**-0.5
+        # r/z + c (r − z v̄), with v̄ = Σv/t over the tokens seen.
         return r / (z + EPS * t) + c * (r - z * total / t)
 
     def state_spec(self, T: int) -> StateSpec:
@@ -397,15 +400,16 @@ class PolaAttention(NormalizedAttention):
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
     ) -> Tensor:
         halves = {name: heads[name] for name in ("q", "k")}
+        # Each half of v is a head, [B, T, 2H, V/2], read by queries of its own.
         halves["v"] = heads["v"].unflatten(-1, (2, -1)).flatten(2, 3)
         o = self.readout(halves, seq, state, new, mirrored=True)
         if o is None:
             q, k = map_features(heads["q"], heads["k"], self.feature_map)
             halves["q"] = torch.stack([q, opposite(q)], 3).flatten(2, 3)  # [B, T, 2H, 2K]
-            halves["k"] = k.repeat_interleave(2, 2)
+            halves["k"] = k.repeat_interleave(2, 2)  # both halves have the same keys
             o, z = self.sums(halves, seq, state, new, mapped=True)
             o = o / (z + EPS * self.counts(heads, seq))
-        return o.unflatten(2, (-1, 2)).flatten(-2)
+        return o.unflatten(2, (-1, 2)).flatten(-2)  # [B, T, H, V]
 
     def add_local(self, o: Tensor, heads: Heads) -> Tensor:
         if self.gated and self.gate_first:
@@ -508,7 +512,7 @@ class Retention(LinearRecurrence):
         heads = super().heads(x, seq, state, new)
         angles = place_angles(x, seq, self.K, self.rope_theta)
         h = torch.arange(self.num_heads, device=x.device, dtype=angles.dtype)
-        g = torch.log1p(-(2.0 ** (-5 - h))).expand(*x.shape[:2], -1)
+        g = torch.log1p(-(2.0 ** (-5 - h))).expand(*x.shape[:2], -1)  # [B, T, H], log(1 − 2^{−5−h})
         return heads | {"q": rotate(heads["q"], angles), "k": rotate(heads["k"], angles), "g": g}
 
     def step_rule(self) -> StepRule:
@@ -548,6 +552,7 @@ class GLA(LinearRecurrence):
     def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
         gates = at_least_fp32(self.gk_proj(x)).unflatten(-1, (-1, self.K))
         heads = super().heads(x, seq, state, new)
+        # log α: the root of the decay divides its logarithm.
         return heads | {"g": F.logsigmoid(gates) / self.temperature}
 
     def step_rule(self) -> StepRule:
@@ -619,11 +624,13 @@ class Mamba2(LinearRecurrence):
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
     ) -> Tensor:
         v = at_least_fp32(heads["v"])
+        # Δ k vᵀ: the op has no step, so Δ multiplies v.
         o = self.recur(heads | {"v": heads["dt"][..., None] * v}, seq, state, new, scale=1.0)
-        return o + heads["skip"][:, None] * v
+        return o + heads["skip"][:, None] * v  # D v, without Δ
 
     def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
         o = o.flatten(-2)
+        # The gate comes before the norm, unlike that of other mixers.
         gated = swiglu(at_least_fp32(heads["gate"]), o) if self.gated else o
         return self.o_proj(self.o_norm(gated).to(x.dtype))
 

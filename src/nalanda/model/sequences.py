@@ -123,6 +123,7 @@ class Sequences:
 
         def make() -> tuple[Tensor, Tensor]:
             cu, sequence, _, _ = self.on_device(device)
+            # Before a token lie the gaps of its own sequence and of all earlier ones.
             tokens = torch.arange(len(sequence), device=device) + gap * (1 + sequence)
             starts = cu[:-1] + gap * torch.arange(cu.shape[0] - 1, device=device)
             return tokens, starts[:, None] + torch.arange(gap, device=device)
@@ -141,6 +142,7 @@ class Sequences:
                     else places + self.past.to(device, non_blocking=True)[:, None]
                 )
             cu, sequence, past, _ = self.on_device(device)
+            # Where position 0 of each sequence would lie in this row, [N]; with a past, before it.
             first = cu[:-1] if past is None else cu[:-1] - past
             return places - first[sequence]
 
@@ -211,6 +213,7 @@ class Sequences:
             N, total, L = len(self.lengths), int(self.lengths.sum()), int(self.lengths.max())
             # Columns counted from the first new token: kept tokens are negative, padding is below −R.
             column = self.lengths[:, None] + torch.arange(-(R + L), 0)
+            # Rows to read: ΣT tokens, then one of zeros (index `total`), then N·R kept ones. [N, R + L]
             in_kept = torch.arange(N)[:, None] * R + R + column + total + 1
             index = torch.where(column >= -R, in_kept, total)
             index = torch.where(column >= 0, self.cu_seqlens[:-1, None] + column, index)
@@ -225,6 +228,7 @@ class Sequences:
             return x
         key = ("unpad", x.device)
         if key not in self._made:
+            # A sequence ends at the end of its padded row; its tokens all move by as much.
             ends = torch.arange(1, len(self.lengths) + 1) * x.shape[1] - self.cu_seqlens[1:]
             index = torch.arange(T) + ends.repeat_interleave(self.lengths)
             self._made[key] = index.to(x.device, non_blocking=True)
@@ -239,6 +243,7 @@ class Sequences:
         """
         key = ("groups", device)
         if key not in self._made:
+            # ⌈log₂ n⌉ of each length n, [N]
             sizes = torch.tensor([(n - 1).bit_length() if n else -1 for n in self.lengths.tolist()])
             starts = self.lengths.cumsum(0) - self.lengths
             groups, where, seen = [], torch.empty(int(self.lengths.sum()), dtype=torch.int64), 0
@@ -247,8 +252,9 @@ class Sequences:
                     continue
                 lengths, first = self.lengths[sizes == size], starts[sizes == size]
                 column = torch.arange(int(lengths.max()))
-                rows = first[:, None] + torch.minimum(column, lengths[:, None] - 1)
+                rows = first[:, None] + torch.minimum(column, lengths[:, None] - 1)  # [n, L]
                 real = column < lengths[:, None]
+                # Where each real token lies behind the groups before this one.
                 where[rows[real]] = seen + real.flatten().nonzero().squeeze(1)
                 groups.append(tuple(x.to(device, non_blocking=True) for x in (rows, real)))
                 seen += rows.numel()
@@ -288,9 +294,11 @@ class Sequences:
         if key not in self._made:
             lengths = self.lengths + wanted
             ends = lengths.cumsum(0)
+            # Columns counted from a sequence's first new token, [ΣT']: kept tokens are negative.
             column = torch.arange(int(lengths.sum())) - (ends - lengths + wanted).repeat_interleave(
                 lengths
             )
+            # A row's other sequences want nothing, so their 0 here is never read.
             row = torch.zeros_like(lengths)
             row[self.rows.first] = torch.arange(len(self.rows.first))
             # The index of column 0, in this call's tokens and after a row's kept tokens.
@@ -309,7 +317,7 @@ class Sequences:
         cu, _, _, rows = self.on_device(x.device)
         assert rows is not None
         index = cu[1:][rows.last, None] + torch.arange(-width, 0, device=x.device)
-        missing = index < cu[rows.last, None]
+        missing = index < cu[rows.last, None]  # bool [B, width], before the sequence
         tails = x[0, index.clamp_min(0)]
         return tails.masked_fill(missing.view(*missing.shape, *(1,) * (x.dim() - 2)), 0)
 
@@ -354,17 +362,19 @@ class Layout:
 
         elif cu_seqlens is not None:
             bounds = bounds_on_host(cu_seqlens, B * T)
+            # One document a row is a dense batch: no packing, and mixers keep [B, T].
             a_document_a_row = torch.equal(bounds, torch.arange(B + 1) * T)
             self.cu_seqlens = None if a_document_a_row else bounds
 
         elif restart is not None and bool(restart.any()):
             first = torch.ones(B, T, dtype=torch.bool)
-            first[:, 1:] = restart.cpu()
+            first[:, 1:] = restart.cpu()  # [B or 1, T − 1] to all rows
             starts = first.flatten().nonzero().squeeze(1)
             self.cu_seqlens = torch.cat([starts, torch.tensor([B * T])])
 
     def _leave_out_padding(self, x: Tensor, mask: Tensor, restart: Tensor | None) -> None:
         inside = mask[:, 1:] & mask[:, :-1]  # columns whose token follows another
+        # Position ids of padding may be any: only a token behind another can restart.
         if restart is not None and bool((restart & inside.to(restart.device)).any()):
             raise ValueError(
                 "give position_ids that restart or an attention_mask with padding, not both"
@@ -381,6 +391,7 @@ class Layout:
         """
         layout = cls(x, None, None, None)
         layout.mask = last_columns(attention_mask, *x.shape[:2]).to(x.device)
+        # Stable: tokens keep their order, and so does padding behind them.
         layout.order = (~layout.mask).to(torch.uint8).argsort(dim=1, stable=True)[..., None]
         return layout
 
@@ -429,12 +440,14 @@ class Layout:
         borders = torch.arange(self.B + 1) * self.T
         if self.cu_seqlens is None:
             self.cu_seqlens = borders
+        # Empty sequences repeat a bound. The last of equal ones begins the nonempty sequence.
         first = torch.searchsorted(self.cu_seqlens, borders, right=True) - 1
         if self.T == 0 or bool((self.cu_seqlens[first] != borders).any()):
             raise ValueError(
                 "carried_cache: every row must begin a sequence of cu_seqlens, and hold a token"
             )
         carried = torch.zeros(self.B, dtype=torch.bool) if carried is None else carried.cpu()
+        # The first of equal bounds ends the row's last nonempty sequence.
         rows = Rows(first[:-1], torch.searchsorted(self.cu_seqlens, borders[1:]) - 1, carried)
         if lengths is None or not bool(carried.any()):
             return rows, None
@@ -521,11 +534,12 @@ def next_tokens(
     """The targets `[B, T]` of a batch: the label of the next column, or −100 where there is none, that is no
     token, or none of the same document comes before it. The batch is described as for `Layout`."""
     B, T = labels.shape
-    targets = labels[:, 1:]
+    targets = labels[:, 1:]  # [B, T − 1]
     if attention_mask is not None:
         real = last_columns(attention_mask, B, T).to(labels.device)
         targets = targets.masked_fill(~(real[:, 1:] & real[:, :-1]), -100)
     if cu_seqlens is not None:
+        # Columns where documents begin; the last bound, B·T, needs a place too.
         first = torch.zeros(B * T + 1, dtype=torch.bool, device=labels.device)
         first = first.index_fill(
             0, cu_seqlens.to(labels.device, torch.int64, non_blocking=True), True
