@@ -47,6 +47,7 @@ class CachedAttention(Mixer):
 
         if new is not None:
             laid = {name: seq.pad(heads[name], state.get(name)) for name in ("k", "v")}
+            # Without a reach the state grows to the longest sequence.
             width = self.reach or seq.longest(T)
             new |= {name: last(x, width) for name, x in laid.items()}
             if "k" in state:
@@ -93,6 +94,7 @@ class CachedAttention(Mixer):
                 torch.cat([x[0], past.to(x.dtype)]).index_select(0, source)[None]
                 for x, past in ((k, past_k), (v, past_v))
             )
+            # Kept keys get zero queries, so that q and k are sequences of one length.
             q = q.new_zeros(k.shape[1], *q.shape[2:]).index_copy(0, tokens, q[0])[None]
         if new is not None:
             new |= {"k": seq.tails(k, self.reach), "v": seq.tails(v, self.reach)}
@@ -119,9 +121,11 @@ class CachedAttention(Mixer):
                 new[name] = last(torch.cat([before, x[0].unflatten(0, (parts.B, -1))], 1), width)
 
         # Documents that begin here, then those that began before.
+        # Where every token continues a document, q only holds the place: all of it is replaced.
         o = q if len(parts.tokens) == q.shape[1] else self.attend_all(q, k, v, seq)
         continued = []
         for row, start, end in parts.continuations():
+            # The document's keys before this part are the last `past` columns to the left.
             past = int(parts.past[parts.rows.first[row]])
             before = (x[row : row + 1, x.shape[1] - past :] for x in (left_k, left_v))
             keys, values = (
@@ -157,8 +161,9 @@ class CachedAttention(Mixer):
             seen = self.span(past)
             return weigh(q, k[:, -seen:], v[:, -seen:], scores=self.scores)
         if self.reach is not None:
+            # The first of L queries sees reach − 1 keys before its own; older ones are seen by none.
             k, v = (x[:, -(self.reach - 1 + L) :] for x in (k, v))
-        positions = seq.last_positions(T, k.shape[1], q.device)
+        positions = seq.last_positions(T, k.shape[1], q.device)  # [N or 1, W]
         mask = self.visible(positions, positions[:, k.shape[1] - L :])
         return weigh(q, k, v, mask, scores=self.scores)
 
@@ -271,6 +276,7 @@ class SoftmaxAttention(CachedAttention):
         heads = super().heads(x, seq, state, new)
         q, k = heads["q"], heads["k"]
         if self.qk_norm:
+            # Before the rotation, which keeps lengths.
             q, k = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)
         if self.rope_theta is not None:
             angles = place_angles(x, seq, self.rotary_dim, self.rope_theta, self.rope_scaling)
@@ -394,6 +400,7 @@ class DiagAttention(CachedAttention):
         heads = super().heads(x, seq, state, new)
         if self.lrpe is None:
             return heads
+        # Positions start anew in each block, which sees no other one.
         places = seq.positions(x.shape[1], x.device) % self.block
         return heads | {
             name: self.lrpe(heads[name], places).to(heads[name].dtype) for name in ("q", "k")
@@ -413,6 +420,7 @@ class DiagAttention(CachedAttention):
         return position % self.block + 1
 
     def visible(self, keys: Tensor, queries: Tensor) -> Tensor:
+        # Padding falls into blocks below 0.
         same = (keys // self.block)[:, None] == (queries // self.block)[..., None]
         return super().visible(keys, queries) & same
 
@@ -479,9 +487,11 @@ def attend(
             scores=scores,
         )
         return o.unflatten(0, (len(q), -1)).flatten(1, 2)[:, :T]
+    # The first block has none before it.
     first = weigh(q[:, :reach], k[:, :reach], v[:, :reach], causal=True, scores=scores)
     # Each further block of queries sees the keys of its own block and the previous one.
     q = q[:, reach:].unflatten(1, (-1, reach))
+    # [B·(blocks − 1), 2·reach, H, ·]; windows overlap by a block.
     k, v = (x.unfold(1, 2 * reach, reach).movedim(-1, 2).flatten(0, 1) for x in (k, v))
     keys = torch.arange(2 * reach, device=q.device)
     queries = keys[reach:, None]
@@ -510,8 +520,10 @@ def _attend_both(
     after = count * reach - T
     q = F.pad(q, (0, 0, 0, 0, 0, after)).unflatten(1, (count, reach)).flatten(0, 1)
     k, v = (F.pad(x, (0, 0, 0, 0, side, side + after)) for x in (k, v))
+    # [B·count, reach + 2·side, H, ·]
     k, v = (x.unfold(1, reach + 2 * side, reach).movedim(-1, 2).flatten(0, 1) for x in (k, v))
     real = F.pad(real, (side, side + after)).unfold(1, reach + 2 * side, reach).flatten(0, 1)
+    # [reach, reach + 2·side], of a key from a query of the block in the middle.
     distance = (
         torch.arange(k.shape[1], device=q.device)
         - torch.arange(reach, device=q.device)[:, None]

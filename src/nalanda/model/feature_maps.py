@@ -23,6 +23,7 @@ class _Power(torch.autograd.Function):
     @staticmethod
     def forward(ctx, base: Tensor, exponent: Tensor | float) -> Tensor:
         ctx.exponent = None if isinstance(exponent, Tensor) else exponent
+        # y is 0 where the base is at most EPS, and so is dy·y, from which both gradients come.
         y = F.threshold(base, EPS, 0.0).pow(exponent)
         ctx.save_for_backward(base, y, exponent if ctx.exponent is None else None)
         return y
@@ -31,10 +32,11 @@ class _Power(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None]:
         base, y, exponent = ctx.saved_tensors
-        base, dy = base.clamp_min(EPS), dy * y
+        base, dy = base.clamp_min(EPS), dy * y  # the clamp keeps log and quotient finite
         d_exponent = None
         if ctx.needs_input_grad[1]:
             d_exponent = (base.log() * dy).sum_to_size(exponent.shape)
+        # d base = p base^(p−1) dy = p y dy / base
         return dy.mul_(ctx.exponent if exponent is None else exponent).div_(base), d_exponent
 
 
@@ -48,7 +50,7 @@ def power(base: Tensor, exponent: Tensor | float) -> Tensor:
 class _Polar(torch.autograd.Function):
     @staticmethod
     def forward(ctx, magnitude: Tensor, argument: Tensor, scale: float) -> Tensor:
-        share = (scale * argument).tanh_()
+        share = (scale * argument).tanh_()  # θ as a share of π/4
         theta = math.pi / 4 * share
         cos, sin = theta.cos(), theta.sin()
         ctx.scale = scale
@@ -60,7 +62,9 @@ class _Polar(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         magnitude, share, cos, sin = ctx.saved_tensors
         dx, dy = dy.chunk(2, -1)
+        # dθ = m (dy cos θ − dx sin θ), for y = [m cos θ; m sin θ]
         d_theta = (dy * cos).addcmul_(dx, sin, value=-1).mul_(magnitude)
+        # dθ/d argument = π/4 · scale · (1 − tanh²)
         slope = (share * share).sub_(1).mul_(-math.pi / 4 * ctx.scale)
         return (dx * cos).addcmul_(dy, sin), d_theta.mul_(slope), None
 
@@ -313,9 +317,9 @@ class NaLa(FeatureMap):
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q, k = at_least_fp32(q), at_least_fp32(k)
-        d, n = direction(q, EPS)
+        d, n = direction(q, EPS)  # d(q) [B, T, H, K] and ‖q‖ [B, T, H, 1]
         p, r = self.exponents(n)
-        base = q if self.scale is None else self.scale * d
+        base = q if self.scale is None else self.scale * d  # s·d(q)
 
         if self.alpha == "relu_split":
             return self.split(base, p), self.split(k, r)
@@ -411,7 +415,7 @@ class LearnedNaLa(Fp32Module, Angle):
 
     def exponents(self, n: Tensor) -> tuple[Tensor, Tensor]:
         a, b = (x.to(n.dtype)[:, None] for x in (self.a, self.b))
-        r = 1 + F.softplus(a)
+        r = 1 + F.softplus(a)  # [H, 1] beside n [B, T, H, 1]
         return (r + b * (n / self.root).tanh()).clamp_min(0.5), r
 
 
@@ -483,7 +487,7 @@ class Pola(Fp32Module, FeatureMap):
         x = at_least_fp32(x)
         if self.s is not None:
             x = x / F.softplus(self.s.to(x.dtype))
-        p = 1 + self.alpha * self.w.to(x.dtype).sigmoid()
+        p = 1 + self.alpha * self.w.to(x.dtype).sigmoid()  # [H, K], from 1 to 1 + α
         return power(split_signs(x), torch.cat([p, p], -1))
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -551,8 +555,9 @@ class Soft(Fp32Module, FeatureMap):
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         with no_autocast(q):
-            q, k = (at_least_fp32(x).transpose(1, 2) for x in (q, k))
+            q, k = (at_least_fp32(x).transpose(1, 2) for x in (q, k))  # [B, H, T, K]
             Z = self.landmarks.to(q.dtype)
+            # W [H, m, m] is of the landmarks alone, so all tokens share it.
             W = landmark_weights(Z, self.ridge, self.normalized, self.inverse, self.iterations)
             phi_q, phi_k = gaussian_kernel(q, Z) @ W, gaussian_kernel(k, Z)
         return phi_q.transpose(1, 2), phi_k.transpose(1, 2)
@@ -612,6 +617,7 @@ def _missing_of_map(name: str, row: Any) -> Iterator[str]:
         return
 
     try:
+        # Shapes suffice here, so no memory is filled.
         with torch.device("meta"):
             feature_map = row(num_heads=2, head_dim=4)
     except TypeError as error:

@@ -208,6 +208,7 @@ def _kernel_arguments(call: Call, rule: Rule) -> tuple[str, tuple[Tensor | None,
 
 def _run_in_torch(call: Call, rule: Rule) -> tuple[Tensor, Tensor | None]:
     """`run_recurrence` by the torch form of the rule's mode; call without autocast."""
+    # A kernel may map features where none serves the rule; `torch` wants none at all.
     map_backend = "torch" if rule.backend == "torch" else "auto"
     q, k = map_features(call.q, call.k, rule.feature_map, rule.qk_norm, backend=map_backend)
     call = call._replace(q=q, k=k)
@@ -421,10 +422,11 @@ def _tokens_of(call: Call, scale: float, dtype: torch.dtype) -> Token:
     wide: Any = (None if x is None else x.to(dtype) for x in call[:7])
     q, k, v, beta, g, erase, write = wide
     if group_of(call) > 1:
-        q, k = (x.repeat_interleave(group_of(call), 2) for x in (q, k))
+        q, k = (x.repeat_interleave(group_of(call), 2) for x in (q, k))  # [B, T, HV, K]
 
     decay = g
     if g is not None:
+        # [B, T, HV, K or 1, 1], for rows of S
         decay = g.exp()[..., None] if g.ndim == 4 else g.exp()[..., None, None]
     return Token(
         q=q * scale,
@@ -449,6 +451,7 @@ def _reference_step(token: Token, state: Tensor) -> tuple[Tensor, Tensor]:
     q, k, erased, written, beta, decay = token
     decay = 1 if decay is None else decay
     eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+    # I − β k (erase ⊙ k)⊤, [B, HV, K, K]
     transition = eye - torch.einsum("bh,bhi,bhj->bhij", beta, k, erased)
     state = transition @ (decay * state) + torch.einsum("bh,bhk,bhv->bhkv", beta, k, written)
     return torch.einsum("bhk,bhkv->bhv", q, state), state
@@ -462,5 +465,5 @@ def _recurrent_step(token: Token, state: Tensor) -> tuple[Tensor, Tensor]:
         state = state * decay
     held = (erased.unsqueeze(-2) @ state).squeeze(-2)  # the value under the erased key
     delta = beta[..., None] * (written - held)
-    state = state + k.unsqueeze(-1) * delta.unsqueeze(-2)
+    state = state + k.unsqueeze(-1) * delta.unsqueeze(-2)  # [B, HV, K, V]
     return (q.unsqueeze(-2) @ state).squeeze(-2), state

@@ -30,6 +30,7 @@ def gaussian_kernel(x: Tensor, z: Tensor) -> Tensor:
     """
     centre = z.mean(-2, keepdim=True).detach()
     x, z = x - centre, z - centre
+    # ‖x‖² + ‖z‖², […, T, m]
     squares = x.square().sum(-1, keepdim=True) + z.square().sum(-1).unsqueeze(-2)
     return (-(squares - 2 * x @ z.mT).clamp_min(0) / (2 * math.sqrt(x.shape[-1]))).exp()
 
@@ -37,6 +38,7 @@ def gaussian_kernel(x: Tensor, z: Tensor) -> Tensor:
 class _NewtonInverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx, A: Tensor, iterations: int) -> Tensor:
+        # A/‖A‖₁² starts within reach: the eigenvalues of I − A Y are in [0, 1).
         Y = A / A.abs().sum(-2).amax(-1)[..., None, None].square()
         for _ in range(iterations):
             Y = 2 * Y - Y @ A @ Y
@@ -47,7 +49,7 @@ class _NewtonInverse(torch.autograd.Function):
     def backward(ctx, dY: Tensor) -> tuple[Tensor, None]:
         (Y,) = ctx.saved_tensors
         with no_autocast(Y):
-            return -Y.mT @ dY @ Y.mT, None
+            return -Y.mT @ dY @ Y.mT, None  # d(A⁻¹) = −A⁻¹ dA A⁻¹
 
 
 def newton_inverse(A: Tensor, iterations: int = 20) -> Tensor:
@@ -109,7 +111,7 @@ def pool_landmarks(x: Tensor, window: int = 4, grid: tuple[int, int] | None = No
     """
     if window < 1:
         raise ValueError(f"window={window}: landmarks are means of at least 1 token")
-    channels = x.mT.flatten(0, -3)
+    channels = x.mT.flatten(0, -3)  # [·, K, T]: pooling is over the last dimension
     if grid is None:
         pooled = F.avg_pool1d(channels, window, ceil_mode=True)  # [·, K, m]
     else:
@@ -129,7 +131,7 @@ def soft_factors(
 ) -> tuple[Tensor, Tensor]:
     """(P, W) of Ŝ = PᵀWP for q = k `[B, T, H, K]`: `[B, H, m, T]` and `[B, H, m, m]`, in fp32 at least."""
     with no_autocast(q):
-        x = at_least_fp32(q).transpose(1, 2)
+        x = at_least_fp32(q).transpose(1, 2)  # [B, H, T, K]
         Z = pool_landmarks(x, window, grid)
         return gaussian_kernel(Z, x), landmark_weights(Z, ridge, normalized, inverse, iterations)
 
@@ -146,6 +148,7 @@ def soft_attention(q: Tensor, v: Tensor, **options) -> Tensor:
     """
     with no_autocast(q):
         P, W = soft_factors(q, **options)
+        # From the right, so that no [T, T] matrix exists: [B, H, m, V] twice, then [B, H, T, V].
         o = P.mT @ (W @ (P @ v.to(P.dtype).transpose(1, 2)))
     return o.transpose(1, 2).to(v.dtype)
 
@@ -185,6 +188,7 @@ class PooledLandmarks(nn.Module):
     def flops_at(self, sides: tuple[int, ...], K: int, V: int) -> float:
         """FLOPs per token and head of a sequence, sides (T,), or an image, sides (rows, columns)."""
         T, m = math.prod(sides), math.prod(-(-side // self.window) for side in sides)
+        # Two products of 2m³ FLOPs a Newton step, once a sequence; so T tokens share them.
         inverse = m**3 * (4 * self.iterations if self.inverse == "newton" else 1)
         return 2.0 * m * (K + 2 * V) + (2.0 * m**2 * (K + V) + inverse) / T
 

@@ -99,6 +99,7 @@ def _convolve(
     now = torch.cat([x[name] for name in names], -1)
     laid = torch.cat([past.to(now.dtype), now], 1)  # [N, W, ·]
     taps = torch.cat([weight.flatten(1) for weight in filters.values()]).T  # [W, ·]
+    # One product for all three: a depthwise filter sees no other channel.
     q, k, v = (at_least_fp32(laid) * taps).sum(1).to(x["v"].dtype).split(sizes, -1)
 
     # Clones, because views would keep each other's memory alive.
@@ -118,15 +119,18 @@ def _map(
     The third is the squared length of rounded keys `[N, n, HV, 1]`, by which β is divided; None for 1.
     """
     if layer.feature_map is not None:
+        # A map takes q and k of one shape; q has one step a token, k has n.
         q, k = layer.feature_map(q.expand_as(k), k)
     if rule.qk_norm is not None:
         q, k = l2norm(torch.stack([q.expand_as(k), k])).unbind()
 
     length = None
     if q.dtype != narrow:
+        # Rounded as the chunkwise path rounds features, then wide again for the sums.
         q, k = (at_least_fp32(y.to(narrow)) for y in (q, k))
         if rule.beta_scale > 1:
             length = excess(k)[..., None]
+    # One q a token reads, after its last step.
     q = q[:, 0] * (q.shape[-1] ** -0.5 if rule.scale is None else rule.scale)
 
     group = layer.num_v_heads // layer.num_heads
@@ -149,6 +153,7 @@ def _update(
     decay = _log_decay(x, rule)
     target = None
     if decay is not None:
+        # A copy, which the steps may overwrite: `state` itself must not change.
         S = target = S * decay.to(S.dtype).exp().view(len(S), -1, 1)
     if layer.out is not None:
         target = layer.out["recurrent"].view(S.shape)
@@ -158,11 +163,12 @@ def _update(
         beta = rule.beta_scale * at_least_fp32(x["b"]).sigmoid()
         beta = beta.view(len(v), layer.steps, layer.num_v_heads, -1)  # a number, or an erase gate
         beta = beta if length is None else beta / length
-        erased = beta * k if "w" in x else k
+        erased = beta * k if "w" in x else k  # with a write gate β is the erase gate, [N, n, HV, F]
 
     for j in range(layer.steps):
-        k_j, v_j = (y[:, j].reshape(len(S), 1, -1) for y in (k, v))
+        k_j, v_j = (y[:, j].reshape(len(S), 1, -1) for y in (k, v))  # [N·HV, 1, F or V]
         if beta is not None:
+            # S ← S + k (β (v − (erase ⊙ k)ᵀ S))ᵀ; a write gate is in v already.
             v_j = v_j - torch.bmm(erased[:, j].reshape(k_j.shape), S)
             if "w" not in x:
                 v_j = beta[:, j].reshape(len(S), 1, 1) * v_j
@@ -175,6 +181,7 @@ def _log_decay(x: dict[str, Tensor], rule: StepRule) -> Tensor | None:
     if rule.decay is None:
         return x.get("g")
     A_log, dt_bias = rule.decay
+    # g = −exp(A_log) · softplus(a + dt_bias), A_log [HV], dt [N, HV, 1 or F]
     dt = F.softplus(at_least_fp32(x["a"]) + dt_bias)
     return -A_log.exp()[:, None] * dt.view(len(dt), len(A_log), -1)
 
@@ -184,7 +191,7 @@ def _read_out(
 ) -> Tensor:
     """Denominator, norm and gate."""
     if rule.denominator:
-        count = (x["positions"] + 1).to(o.dtype)[..., None, None]
+        count = (x["positions"] + 1).to(o.dtype)[..., None, None]  # tokens seen, [N or 1, 1, 1, 1]
         o = o[..., :-1] / (o[..., -1:] + EPS * count)
     elif rule.delta or narrow != torch.float16:  # sums may exceed fp16's range before the norm
         o = o.to(narrow)

@@ -43,6 +43,7 @@ class LRPE(Fp32Module):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x `[B, T, H, K]` and positions `[B or 1, T]` to `[B, T, H, K]`, in fp32 at least."""
         x = at_least_fp32(x)
+        # A Householder reflection: orthogonal, so lengths and the products of q and k stay.
         x = x - 2 * (x * self.u).sum(-1, keepdim=True) * self.u
         return rotate(x, positions[..., None] * self.theta)
 
@@ -115,6 +116,7 @@ class NormAttention(LinearRecurrence):
         q, k, dtype = heads["q"], heads["k"], heads["q"].dtype
         if self.lrpe is not None:
             positions = seq.positions(x.shape[1], x.device)
+            # Positions turn features, so the map comes first, and `mix` must not map again.
             features = map_features(q, k, self.feature_map)
             q, k = (self.lrpe(phi, positions).to(dtype) for phi in features)
         return heads | {"q": q, "k": k}
