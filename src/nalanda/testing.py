@@ -147,6 +147,7 @@ def norm_awareness(mixer: Mixer, x: Tensor, factor: float = 3.0) -> tuple[float,
 
     def rows(**grown: Tensor) -> Tensor:
         with mock.patch.object(mixer, "heads", return_value=plain | grown):
+            # [B, steps·HV·streams, T − 1, T], each row of length 1
             return F.normalize(
                 mixer.weights(x)[..., 1:, :], dim=-1, eps=1e-100
             )  # SOFT's may be tiny
@@ -154,6 +155,7 @@ def norm_awareness(mixer: Mixer, x: Tensor, factor: float = 3.0) -> tuple[float,
     plain, moved = heads(mixer), []
     for name in ("q", "k"):
         longer: Any = copy.deepcopy(mixer)
+        # Keys that are queries have no projection of their own: q_proj grows for both cases.
         for parameter in (
             longer.q_proj if mixer.shared_qk else longer.projections()[name]
         ).parameters():
@@ -183,11 +185,14 @@ def mix_is_its_weights_times_v(model: Any) -> None:
         with torch.no_grad():
             heads = mixer.heads(x, seq, {}, None)
             o = mixer.mix_directions(heads, seq, {}, None)
-            o = o.transpose(1, 2)
+            o = o.transpose(1, 2)  # [B, HV, T, V]
+        # w [B, steps·HV·streams, T, T] and v [B, steps·HV·streams, T, V / streams]
         w = mixer.weights(x)
         v = heads["v"].unflatten(-1, (mixer.streams, -1)).flatten(2, 3).transpose(1, 2)
+        # [B, HV, streams, T, V / streams]: the steps of a token add up to its output
         products = (w @ v).unflatten(1, (mixer.steps, -1, mixer.streams)).sum(1)
         close(products.transpose(2, 3).flatten(-2), o)
+        # Above the diagonal stand the weights of later tokens.
         assert (w.triu(1).abs().max() == 0) != mixer.bidirectional
 
 
@@ -210,6 +215,7 @@ def permuted_is_permuted(model: Any) -> None:
 
 
 def causal(model: Any) -> None:
+    # 70 tokens: a whole chunk of 64, and the changed one in the next.
     tokens, t = ids(2, 70), 66
     changed = tokens.clone()
     changed[:, t] = (changed[:, t] + 1) % VOCAB
@@ -226,6 +232,7 @@ def gradients_of_a_prefix_ignore_the_future(model: Any) -> None:
         model.zero_grad()
         inputs = torch.cat([x[:, :t], future], 1).requires_grad_()
         model(inputs_embeds=inputs, use_cache=False).logits[:, :t].square().mean().backward()
+        # The prefix's gradients, of its inputs and of all parameters, for either future.
         of_inputs, *gradients = [
             x.grad for x in (inputs, *model.parameters()) if x.grad is not None
         ]
@@ -254,6 +261,7 @@ def gradients_are_finite_differences(model: Any) -> None:
             ends.append(loss())
             for p, d in zip(parameters, towards, strict=True):
                 p -= sign * step * d
+    # (L(θ + ε d) − L(θ − ε d)) / 2ε, whose error is of order ε²
     difference = (ends[0] - ends[1]) / (2 * step)
     assert (slope - difference).abs() < 1e-4 * (1 + slope.abs()), (
         f"{float(slope)} and {float(difference)}"
@@ -280,6 +288,7 @@ def cached_is_uncached(model: Any) -> None:
     """Token by token, and in pieces that split chunk and convolution anywhere; the states are as promised."""
     tokens, layers = ids(2, 70), model.model.layers
     uncached = logits(model, tokens)
+    # One by one, then with pieces of 63 and 66 tokens, about as long as a chunk of 64.
     for pieces in ([1] * 70, [1, 2, 63, 1, 3], [66, 4]):
         cache, out = NalandaCache(len(layers)), []
         for piece in tokens.split(pieces, 1):
@@ -299,6 +308,7 @@ def packed_is_separate(model: Any) -> None:
     docs = [ids(1, n, seed=n) for n in lengths]
     separate, joined = torch.cat([logits(model, d) for d in docs], 1), torch.cat(docs, 1)
     cu = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+    # The bounds of the documents, [N + 1], or positions that begin again at 0 say the same.
     close(logits(model, joined, cu_seqlens=cu), separate)
     close(
         logits(model, joined, position_ids=torch.cat([torch.arange(n) for n in lengths])[None]),
@@ -317,6 +327,7 @@ def cut_rows_are_whole(model: Any) -> None:
     if not all(layer.mixer.cut for layer in model.model.layers):
         return
     B, T, N = 2, 69, 3
+    # Parts of 23 tokens: the three of row 1 begin at 69, 92 and 115.
     packings = [None, [0, 5, 46, 69, 88, 89, 134, 138]]
     carries = not model.model.growing_mixers()
     model.train()
@@ -341,6 +352,7 @@ def cut_rows_are_whole(model: Any) -> None:
         tokens = ids(B, T, seed=step)
         options: dict[str, Any] = {}
         if carries:
+            # In the second step, row 0 goes on with the states of the first.
             carried = torch.tensor([step > 0, False])
             options = {"carried_cache": states, "carried": carried, "return_carried_cache": True}
         uncut = run(tokens, bounds, **options)
@@ -348,6 +360,7 @@ def cut_rows_are_whole(model: Any) -> None:
         parts = in_threads(N, lambda context: run(tokens, bounds, context=context, **options))  # noqa: B023
         scale = max(1.0, *(float(g.abs().max()) for g in expected))
         close(torch.stack([part.loss for part in parts]).sum(), uncut.loss, 1e-9 * T)
+        # The threads share the model, so its gradients are sums over the parts already.
         for gradient, of_whole in zip(gradients(), expected, strict=True):
             close(gradient, of_whole, 1e-9 * scale)
         states = uncut.carried_cache
@@ -368,6 +381,7 @@ class _Thread(Context):
         self.board[self.rank] = x
         self.barrier.wait()
         of_all = list(self.board)
+        # The second wait: no thread writes to the board before all have read it.
         self.barrier.wait()
         return of_all
 
@@ -381,7 +395,7 @@ class _Thread(Context):
         return [torch.zeros_like(x) for x in tensors]
 
     def sums(self, x: Tensor) -> Tensor:
-        return torch.stack(self.all(x))[:, self.rank].sum(0)
+        return torch.stack(self.all(x))[:, self.rank].sum(0)  # [N, N, …] to […]
 
     def from_last(self, x: Tensor) -> Tensor:
         return self.all(x.detach())[-1].clone()
@@ -420,6 +434,7 @@ def padded_is_alone(model: Any) -> None:
         padded = [logits(model, tokens, attention_mask=mask)]
         if model.config.is_decoder:
             cache = NalandaCache(len(model.model.layers))
+            # Cut at 7: left-padded, the row of 3 tokens has only padding in the first piece.
             first = logits(model, tokens[:, :7], attention_mask=mask[:, :7], past_key_values=cache)
             second = logits(model, tokens[:, 7:], attention_mask=mask, past_key_values=cache)
             padded.append(torch.cat([first, second], 1))
@@ -450,6 +465,7 @@ def saved_is_loaded(model: Any) -> None:
 def all_memory_is_set_at_construction(model: Any) -> None:
     """The same draws make the same weights, whatever the memory held before."""
     again, empty = [], torch.empty
+    # What construction leaves as it was is NaN in one model and 1 in the other.
     for value in (torch.nan, 1.0):
         torch.manual_seed(0)
 
@@ -558,6 +574,7 @@ ENCODER_PROPERTIES: list[Callable[[Any], None]] = [
 
 def products_are_nonnegative_if_promised(make: Callable[..., FeatureMap]) -> None:
     phi_q, phi_k = make()(normal(1, 100, 2, 16), normal(1, 100, 2, 16, seed=1))
+    # [B, H, T, S], φ(q) with φ(k) of every pair of tokens
     products = torch.einsum("bthk,bshk->bhts", phi_q, phi_k)
     assert not make().nonnegative or products.min() >= -1e-12
 
@@ -579,6 +596,7 @@ def gradients_are_the_formulas(make: Callable[..., FeatureMap]) -> None:
     parameters_of = dict(feature_map.named_parameters())
 
     def function(q: Tensor, k: Tensor, *parameters: Tensor) -> Any:
+        # gradcheck differentiates by its arguments alone, so the parameters are such.
         return torch.func.functional_call(
             feature_map, dict(zip(parameters_of, parameters, strict=True)), (q, k)
         )

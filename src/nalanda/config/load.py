@@ -290,6 +290,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
             return None
         for choice in _choices(kind):
             try:
+                # The first type that takes the value.
                 return _convert(value, choice, where)
             except InputError:
                 if isinstance(value, get_origin(choice) or ()):  # a list with a wrong item
@@ -369,6 +370,7 @@ def _instead(cls: type, key: str, names: list[str]) -> str:
         from nalanda.model.configuration import NalandaConfig  # takes seconds: it imports torch
 
         keys["model"] = list(NalandaConfig.__annotations__)
+        # Among the keys of all sections: this one may stand in the wrong section.
         near = closest(key, {name for section_keys in keys.values() for name in section_keys}, 0.75)
         candidates = [
             f"{name}.{near}" for name, section_keys in keys.items() if near in section_keys

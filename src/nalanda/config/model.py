@@ -76,6 +76,7 @@ def described_config(
     if "max_position_embeddings" in accepted:
         keys.setdefault("max_position_embeddings", seq_len)
     if tokenizer is not None:
+        # Not the number of tokens: ids may have gaps.
         tokens = max(tokenizer.get_vocab().values()) + 1
         keys.setdefault("vocab_size", padded_vocabulary(tokens))
     with in_one_line("model"):
@@ -148,6 +149,7 @@ def recorded_model(recipe: dict[str, Any], config: PreTrainedConfig) -> dict[str
     The recipe's own values stay, and derived keys are left to be derived again.
     """
     defaults = {name: value for name, value in written_out(config).items() if name not in DERIVED}
+    # These are resolved ones: a recipe's would miss the defaults of its map.
     options = {"feature_map_options": defaults["feature_map_options"]}
     return defaults | recipe | options
 

@@ -134,18 +134,21 @@ def _differences(before: Computed, after: Computed, dtype: str) -> dict[str, str
     assert before.logits is not None  # of transformers
     scale, share = before.logits.abs().max().item(), ROUNDED.get(dtype, TOLERANCE)
     limit = share * scale
+    # [positions, vocabulary], only where the target's engine tells them
     spread = before.logps[after.every - 1 :: after.every][: len(after.logps)]
     logps = (spread.clamp(_LEAST) - after.logps.clamp(_LEAST)).abs().max().item()
     unequal = (before.continuation != after.continuation).nonzero().flatten().tolist()
     equal = unequal[0] if unequal else CONTINUATION
     rounding = f"rounding to {dtype}"
     finer = f": take --dtype {_FINER[dtype]}" if dtype in ROUNDED else ""
+    # In this form NaN fails too.
     if not logps <= limit:
         moved = f"{rounding} moves" if finer else "source and target differ:"
         raise InputError(
             f"{moved} log-probabilities by {logps:.1e}, more than {limit:.1e}, which is "
             f"{share:g} of the largest logit{finer}"
         )
+    # Where the two best tokens are closer than the tolerance, either may win; later tokens then follow from it.
     if unequal and before.margins[equal] > limit:
         changed = f"{rounding} changes" if finer else "source and target differ:"
         raise InputError(

@@ -120,6 +120,7 @@ def _split_glu(stored: dict[str, Stored], width: int) -> None:
     for name, both in list(stored.items()):
         up = name.replace(".gate_proj.", ".up_proj.")
         if up != name and up not in stored and both.shape[0] == 2 * width:
+            # Only the rows of each are named; the values are read when they are written.
             half = dataclasses.replace(both, shape=(width, *both.shape[1:]))
             stored[name] = dataclasses.replace(half, rows=slice(0, width))
             stored[up] = dataclasses.replace(half, rows=slice(width, None))
@@ -162,6 +163,7 @@ def _match_tensors(
     _split_glu(stored, config.intermediate_size)
     shapes = _shapes(config)
     if config.tie_word_embeddings:
+        # A file may have a tied matrix twice; then both must be equal, and one is dropped.
         both = ("lm_head.weight", "model.embed_tokens.weight")
         head, embedding = (
             stored.get(t.foreign) for n in both for t in tensors([n]) if t.ours == (n,)
@@ -179,6 +181,7 @@ def _match_tensors(
         if tensor is None:
             raise InputError(f"tensor {layout.foreign} is missing")
 
+        # A stored tensor has the rows of all of ours that it holds.
         rows = [shapes[name][0] for name in layout.ours]
         shape = layout.shape or (sum(rows), *shapes[layout.ours[0]][1:])
         if tensor.shape != shape:
@@ -187,6 +190,7 @@ def _match_tensors(
             )
         for i, name in enumerate(layout.ours):
             parts[name] = Part(tensor, partial(_split_part, layout, rows, i))
+    # What no tensor of ours has taken would be lost.
     if stored:
         raise InputError(f"{len(stored)} tensors have no counterpart, {min(stored)} for one")
     return parts
@@ -201,6 +205,7 @@ def _save_tensors(parts: dict[str, Part], tensors: list[Tensors], folder: Path) 
     files: dict[str, list[Tensors]] = {}
     last = max(part.stored.file.name for part in parts.values())
     for tensor in tensors:
+        # A constant comes from no file, and goes into the last.
         file = parts[tensor.ours[0]].stored.file.name if tensor.ours else last
         files.setdefault(file, []).append(tensor)
     total = 0
@@ -241,6 +246,7 @@ def convert(
         InputError: names what the target format cannot express, or how far the models differ; nothing is
             written.
     """
+    # Settings and shapes are checked before the first file is written.
     out, folder = Path(destination), local_folder(source)
     if os.path.lexists(out):
         raise InputError(f"{out} exists; choose another folder")
@@ -268,6 +274,7 @@ def convert(
     except ValueError as error:
         arrow = f", {kind} to {target}" if target else ""
         raise InputError(f"{folder}{arrow}: {error}") from None
+    # Written and compared under another name: a failure leaves no folder behind.
     with new_folder(out) as staging:
         if target == "nalanda":
             _save_config(config, stored_as, staging)
@@ -369,6 +376,7 @@ def _choose_target(kind: str, config: NalandaConfig, to: str | None) -> str:
         for name, format in formats.items()
         if format.takes(mixers)
     }
+    # A model is not converted to the library that it is of.
     kinds = {library: name for library, name in kinds.items() if library != _library_of(kind)}
     if to in kinds:
         return kinds[to]

@@ -64,6 +64,7 @@ def _computed(
     probes: list[str],
 ) -> Computed:
     """steps: the logits `[vocabulary]` before each greedy token."""
+    # values and indices [CONTINUATION, 2]: the greedy token and the next best
     top = torch.stack(steps).float().topk(2)
     margins = top.values[:, 0] - top.values[:, 1]
     special = {f"config.{name}": getattr(config, name, None) for name in _SPECIAL}
@@ -149,6 +150,7 @@ def with_mlx(folder: Path, ids: Tensor, probes: list[str]) -> Computed:
         cache, new, steps = make_prompt_cache(model), ids[:PROMPT].tolist(), []
         while len(steps) < CONTINUATION:
             steps.append(logits(new, cache)[-1])
+            # From the second pass on the cache has all tokens but this one.
             new = [int(steps[-1].argmax())]
     return _computed("mlx-lm", every, steps, SimpleNamespace(**config), tokenizer, probes)
 
@@ -210,7 +212,9 @@ def with_llama_cpp(file: Path, ids: Tensor, probes: list[str]) -> Computed:
         prompt.append(token)
         margins.append(first - second)
     for end in range(_EVERY, len(ids), _EVERY):
+        # Each prompt continues the one before, which the server still has in its cache.
         pairs = ranked(ids[:end].tolist(), 1 << 30)
+        # [vocabulary], in the order of the ids
         logps.append([logp for logp, _ in sorted(pairs, key=lambda pair: pair[1])])
     fields, keys = gguf.GGUFReader(file).fields, gguf.Keys.Tokenizer
     bos, pad, *ends = (

@@ -59,6 +59,7 @@ def _heads(count: int) -> Field:
 
 def _read_fla(foreign: Config, ours: Config) -> None:
     if foreign["intermediate_size"] is None:
+        # Theirs: ⅔ of the ratio, as a GLU has a third matrix, rounded up to a multiple of 256.
         width = int(foreign["hidden_size"] * (foreign["hidden_ratio"] or 4) * 2 / 3)
         ours["intermediate_size"] = 256 * -(-width // 256)
     if foreign.get("attn"):
@@ -77,6 +78,7 @@ def _read_attn(foreign: Config, ours: Config) -> None:
         layers += table["layers"]
         options = {known.means[1:]: table[name] for name, known in _SOFTMAX.items() if known.means}
         found.append(options | {"num_heads": H, "head_dim": foreign["hidden_size"] // H})
+    # A proper subset, without repetition: at least one layer keeps the other mixer.
     if not set(layers) < {*range(foreign["num_hidden_layers"])} or len(layers) > len(set(layers)):
         raise unsupported("attn.layers", layers)
     if any(options != found[0] for options in found):
@@ -102,6 +104,7 @@ def _read_expanded(foreign: Config, ours: Config) -> None:
     _read_fla(foreign, ours)
     D, H = foreign["hidden_size"], foreign["num_heads"]
     K, V = (round(D * foreign[name]) // H for name in ("expand_k", "expand_v"))
+    # Ours are ratios to head_dim, which is D / H by default: the same numbers if that is whole.
     if D % H:
         ours |= {"head_dim": K, "expand_v": V / K}
     else:

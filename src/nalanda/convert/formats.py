@@ -83,6 +83,7 @@ def without_null_layer(kinds: list[str], files: dict[str, Any]) -> dict[str, Any
     ]
     if kinds.count("full_attention") != 1 or kinds[-1] != "full_attention":
         return None
+    # Both branches of its residual stream end in these: with zeros it adds nothing.
     if any(x is None or x.read().any() for x in outputs):
         return None
     return {name: tensor for name, tensor in files.items() if not name.startswith(last)}
@@ -173,6 +174,7 @@ class Format:
             table = ours["mixer_options"][self.mixer] if entry.means.startswith(".") else ours
             foreign[name] = table[entry.means.lstrip(".")] if entry.means else entry.default
         self.write(ours, foreign)
+        # Read back and compare: a setting that this format has no field for comes back different.
         back = resolved(self.ours(foreign))
         options, options_back = ours.pop("mixer_options"), back.pop("mixer_options")
         tables = [(mixer, options[mixer], options_back[mixer]) for mixer in options]
@@ -248,9 +250,11 @@ def resolved(config: NalandaConfig) -> Config:
     """Every setting that affects the model's output, with the defaults for those left open. `mixer_options`
     has those of each mixer by its name."""
     mixers, options = config.distinct_mixers(), {}
+    # Options stand under the names of mixers, or are for all of them.
     by_name = MIXERS.keys() & config.mixer_options.keys()
     for name, mixer in mixers.items():
         keys = inspect.signature(type(mixer).__init__).parameters.values()
+        # The defaults first: an option left open equals one that is written out.
         options[name] = {key.name: key.default for key in keys if key.kind is key.KEYWORD_ONLY}
         options[name] |= config.mixer_options.get(name, {}) if by_name else config.mixer_options
         if "num_v_heads" in options[name]:

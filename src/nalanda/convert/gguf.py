@@ -82,6 +82,7 @@ def write_gguf(
             _check_rounded(exact, part)
             proof = compare(source, exact, ["nalanda", "gguf"], (dtype, part))
         print(proof, file=sys.stderr)
+        # Over the blanks that `_write` left: no other byte of the file moves.
         field = gguf.GGUFReader(part, "r+").fields[_CERTIFICATE]
         field.parts[field.data[0]][:] = list(str(proof).encode().ljust(_ROOM))
         rename_synced(part, out)
@@ -110,6 +111,7 @@ def _check_rounded(exact: Path, rounded: Path) -> None:
     sources = {tensor.name: tensor.data for tensor in files[0].tensors}
     for tensor in files[1].tensors:
         kind = tensor.tensor_type
+        # Both through the same rounding, so that the values must be equal bit by bit.
         wanted = gguf.quants.dequantize(gguf.quants.quantize(sources[tensor.name], kind), kind)
         if not np.array_equal(gguf.quants.dequantize(tensor.data, kind), wanted):
             different.append(tensor.name)
@@ -174,6 +176,7 @@ def _add_sizes(writer: Any, config: NalandaConfig, interval: int) -> None:
     writer.add_rope_dimension_sections([*((rotary // 2 + 2 - i) // 3 for i in range(3)), 0])
     writer.add_rope_freq_base(soft.rope_theta if soft else 10000.0)
 
+    # Gated DeltaNet in the terms of state-space models: groups are key heads, the step rank is value heads.
     writer.add_ssm_conv_kernel(delta.conv_size)
     writer.add_ssm_state_size(delta.K)
     writer.add_ssm_group_count(delta.num_heads)
@@ -213,6 +216,7 @@ def _tensors(config: NalandaConfig, ours: dict[str, Tensor]) -> Iterator[tuple[s
         )
         yield from _named(i, block)
     if "softmax" not in mixers:
+        # Behind the last layer, where `attention_interval` expects the first of attention.
         yield from _named(config.num_hidden_layers, _null(config))
 
 
@@ -226,23 +230,26 @@ def _delta(ours: dict[str, Tensor], mixer: Any) -> dict[str, Tensor]:
 
     def tiled(x: Tensor, size: int = V, dim: int = 0) -> Tensor:
         """Value heads by their place in the group: theirs number r·H + h has key head h; ours is h·R + r."""
+        # H·R·size → [H, R, size] → [R, H, size] → R·H·size along dim
         return x.unflatten(dim, (groups, -1, size)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
+    # [channels, 1, W] to [channels, W]
     convs = {name: ours[f"{name}_conv1d"].squeeze(1) for name in "qkv"}
     return {
         "attn_qkv": torch.cat([ours["q_proj"], ours["k_proj"], tiled(ours["v_proj"])]),
         "attn_gate": tiled(ours["g_proj"]),
         "ssm_conv1d": torch.cat([convs["q"], convs["k"], tiled(convs["v"])]),
-        "ssm_a": tiled(-ours["decay.A_log"].exp(), 1),
+        "ssm_a": tiled(-ours["decay.A_log"].exp(), 1),  # its decay is exp(ssm_a Δ)
         "ssm_dt.bias": tiled(ours["decay.dt_bias"], 1),
         "ssm_alpha": tiled(ours["a_proj"], 1),
         "ssm_beta": tiled(ours["b_proj"], 1),
         "ssm_norm": ours["o_norm"],
-        "ssm_out": tiled(ours["o_proj"], dim=1),
+        "ssm_out": tiled(ours["o_proj"], dim=1),  # its columns are the heads
     }
 
 
 def _attention(ours: dict[str, Tensor], mixer: Any) -> dict[str, Tensor]:
+    # [H, K, D] each; side by side [H, 2K, D]
     heads = [ours[name].unflatten(0, (mixer.num_heads, mixer.K)) for name in ("q_proj", "g_proj")]
     return {
         "attn_q": torch.cat(heads, 1).flatten(0, 1),  # each head's query, then its gate

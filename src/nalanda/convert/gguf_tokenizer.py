@@ -123,6 +123,7 @@ def _add_byte_level(
         else:
             raise _refused(step)
     pre = _SPLITS.get(pattern)
+    # Exactly one of the two cuts a text into words: ByteLevel's own pattern, or a Split before it.
     if (
         pre is None
         or own == (pattern is not None)
@@ -151,12 +152,14 @@ def _add_sentencepiece(
         else:
             raise _refused(step)
     merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+    # The merges of one piece must follow one another, since a piece has one score.
     made = [piece for piece, _ in itertools.groupby(left + right for left, right in merges)]
     scores, known, vocabulary = (
         {piece: -float(i) for i, piece in enumerate(made)},
         set(merges),
         model["vocab"],
     )
+    # SentencePiece joins any two pieces whose union is a token, so each such pair must be a merge.
     pairs = ((piece[:i], piece[i:]) for piece in scores for i in range(1, len(piece)))
     missing = any(a in vocabulary and b in vocabulary and (a, b) not in known for a, b in pairs)
     if missing or not spaces or len(scores) != len(made) or not vocabulary.keys() >= set(_BYTES):

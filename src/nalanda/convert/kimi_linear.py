@@ -115,6 +115,7 @@ class KimiLinear(Format):
                 found.append(Tensors(self.tensor(name, foreign), (name,)))
         kinds = _layer_types(foreign)
         if kinds[-1] == _FULL:
+            # Weights of zeros that stand for none of ours, so that the null layer is written too.
             found += null_layer(
                 f"model.layers.{len(kinds) - 1}.", foreign, _null_attention(foreign)
             )
@@ -123,6 +124,7 @@ class KimiLinear(Format):
 
 def _null_attention(foreign: Config) -> dict[str, tuple[int, ...]]:
     D, H, latent = foreign["hidden_size"], foreign["num_attention_heads"], foreign["kv_lora_rank"]
+    # K: entries without positions; shared: rotary ones, whose keys all heads share
     K, shared, V = foreign["qk_nope_head_dim"], foreign["qk_rope_head_dim"], foreign["v_head_dim"]
     return {
         "q_proj": (H * (K + shared), D),

@@ -27,6 +27,7 @@ def _read_rope(foreign: Config, ours: Config) -> None:
     elif kind != "default":
         raise unsupported("rope_type", kind)
     else:
+        # Other keys are allowed if they change nothing, such as a factor of 1.
         for name, value in rope.items():
             if value not in (None, 1):
                 raise unsupported(name, value)

@@ -60,6 +60,7 @@ def to_mlx(folder: Path, dtype: str | None) -> tuple[str, Path] | None:
 
     with quiet(), mx.stream(mx.cpu):
         model, config = _load(folder)
+        # The exact model takes the folder first: rounding starts from it, and both are compared.
         _save(_cast(model, narrowed), config, folder / "exact")
         _replace(folder, folder / "exact")
         if dtype in (None, "f32"):

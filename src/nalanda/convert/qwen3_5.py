@@ -37,6 +37,7 @@ def shifted(foreign: str, ours: str, dtype: torch.dtype) -> Tensors:
     all of bf16 but the tiniest; `dtype` is that of ours, where it can hold w."""
 
     def add(w: Tensor, rows: list[int]) -> list[Tensor]:
+        # Theirs plus 1 is ours, in `dtype` only where that loses no bit.
         wide = w.float() + 1
         return [narrow if torch.equal((narrow := wide.to(dtype)).float(), wide) else wide]
 
@@ -47,6 +48,7 @@ def _per_head(foreign: str, ours: tuple[str, ...], heads: int) -> Tensors:
     """Of each head, the rows of one of ours and then those of the other."""
 
     def join(parts: list[Tensor]) -> Tensor:
+        # [H, n, D] each; side by side [H, Σn, D], then [H·Σn, D]
         return torch.cat([x.unflatten(0, (heads, -1)) for x in parts], 1).flatten(0, 1)
 
     def split(whole: Tensor, rows: list[int]) -> list[Tensor]:
@@ -88,6 +90,7 @@ class Qwen3_5(Format):
         if "softmax" not in config.layer_mixers:
             foreign["layer_types"] = [*foreign["layer_types"], "full_attention"]
             foreign["num_hidden_layers"] += 1
+        # None where no interval makes these layers: readers then need the list.
         interval = foreign["layer_types"].index("full_attention") + 1
         regular = _layer_types(foreign | {"layer_types": None, "full_attention_interval": interval})
         foreign["full_attention_interval"] = interval if regular == foreign["layer_types"] else None
@@ -128,6 +131,7 @@ def _layer(layer: str, kind: str, heads: int, dtype: torch.dtype) -> list[Tensor
     )
     if kind == "full_attention":
         same = {f"{n}_proj": f"{n}_proj" for n in "kvo"}
+        # One projection there has each head's query and output gate: [2·H·K, D].
         found.append(_per_head(foreign + "q_proj.weight", of("q_proj", "g_proj"), heads))
         found += [shifted(f"{foreign}{n}_norm.weight", *of(f"{n}_norm"), dtype=dtype) for n in "qk"]
     else:
@@ -169,6 +173,7 @@ def _read(foreign: Config, ours: Config) -> None:
             f"layer_types names {len(types)} layers, num_hidden_layers is {foreign['num_hidden_layers']}"
         )
     K, V = foreign["linear_key_head_dim"], foreign["linear_value_head_dim"]
+    # Our sizes of a head: K = head_dim, V = head_dim · expand_v.
     ours |= {"head_dim": K, "expand_v": V / K, "feature_map": "silu", "use_gate": True}
     if full := [i for i, kind in enumerate(types) if kind == "full_attention"]:
         rope = rope_settings(foreign, "rope_parameters")

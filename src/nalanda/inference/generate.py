@@ -124,6 +124,7 @@ class Printer(BaseStreamer):
         if self.stop in self.ahead and self.stop:
             ready = self.ahead.index(self.stop)
         elif self.stop:
+            # The longest end that begins the stop text waits; all before it is ready.
             ready = next(
                 i for i in range(len(self.ahead) + 1) if self.stop.startswith(self.ahead[i:])
             )
@@ -138,10 +139,11 @@ class Printer(BaseStreamer):
 
 def read_with_progress(model: Any, tokens: list[int], state: State | None = None) -> State:
     """`model.read`, with progress on stderr for long texts."""
-    ids = torch.tensor([tokens], device=model.device)
+    ids = torch.tensor([tokens], device=model.device)  # [1, T]
     progress = Progress("reading", len(tokens), "tokens", quiet=len(tokens) <= PIECE)
     # Callers add no special tokens: a bos at the start of a piece belongs to the text and needs no warning.
     with warnings.catch_warnings(action="ignore", category=UserWarning), progress:
+        # A piece at a time bounds the memory: the state holds what came before.
         for piece in ids.split(PIECE, 1):
             state = model.read(piece, state=state)
             progress.advance(piece.shape[1])
@@ -232,6 +234,7 @@ def generate(
     state = None if files.state is None else load_state(files.state, network)
     tokens = prompt_tokens(text, network, tokenizer, in_mid_text=state is not None)
 
+    # After loading, which may draw random numbers.
     if sampling.seed is not None:
         transformers.set_seed(sampling.seed)
     if stream and prompt and prompt != "-":

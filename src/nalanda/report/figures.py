@@ -104,6 +104,7 @@ def log_axis(
         low, high = low / 2, high * 2
         getattr(axis.axes, f"set_{axis.axis_name}lim")(low, high)
     decades = math.log10(high / low)
+    # The fewer decades, the more numbers within one: an axis needs some to be read.
     subs: tuple[float, ...] = (1,)
     if decades < 1:
         subs = (1, 1.5, 2, 3, 4, 5, 6, 8)
@@ -169,6 +170,7 @@ def drawing(
         figure.suptitle(title, x=0.01, ha="left")
         figure.supxlabel(caption, x=0.01, ha="left", size=8, color=GREY)
         named: set[tuple[int, str]] = set()
+        # From right to left: a name stands at the rightmost panel that has its line.
         for i, panel in reversed(list(enumerate(axes[:panels]))):
             label = "" if share.get("sharey") and i % columns else panel.get_ylabel()
             panel.set_ylabel(textwrap.fill(label, int(17.5 * (height - 0.3))))
@@ -242,6 +244,8 @@ def _spread_names(panel: Any) -> None:
     room = 1 - sum(sizes)
     n = len(texts)
     for i, text in enumerate(texts):  # isotonic regression
+        # Its max-min formula: the largest over j ≤ i of the smallest mean of free[j…k] over k ≥ i.
         lift = max(min(fmean(free[j : k + 1]) for k in range(i, n)) for j in range(i + 1))
+        # Within the panel; a stack that is higher than it sticks out equally far at both ends.
         lift = min(max(lift, min(0, room / 2)), max(room, room / 2))
         text.set_y(lift + below[i])

@@ -189,6 +189,7 @@ def _title(curves: Sequence[Curve], names: Sequence[str]) -> str:
     if len(ends) < len(curves):
         return f"Training loss of {curves[0].name if len(curves) == 1 else f'{len(curves)} runs'}"
     loss, i = min(ends)
+    # Losses a token compare under one tokenizer alone, bits a byte under any.
     tokenizers_differ = _differ(curves, _tokenizer)
     bits_known = all(c.bits_per_byte is not None for c in curves)
     if _differ(curves, _validation) or (tokenizers_differ and not bits_known):
