@@ -36,6 +36,7 @@ def _find_problem(path: Path) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         return "manifest.json is unreadable"
 
+    # Sizes first, which cost no reading.
     for name, size in sizes.items():
         file = path / name
         if _leads_outside(path, name):

@@ -113,6 +113,7 @@ class Progress:
             return
 
         if left is None and done > self.start and self.total:
+            # The speed of this command alone, without what was done before.
             seconds = time.monotonic() - self.pace.begun
             left = (self.total - done) * seconds / (done - self.start)
         eta = f"ETA {duration(left)}" if left and left > 0 else ""

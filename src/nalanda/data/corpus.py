@@ -233,11 +233,13 @@ def _open_shards(
         return _file_shards(data, *_find_listed(source, split, walk))
     if isinstance(source, list) or is_url(source):
         return open_urls(data, source, split)
+    # A name of its own, also where a folder is called so.
     if source == "python":
         texts = python_splits(data.validation_share)[split]
         return [TextShard(name, text) for name, text in texts.items()], {"validation": 1}
 
     root = _expand_home(source)
+    # Before local files, since a Megatron set may be a folder.
     if megatron_splits(source):
         raise InputError(
             f"data.source: {source} is a Megatron set; make a token set of it: nalanda data prepare {source} "

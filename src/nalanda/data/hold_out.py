@@ -185,6 +185,7 @@ def choose(
 
     hashes = _hash_texts(shards, hold_out, validation, lone)
     held = sum(map(hold_out.holds, hashes))
+    # Copies of one text are one document: the hash cannot divide them.
     single = len(set(hashes)) == 1
     if single and validation:
         name = f"{_name_of(shards[0])}: " if lone else ""

@@ -126,12 +126,14 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
         if problem or not sums:
             return problem
         try:
+            # Bytes with the right sum may still hold ids or ends that do not fit the index.
             entry.check(file.path.suffix[1:])
         except (InputError, OSError) as error:
             return str(error)
         return None
 
     with (
+        # Threads: reading and hashing release the interpreter's lock.
         ThreadPoolExecutor(processors()) as pool,
         ByteProgress("checking", sizes, [*range(len(sizes))]) as progress,
     ):
@@ -146,6 +148,7 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
             saved = describe_tokenizer(load_tokenizer(directory / "tokenizer"))
         except (OSError, ValueError):
             saved = {}
+        # The index of an earlier version has fewer facts; those that it has must agree.
         if not index["tokenizer"].items() <= saved.items():
             problems.append(
                 f"{directory / 'tokenizer'}: not the tokenizer that the index names; copy it again"
@@ -169,6 +172,7 @@ def inspect(directory: str | os.PathLike, *, verify: bool = False, samples: int 
     if not samples:
         return
     train, tokenizer = TokenSet(directory, "train"), load_tokenizer(directory / "tokenizer")
+    # Spread evenly over the set; of few documents each comes once.
     for number in dict.fromkeys(i * train.documents // samples for i in range(samples)):
         tokens, source = train.document(number)
         named = f" of {source}" if source else ""

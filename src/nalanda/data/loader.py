@@ -189,6 +189,7 @@ class PackedBatches:
             seed=seed,
             epochs=self.epochs,
             training=self.training,
+            # The padding token, eos where there is one, stands in front of joined text.
             before=self.padding,
         )
 
@@ -416,6 +417,7 @@ def validation_batches(
         if source.data.validation_source and not any(map(source.token_set, SPLITS)):
             check_apart(*map(source.corpus, SPLITS))
 
+    # One text has no sources to tell apart, so the reader gives its rows in order.
     if data.documents == "joined":
         reader = PackedBatches(
             data,
@@ -428,6 +430,7 @@ def validation_batches(
         )
         return {"": _read_joined(reader, say)}
 
+    # Each source is packed by itself, so that no row mixes two of them.
     documents = _join_small(_take_validation_documents(tokenizer, sources, rank, say))
     share, padding = (batch_size, rank, world_size), padding_of(tokenizer)
     batches = {}

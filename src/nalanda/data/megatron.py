@@ -196,6 +196,7 @@ def read_megatron(data: DataConfig, tokenizer: TokenizerConfig, directory: str |
 
     data.check()
     source = Path(str(data.source)).expanduser()
+    # A set that `write_megatron` wrote has a manifest.
     if (source / "manifest.json").exists() and (problem := verify_manifest(source)):
         raise InputError(f"{source}: damaged, {problem}; copy it again")
     sets = {split: MegatronSet(prefix) for split, prefix in splits.items()}

@@ -135,6 +135,7 @@ def _prepare_alone(
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         finished = f"{count - len(errors)} of {count} shards are finished and kept"
+        # Of the first error's type, which decides the exit code.
         raise type(errors[0])(f"{errors[0]}{more}; {finished}")
 
     seconds = max(time.monotonic() - started, 1e-3)
@@ -165,6 +166,7 @@ def _make_shards(
             f"{directory}: no space left; make room, and run the same command again"
         ) from None
     finally:
+        # Secrets in URLs go with the work, however it ends.
         (preparation.directory / "preparing" / URLS).unlink(missing_ok=True)
     return progress.text, errors
 

@@ -103,6 +103,7 @@ def _cut_unit(unit: Unit, limit: int) -> list[Unit]:
     """The parts of a large file: lines of a .jsonl, row groups of a .parquet. Any other file is one part."""
     path = Path(unit.path)
     if is_plain_jsonl(path):
+        # A bound may lie inside a line, which belongs to the part where it begins.
         bounds = [*range(0, unit.weight, limit), unit.weight]
         return [
             unit._replace(weight=stop - start, start=start, stop=stop)
@@ -110,6 +111,7 @@ def _cut_unit(unit: Unit, limit: int) -> list[Unit]:
         ]
 
     if reader_of(path) is read_parquet:
+        # A part for each row group; `group_units` joins them up to the limit.
         groups = [
             unit._replace(weight=size, start=first, stop=behind)
             for first, behind, size in _row_groups(path)

@@ -387,6 +387,7 @@ class Preparation:
     def _build_index(self, records: dict[str, dict]) -> dict:
         """The index of the shards with these records, by name. Raises `InputError` without a document."""
         splits = {
+            # A record lacks a split that none of its documents belongs to.
             split: totals([record[split] for record in records.values() if split in record])
             for split in SPLITS
         }

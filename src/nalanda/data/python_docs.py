@@ -73,12 +73,14 @@ def python_documents(only: Container[str] | None = None) -> dict[str, str]:
     for name in sorted(sys.stdlib_module_names):
         if only is not None and name not in only:
             continue
+        # A module is a file or a package; one in C has docstrings alone.
         for path in [library / f"{name}.py", *(library / name).rglob("*.py")]:
             parts = path.relative_to(library).parts
             if path.is_file() and not NOT_PROSE.intersection(parts):
                 texts["/".join(parts)] = path.read_text(encoding="utf-8", errors="replace")
         texts[f"{name} (C)"] = _c_docstrings(name)
 
+    # Short texts and tables are left out.
     documents = {}
     for name in sorted(texts):
         text = _tidy_text(texts[name])

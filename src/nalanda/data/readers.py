@@ -376,12 +376,14 @@ def read_txt(path: Path, fields: Fields, start: int) -> Rows:
     """The whole file as one document."""
     if start:
         return
+    # The size of a compressed file says nothing about its text.
     size = None if compression_of(path.name) else path.stat().st_size
     text = _Piece(fields)
     line = 1
     try:
         for block in read_blocks(path, fields):
             line += block.count(b"\n")
+            # The rest of a text that is too large is not read.
             if not text.add(block) or text.size > fields.max_bytes:
                 break
     except DAMAGE as error:
@@ -444,6 +446,7 @@ def _is_array(path: Path, fields: Fields) -> bool:
 
 def read_csv(path: Path, fields: Fields, start: int) -> Rows:
     """A table whose first row names the columns."""
+    # The library refuses cells above a limit of its own, which is 128 KiB at first.
     if csv.field_size_limit() < fields.max_bytes:
         csv.field_size_limit(fields.max_bytes)
     rows = split_table(read_blocks(path, fields), fields)
@@ -462,6 +465,7 @@ def read_csv(path: Path, fields: Fields, start: int) -> Rows:
             yield line, row
         elif line.strip():
             try:
+                # A row may lack its last cells, or have some without a name.
                 record = dict(zip(names, _split_cells(line), strict=False))
             except (csv.Error, UnicodeDecodeError) as error:
                 what = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not CSV"
@@ -720,6 +724,7 @@ def _documents_of_batch(
         )
 
     texts, sources = column(fields.text), column(fields.source)
+    # The batch at once; one by one where a text may be too large or is not UTF-8.
     if not large:
         try:
             values = texts.to_pylist()
@@ -786,6 +791,7 @@ class _Forward:
             self.used += len(piece)
             self.position += len(piece)
             size -= len(piece)
+        # It tells how the archive ended: a whole one ends in a block of zeros.
         self.last = b"".join(pieces)
         return self.last
 
@@ -804,6 +810,7 @@ def read_tar(path: Path, fields: Fields, start: int) -> Rows:
             yield fields.unusable(where, f"not JSON, or cut short ({first_line(record)})"), row
             continue
 
+        # The text is in .txt, and .json only names the source; or .json has both.
         if "txt" in sample:
             document = _decode_text(sample["txt"], fields, where)
             if isinstance(document, Document):

@@ -124,6 +124,7 @@ def document_of(record: Any, fields: Fields, where: str) -> Document | Left:
             where, f"field {fields.text!r} is not text but {type(text).__name__}"
         )
     source = field_of(record, fields.source, "")
+    # Numbered sources become names; True and False, which are numbers too, do not.
     if isinstance(source, (int, float)) and not isinstance(source, bool):
         source = str(source)
     return Document(_in_utf_8(text), _in_utf_8(source) if isinstance(source, str) else "")

@@ -38,6 +38,7 @@ class Permutation:
 
     def _permute_once(self, values: np.ndarray) -> np.ndarray:
         mask = (np.uint64(1) << self.half) - np.uint64(1)
+        # The halves, k bits each, uint64 [N].
         left, right = values >> self.half, values & mask
         # A round is undone by itself, whatever the round function, so all of them are one to one.
         for key in self.keys:

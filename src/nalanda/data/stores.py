@@ -215,6 +215,7 @@ def _list_folder(
     if not names:
         raise InputError(f"{redact(source)}: it does not exist, or has no file")
 
+    # As in a local folder: no hidden names, and no files without documents or content.
     visible = [name for name in names if not any(step[:1] == "." for step in name.split("/"))]
     with_documents = documents_among(visible)
     for name in visible:
@@ -272,6 +273,7 @@ def copy_set(url: str, retries: int, to: Path | None = None) -> Path:
     folder = to or cache() / "sets" / digest(root + index.decode())
     folder.mkdir(parents=True, exist_ok=True)
 
+    # One process copies; the others wait, and then find the files.
     with FileLock(f"{folder}.lock"):
         missing = []
         for stored in stored_files:

@@ -103,6 +103,7 @@ class TokenSet:
             raise InputError(
                 f"{path}: no documents for {split}; prepare it with another validation share or source"
             )
+        # Sizes are compared at once; the sums, which need all bytes, by `SumCheck`.
         self.files = [file for shard in self._shards for file in shard.files()]
         for file in self.files:
             file.check_size()
@@ -499,6 +500,7 @@ def read_index(path: str | os.PathLike) -> dict:
         )
 
     try:
+        # An index that was cut or edited shows here, before a row is read.
         _check_totals(path.parent, index)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise InputError(

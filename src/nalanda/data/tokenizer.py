@@ -208,6 +208,7 @@ def _train_bpe(
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size or 0,
         special_tokens=[END_OF_TEXT, *masks.values()],
+        # Every byte has a token, whatever the training text holds.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

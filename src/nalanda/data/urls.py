@@ -87,6 +87,7 @@ def list_urls(source: str | list[str], retries: int) -> list[str]:
             if line.strip() and line.strip()[0] != "#"
         ]
 
+    # What a list names may itself be a folder or a pattern of a store.
     urls: list[str] = []
     for url in named:
         urls += _files_at(url, retries) if is_store(url) else [url]
@@ -297,6 +298,7 @@ def download(url: str, path: Path, retries: int) -> None:
                 validator = ""
                 raise Incomplete("the server cannot resume the download")
             reply.raise_for_status()
+            # Any other answer has the whole file, which replaces what came before.
             if reply.status_code != 206:
                 start = 0
             elif not reply.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
