@@ -255,7 +255,9 @@ def test_a_turns_end_of_another_token_is_read_once(tokenizer, capsys):
     read = tokenizer(talk.text + "<|endoftext|>", add_special_tokens=False).input_ids
     assert talk.state.last.item() == 0
     assert len(talk.state) == len(read) + (read[0] != tokenizer.bos_token_id)
-    tokenizer.eos_token = None
+    tokenizer.eos_token = tokenizer.pad_token = (
+        None  # another test may have given the shared one a pad
+    )
     model.generation_config.eos_token_id = None
     assert end_tokens(model, tokenizer) == {}
 

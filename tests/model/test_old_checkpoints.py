@@ -11,7 +11,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import nalanda_kernels
 import pytest
@@ -104,8 +104,16 @@ def test_an_old_folders_ops_are_served_by_todays_kernels(checkpoint, monkeypatch
         seen.append((len(gates), sorted(options)))
         return v + 1, None
 
-    served = SimpleNamespace(devices=("cpu",), load=lambda: kernel, serves=lambda device: True)
-    rows = {op: {"triton": served} for op in ("delta_rule", "linear_attention")}
+    class Served:
+        devices = ("cpu",)
+
+        def load(self):
+            return kernel
+
+        def serves(self, device):
+            return True
+
+    rows = {op: {"triton": Served()} for op in ("delta_rule", "linear_attention")}
     monkeypatch.setattr(nalanda_kernels, "KERNELS", rows)
     package = ModuleType("old_folder")
     package.__path__ = [str(checkpoint)]
