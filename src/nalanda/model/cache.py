@@ -73,6 +73,7 @@ class NalandaCache(Cache):
 
     @property
     def nbytes(self) -> int:
+        # Not `self.states`, which would copy them out of the buffers.
         states = self.graphs.newest if self.live else self.states
         return sum(t.nbytes for state in states for t in state.values())
 
@@ -146,6 +147,7 @@ class NalandaCache(Cache):
     def take_unread(self) -> tuple[Tensor, Tensor] | None:
         unread, self.unread = self.unread, None
         if unread is not None:
+            # The call that reads them counts these columns again.
             self.seen_tokens -= unread[1].shape[1]
         return unread
 
@@ -169,6 +171,7 @@ class NalandaCache(Cache):
         embeddings, mask = (
             torch.cat(parts, 1)[:, :tokens_to_remove] for parts in zip(*tail, strict=True)
         )
+        # Back to the mark. Columns that stay count as seen; the next call reads them again.
         self.states, self.lengths = marked.states, marked.lengths
         self.seen_tokens = marked.seen_tokens + mask.shape[1]
         self.unread = (embeddings, mask) if mask.shape[1] else None

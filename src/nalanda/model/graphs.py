@@ -101,6 +101,7 @@ class OnDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        # An index by a mask has as many rows as the mask has ones, which the host must read.
         masks = [x for x in inputs[1:] if x.dtype in (torch.bool, torch.uint8)]
         reads = any(tag in func.tags for tag in self.READS) and any(
             x.device == self.device for x in inputs
@@ -145,6 +146,7 @@ class GraphedStep:
         device, batch = model.device, cache.batch_size
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        # Two buffers with copies of the cache's states; `take` fills the newest one again.
         self.states = [
             [
                 {name: x.clone(memory_format=torch.contiguous_format) for name, x in s.items()}
@@ -155,6 +157,7 @@ class GraphedStep:
         self.turn = 0  # which states are the newest
         self.owner: weakref.ref[NalandaCache] | None = None
         steps = [functools.partial(self._step, model, turn) for turn in range(2)]
+        # Each runs once before its capture: kernels may compile, and a read of values raises.
         with OnDevice(device):
             for step in steps:  # loads what is loaded at its first use
                 step()
@@ -168,6 +171,7 @@ class GraphedStep:
         )
         h = model.model(input_ids=self.tokens, past_key_values=cache).last_hidden_state
         logits = model.lm_head(h)
+        # Else the next graph would read buffers that do not fit.
         if not alike(cache.states, new, dtypes=True):
             raise RuntimeError("the states change their shapes or precision")
         # Where no kernel wrote to the buffers.
@@ -196,13 +200,14 @@ class GraphedStep:
         if not alike(states, self.newest):
             return False
         owner = None if self.owner is None else self.owner()
+        # Another cache's newest states are in these buffers: it gets copies first.
         if owner is not None and owner.graphs is self:
             owner.release()
         self.turn = 0
         pairs = zip(self.newest, states, strict=True)
         copy_all([(x[name], given[name]) for x, given in pairs for name in x])
         assert cache.lengths is not None
-        self.lengths.copy_(cache.lengths)
+        self.lengths.copy_(cache.lengths)  # the graphs count on from here
         self.owner = weakref.ref(cache)
         cache.states = []  # frees their memory
         cache.graphs, cache.live = self, True
@@ -327,6 +332,7 @@ def key_of(model: Any) -> tuple | None:
     if model.model.growing_mixers():
         return None
     kernels = () if ops._kernels is None else ops._kernels.candidates("step", "auto", device.type)
+    # The address of each tensor: a graph has recorded it, so replaced weights need new graphs.
     return (*Graph.replayer(device), *kernels, *map(id, modules), *(x.data_ptr() for x in tensors))
 
 

@@ -68,7 +68,7 @@ class NalandaForMaskedLM(LanguageModel):
             labels = self._checked_labels(labels, h, h.shape[1])
             if attention_mask is not None:
                 labels = labels.masked_fill(attention_mask.to(h.device) == 0, -100)
-            masked = labels != -100
+            masked = labels != -100  # bool [B, T]
             targets = labels[masked]
             count = len(targets) if num_items_in_batch is None else num_items_in_batch
             loss = mean_over(self._summed_loss(h[masked], targets, z_loss), count)
@@ -150,7 +150,7 @@ class TextClassifier(Classifier):
         if self.config.pad_token_id is None:
             return None
         real = (input_ids != self.config.pad_token_id).int()
-        return real.flip(1).cummax(1).values.flip(1).bool()
+        return real.flip(1).cummax(1).values.flip(1).bool()  # the running maximum from the right
 
     def _pool(self, h: Tensor, *described: Tensor | None) -> Tensor:
         """What has scores, from hidden states `[B, T, D]` and attention_mask, position_ids, cu_seqlens."""
@@ -186,9 +186,9 @@ class NalandaForSequenceClassification(TextClassifier):
         if bool((layout.cu_seqlens.diff() == 0).any()):
             raise ValueError("a sequence without a token has no class: leave it out")
         if self.config.is_decoder:
-            return rows[cu[1:] - 1]
+            return rows[cu[1:] - 1]  # each document's last token
         sequence = torch.arange(len(cu) - 1, device=h.device).repeat_interleave(cu.diff())
-        sums = at_least_fp32(rows.new_zeros(len(cu) - 1, h.shape[-1]))
+        sums = at_least_fp32(rows.new_zeros(len(cu) - 1, h.shape[-1]))  # [N, D]
         return (sums.index_add(0, sequence, rows.to(sums.dtype)) / cu.diff()[:, None]).to(h.dtype)
 
 

@@ -210,7 +210,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         states = None if cache.lengths is None else cache
         for piece in input_ids[:, :end].split(chunk_size * context.size, 1):
             if piece.shape[1]:
-                # bool [B], the same for all rows: only the first piece has no text before it.
+                # bool [B], the same for all rows: only the first piece may have no text before it.
                 carried = torch.full((len(piece),), states is not None)
                 rows: Any = {
                     "carried_cache": states,

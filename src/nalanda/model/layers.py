@@ -71,6 +71,7 @@ class _Direction(torch.autograd.Function):
         direction, length = ctx.saved_tensors
         if d_direction is None:
             return None if d_length is None else direction * d_length, None
+        # d x = (d_direction − direction (direction·d_direction − length·d_length)) / length
         along = (direction * d_direction).sum(-1, keepdim=True)
         along = along if d_length is None else along - length * d_length
         return torch.addcmul(d_direction, direction, along, value=-1).div_(length), None
@@ -170,6 +171,7 @@ def slow_down(
     Those below low_freq_factor turns in the original context are divided by `factor`. Those above
     high_freq_factor turns stay. Between them the share that stays grows linearly.
     """
+    # Turns of each pair in the original context.
     turns = frequencies * (original_max_position_embeddings / (2 * math.pi))
     stays = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return frequencies * (stays + (1 - stays) / factor)
@@ -186,7 +188,7 @@ def place_angles(
     places = seq.positions(x.shape[1], x.device)
     if seq.grid is None:
         return rotary_angles(places, size, theta, x.dtype, scaling)
-    axes = places // seq.grid[1], places % seq.grid[1]
+    axes = places // seq.grid[1], places % seq.grid[1]  # row and column, [B or 1, T]
     return torch.cat(
         [rotary_angles(place, size // 2, theta, x.dtype, scaling) for place in axes], -1
     )
@@ -224,7 +226,7 @@ class _CausalDepthwise(torch.autograd.Function):
             at_least_fp32(x),
             at_least_fp32(weight).contiguous(),
         )  # strided operands are slow on CPUs
-        y = x[:, :steps] * weight[0]
+        y = x[:, :steps] * weight[0]  # the oldest tap
         for i in range(1, width):
             y.addcmul_(x[:, i : i + steps], weight[i])
         y = y.to(dtype)
@@ -243,7 +245,7 @@ class _CausalDepthwise(torch.autograd.Function):
         for start, dy_ in [(0, dy)] if whole else _blocks(dy, _CPU_STEPS):
             for i in range(len(weight)):
                 rows = slice(start + i, start + i + dy_.shape[1])
-                dx[:, rows].addcmul_(dy_, weight[i])
+                dx[:, rows].addcmul_(dy_, weight[i])  # y_t reads x_{t+i}
                 dweight[i] += (dy_ * x[:, rows]).sum((0, 1))
         return dx.to(dtype), dweight.to(dtype), None
 
@@ -277,7 +279,7 @@ class ShortConv(nn.Module):
         if self.weight.dim() == 4:  # of images, over a grid of patches
             assert seq.grid is not None, "the convolution of an image needs its grid"
             weight = self.weight.to(x.dtype).repeat(self.copies, 1, 1, 1)
-            image = x.unflatten(1, seq.grid).movedim(-1, 1)
+            image = x.unflatten(1, seq.grid).movedim(-1, 1)  # [B, D, rows, columns]
             y = F.conv2d(image, weight, padding=self.width // 2, groups=len(weight))
             return y.movedim(1, -1).flatten(1, 2), None
 
@@ -291,18 +293,20 @@ class ShortConv(nn.Module):
                     F.pad(x, (0, 0, gap - after, after)), weight, None
                 ), None
             past = x.new_zeros(x.shape[0], gap, x.shape[2]) if state is None else state.to(x.dtype)
-            laid = torch.cat([past, x], 1)
+            laid = torch.cat([past, x], 1)  # [B, W−1+T, D]
             # Cloned, because a view of W−1 rows would keep the whole tensor alive.
             past = laid[:, x.shape[1] :].clone() if carry else None
             return _CausalDepthwise.apply(laid, weight, None), past
 
         # Packed: the sequences, each after its own W−1 rows of past, form one dense row.
         tokens, gaps = seq.with_gaps(gap, x.device)  # [ΣT], [N, W − 1]
+        # [ΣT + N·(W−1) + after, D]
         laid = x.new_zeros(len(tokens) + gaps.numel() + after, x.shape[2]).index_copy_(
             0, tokens, x[0]
         )
         if state is not None:
             laid = laid.index_copy(0, gaps.flatten(), state.to(x.dtype).flatten(0, 1))
+        # Output t reads rows t to t + W − 1: a token's is W − 1 rows before it, or fewer if centred.
         y = _CausalDepthwise.apply(laid[None], weight, tokens - gap + after)
         # A sequence's last W−1 rows are `length` rows after those of its gap.
         return y, laid[gaps + seq.on_device(x.device).cu_seqlens.diff()[:, None]] if carry else None
@@ -348,6 +352,7 @@ class PatchEmbedding(nn.Module):
         if self.positions is not None:
             table = self.positions.weight
             if grid != (self.side, self.side):
+                # [1, D, side, side]
                 square = at_least_fp32(table).T.unflatten(1, (self.side, self.side))[None]
                 table = (
                     F.interpolate(square, grid, mode="bicubic", antialias=True)

@@ -27,6 +27,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # needs_input_grad is True under no_grad too; `training` is the grad mode.
         need_h, need_w = (training and needed for needed in ctx.needs_input_grad[:2])
         dh = torch.empty_like(h) if need_h else None
+        # The sum of dw over all blocks is in fp32 at least.
         wide = torch.promote_types(weight.dtype, torch.float32)
         dw = torch.zeros_like(weight, dtype=wide) if need_w else None
         for start in range(0, len(h), block):
@@ -34,8 +35,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # Ignored rows are zeroed: gathering the others would synchronise with the device.
             ignored = index == ignore_index
             rows, index = h[part].masked_fill(ignored, 0), index.masked_fill(ignored, 0)
-            logits = rows @ weight.T
+            logits = rows @ weight.T  # [block, V]
             logits = logits if logits.dtype == torch.float64 else logits.float()
+            # Read now: on a CPU log_softmax overwrites the logits.
             label = logits.gather(-1, index)
             # On a CPU in place: passes over memory cost it as much as products.
             log_p = torch.log_softmax(logits, -1, out=logits if h.device.type == "cpu" else None)
@@ -43,9 +45,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total -= log_p_label.masked_fill(ignored, 0).sum(dtype=torch.float64)
             if not (need_h or need_w):
                 continue
-            dlogits = log_p.exp_()
+            dlogits = log_p.exp_()  # softmax, in the memory of log_p
             if z_loss:  # the gradient of lse is the softmax
+                # lse = logit − log p of the label, so d(z lse²) = 2 z lse · softmax.
                 dlogits.mul_(1 + 2 * z_loss * (label - log_p_label))
+            # Minus the one-hot label. Rows that are ignored are 0, so they add nothing to dw.
             dlogits.scatter_add_(-1, index, dlogits.new_full(index.shape, -1.0))
             dlogits = dlogits.to(rows.dtype)
             if dh is not None:
@@ -121,6 +125,7 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(h.device.type):
         dtype = torch.get_autocast_dtype(h.device.type)
         h, weight = h.to(dtype), weight.to(dtype)
+    # Rows of a block: its logits are about as many numbers for every vocabulary.
     block = max(64, (2**22 if h.device.type == "cpu" else 2**26) // weight.shape[0])
     return _LinearCrossEntropy.apply(
         h, weight, labels, ignore_index, block, torch.is_grad_enabled(), z_loss

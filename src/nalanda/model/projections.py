@@ -30,6 +30,7 @@ def side_by_side(
     if len(weights) == 1 and aligned == 1:
         return weights[0].to(dtype)
     heights = [*map(len, weights)]
+    # The rows of zeros come last; `columns` leaves their outputs out.
     heights.append(-sum(heights) % aligned)
     joined = weights[0].new_empty(sum(heights), weights[0].shape[1], dtype=dtype)
     *targets, padding = joined.split(heights)
@@ -63,6 +64,7 @@ def merged(tensors: Sequence[Tensor | None]) -> list[tuple[list[int], Tensor]]:
             continue
         before, last = groups[-1] if groups else ([], x)
         if i - 1 in before and adjacent(last, x):
+            # One view over both, without a copy.
             x = last.as_strided((len(x), last.shape[1] + x.shape[1]), x.stride())
         elif i - 1 in before and max(last.shape[1], x.shape[1]) < NARROW:
             x = torch.cat([last, x], 1)
@@ -77,11 +79,11 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, dtype: torch.dtype, *weights: Tensor):
-        rows = x.flatten(0, -2).to(dtype)
+        rows = x.flatten(0, -2).to(dtype)  # [M, D]
         ctx.shape, ctx.dtype = x.shape, x.dtype
         ctx.save_for_backward(rows if any(ctx.needs_input_grad[2:]) else None, *weights)
         ctx.set_materialize_grads(False)
-        y = rows @ side_by_side(weights, dtype, ALIGNED).T
+        y = rows @ side_by_side(weights, dtype, ALIGNED).T  # [M, Σn], padded
         return columns(y.view(*x.shape[:-1], y.shape[1]), weights)
 
     @staticmethod
@@ -98,6 +100,7 @@ class _Product(torch.autograd.Function):
                 joined = side_by_side(some, d.dtype)
                 d_x = d @ joined if d_x is None else d_x.addmm_(d, joined)
             if any(needed[i] for i in group):
+                # [n, D] of the group's layers together, then apart.
                 d_some = (d.T @ rows).to(some[0].dtype).split([*map(len, some)])
                 for i, d_weight in zip(group, d_some, strict=True):
                     d_weights[i] = d_weight if needed[i] else None
@@ -113,6 +116,7 @@ class _Joined:
         with torch.inference_mode(weights[0].is_inference()), torch.no_grad():
             self.matrix = side_by_side(weights, weights[0].dtype, ALIGNED)
             for weight, rows in zip(weights, columns(self.matrix.T, weights), strict=True):
+                # By DLPack each weight has a storage of its own over the same memory.
                 weight.data = torch.from_dlpack(rows.T)
         self.modules, self.names, self.layers = dict(modules), list(layers), list(layers.values())
         self.widths = [*map(len, weights), len(self.matrix) - sum(map(len, weights))]
@@ -155,6 +159,7 @@ class FusedLinears(nn.Module):
 
         layers = self.linears()
         weights = [matrix_of(layer) for layer in layers.values()]
+        # One layer, one that is more than a matrix, or another dtype: each runs by itself.
         if len(weights) < 2 or not _fit(weights, x):
             return {name: layer(x) for name, layer in layers.items()}
         if compiling:  # the compiler fuses casts and copies itself
@@ -187,6 +192,7 @@ class FusedLinears(nn.Module):
         return self
 
     def _apply(self, fn, recurse=True):
+        # A move or a cast gives the weights new memory, so they are joined again there.
         joined, self._joined = self._joined is not None, None
         super()._apply(fn, recurse)
         if joined:

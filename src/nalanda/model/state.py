@@ -72,6 +72,7 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
             if first != base and not {first, *rest} & set(on):
                 del tensors[name]
             elif first == base and not on:
+                # Adapters are off, so the base layer gets the name that it has without PEFT.
                 tensors[".".join([path, *rest])] = tensors.pop(name)
     return dict(sorted(tensors.items()))
 
@@ -99,7 +100,7 @@ class Trace:
         for tensor in tensors:
             if type(tensor) in (nn.Parameter, Tensor):  # others need not have values to index
                 flat = tensor.detach().flatten()
-                some = flat[:: len(flat) // self.SAMPLE + 1]
+                some = flat[:: len(flat) // self.SAMPLE + 1]  # at most 16, evenly spaced
                 values.setdefault((tensor.dtype, tensor.device), []).append(some)
         return {key: torch.cat(some).view(torch.uint8) for key, some in values.items()}
 
@@ -114,6 +115,7 @@ class Trace:
             (self.samples[key], now.samples[key])
             for key in self.samples.keys() & now.samples.keys()
         ]
+        # Samples of another dtype or device have no key in common, and are not compared.
         return all(a.shape != b.shape or torch.equal(a, b) for a, b in pairs)
 
 
@@ -202,6 +204,7 @@ class State:
             cache.batch_repeat_interleave(rows)
             last = last.expand(rows, 1)
         if attention_mask is not None:
+            # [B, 1 + T]: the state's last token is no padding.
             attention_mask = torch.cat([attention_mask.new_ones(rows, 1), attention_mask], 1)
         return cache, torch.cat([last.to(input_ids.device), input_ids], 1), attention_mask
 
@@ -246,8 +249,10 @@ class State:
         _check_fingerprint(path, about, model)
         last, lengths = _take_tokens(path, tensors, model.config.vocab_size)
         cache = NalandaCache(len(model.model.layers))
+        # A text of one token has no state: nothing of it is read.
         begun = bool(tensors) or int(lengths.max()) > 1
         if begun:
+            # The last token of each text is not read yet.
             cache.seen(int(lengths.max()) - 1, lengths - 1)
         for i, layer in enumerate(model.model.layers if begun else ()):
             device = next(layer.parameters()).device
@@ -318,6 +323,7 @@ def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> Non
     part = path.with_name(f"{path.name}.part")
     try:
         save_file(tensors, part, about)
+        # The bytes reach the disk before the name does, and the name before the call returns.
         _sync(part)
         os.replace(part, path)
         _sync(path.parent)
@@ -347,6 +353,7 @@ def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         about, tensors = {}, {}
     if about.get("format") not in (FORMAT, UNSUMMED):
         raise ValueError(f"{path} is not a state that this version can load")
+    # The sum is over all other texts, as `save` computed it.
     written = about.pop("sum", None)
     if about["format"] == FORMAT and written != _file_sum(tensors, about):
         raise ValueError(f"{path} does not have the bytes that were written: read the text again")
@@ -393,6 +400,7 @@ def _check_fingerprint(path: str | Path, about: dict[str, str], model: Any) -> N
     here = _dtype(model)
     saved = about.get("dtype", here)
     summed = about["format"] == FORMAT
+    # The older format has one rounded fingerprint, in bf16.
     rounded = _parsed(path, about, "rounded") if summed else {"bfloat16": about.get("rounded")}
     shared = [x for x in CONTAINED.get(saved, ()) if x in CONTAINED.get(here, ()) and x in rounded]
     if saved != here and not shared:
