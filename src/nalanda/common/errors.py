@@ -127,6 +127,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:  # the reader of the pipe, `head` for one, has read enough
+        # Else the flush at exit would fail a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except (Exception, KeyboardInterrupt) as error:

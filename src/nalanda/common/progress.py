@@ -30,6 +30,7 @@ class Pace:
 
     def due(self) -> bool:
         now = time.monotonic()
+        # A quarter of the time so far, within `FIRST` and `LAST`.
         if now - self.said < min(LAST, max(FIRST, (now - self.begun) / 4)):
             return False
         self.said = now

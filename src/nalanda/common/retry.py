@@ -75,6 +75,7 @@ def _causes_of(error: BaseException) -> list[BaseException]:
     cause: BaseException | None = error
     while cause and cause not in causes:
         causes.append(cause)
+        # `raise … from` hides the error beside it; a chain may lead back into itself.
         beside = None if cause.__suppress_context__ else cause.__context__
         cause = cause.__cause__ or beside
     return causes
@@ -93,6 +94,7 @@ def _no_answer(error: BaseException) -> bool:
         return True
     library = type(error).__module__.split(".")[0]
     if library in _NETWORK_LIBRARIES:
+        # A ValueError, such as an invalid URL, is a fault of the request.
         return not isinstance(error, ValueError)
     names = {base.__name__ for base in type(error).__mro__}
     return library in ("botocore", "azure", "google") and bool(names & _NO_ANSWER)
@@ -108,6 +110,7 @@ def _status_of(error: BaseException) -> int | None:
         statuses += [getattr(error, name, None) for name in ("status", "status_code", "code")]
     for status in statuses:
         if isinstance(status, int) and status:
+            # Smaller numbers are a library's own codes.
             return status if status >= 100 else None
     return None
 

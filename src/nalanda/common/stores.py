@@ -240,6 +240,7 @@ def download_file(stored: StoreFile, file: Path, retries: int) -> None:
 
     def get(fs: Any, path: str) -> None:
         fs.get_file(path, str(partial))
+        # A transfer that was cut short must not pass for the whole file.
         size = partial.stat().st_size
         if size != stored.size:
             raise Incomplete(f"{size} of {stored.size} bytes came")

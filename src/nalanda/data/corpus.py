@@ -122,6 +122,7 @@ def open_texts(
     """`open_corpora` of a source that is known to be no token set."""
     if validation is None:
         validation = "validation" in splits or data.validation_share >= NONE
+    # A folder is walked once for both splits.
     walk = functools.cache(
         lambda root: sorted(_walk_folder(root), key=lambda pair: os.fspath(pair[0]))
     )
@@ -214,6 +215,7 @@ def describe_files(data: DataConfig, counts: Mapping[str, int]) -> str:
 
     left_out = {}
     for key, count in counts.items():
+        # Suffixes begin with a dot; other keys are splits, `EMPTY` and `SECOND`.
         if key.startswith("."):
             left_out["without suffix" if key == "." else f"that end in {key}"] = count
     left_out["empty"] = counts[EMPTY]
@@ -307,6 +309,7 @@ def _find_listed(
             raise InputError(f"data.source: {source}: no documents; leave it out")
         for name, file in files.items():
             path = f"{source}/{name}" if root.is_dir() else name
+            # Two of the sources may name one file.
             counts[SECOND] += path in listed
             listed[path] = file
     # The parts of the folder that all files share; they name no split.
@@ -676,6 +679,7 @@ class DocumentStream:
             yield document
         if not self.documents:
             raise InputError(self._why_empty(read, blank))
+        # The order of a changed listing was for this epoch alone.
         self.epoch, self.shard, self.documents, self.order = self.epoch + 1, 0, 0, None
 
     def _why_empty(self, read: int, blank: int) -> str:

@@ -135,6 +135,7 @@ class FileShard:
         return is_single(self.path.name)
 
     def read(self, cursor: int | None) -> Iterator[tuple[Document | Left, int]]:
+        # In a file of another size, saved positions may count other rows.
         if self.size != (now := self._size()):
             raise InputError(
                 f"{self.path}: changed while in use, from {self.size} to {now} bytes; restore it, "

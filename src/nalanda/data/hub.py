@@ -106,6 +106,7 @@ class HubShard:
         for record in dataset:
             document = document_of(record, self.fields, self.identity)
             if isinstance(document, Document):
+                # The library has read the record already, so its size is checked last.
                 size = len(document.text.encode())
                 if size > self.fields.max_bytes:
                     document = self.fields.oversized(self.identity, size)

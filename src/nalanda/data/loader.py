@@ -137,6 +137,7 @@ class PackedBatches:
         if data.mixture and not self.training:
             raise ValueError("a mixture has no single order for validation; use validation_batches")
         carries = data.long_documents == "carry" and self.training
+        # A micro-batch has the same slots in every step, so they must divide evenly.
         if carries and (not slots or slots % (batch_size * world_size)):
             raise ValueError(
                 f"slots is {slots}: not a multiple of {batch_size} rows on {world_size} ranks"
@@ -471,6 +472,7 @@ def _take_validation_documents(
         room = rows * data.seq_len  # in tokens
         documents, describe = _validation_documents(component, tokenizer, rank)
         for count, (source, tokens) in enumerate(documents, 1):
+            # The last document is cut where the rows are full.
             taken.setdefault((name, source), []).append(tokens[:room])
             room -= len(tokens)
             if room <= 0:

@@ -270,6 +270,7 @@ def _plan_jobs(
 ) -> tuple[list[list[Unit]], list[str | None]]:
     """`plan_jobs` of each split's corpus, one after another."""
     work = directory / "preparing"
+    # The hashes of a preparation that was stopped are found again.
     hashes = FileHashes(work / HASHES if work.is_dir() else None)
     keys = {name: record["units"] for name, record in records.items()}
 
@@ -351,6 +352,7 @@ class EarlierWork(NamedTuple):
     def records(self, version: str) -> dict[str, dict]:
         """The records of the shards that were made with the present settings, by name."""
         records: dict[str, dict] = {}
+        # A finished set has its records in the index, and their entries by split.
         if self.index.get("made") == version:
             for name, record in self.index["records"].items():
                 records[name] = {**record, "made": version}
@@ -358,6 +360,7 @@ class EarlierWork(NamedTuple):
                 for shard in self.index[split]["shards"]:
                     records[shard["name"]][split] = shard
 
+        # Shards that were made since have a file each.
         for file in sorted((self.directory / "preparing").glob("[0-9]*.json")):
             record = read_json_if_whole(file)
             if isinstance(record, dict) and record.get("made") == version:

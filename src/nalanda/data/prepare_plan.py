@@ -278,6 +278,7 @@ def file_of(unit: Unit) -> str:
 def usual_shard_bytes(corpora: Iterable[Corpus]) -> int:
     """A 64th of the input, within bounds."""
     shards = itertools.chain.from_iterable(corpus.shards for corpus in corpora)
+    # A shard of unknown size counts as a large one.
     total = sum(size_of(shard) or LARGEST for shard in shards)
     return min(LARGEST, max(SMALLEST, total // 64))
 

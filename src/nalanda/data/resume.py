@@ -134,6 +134,7 @@ def check_all_same(name: str, saved: dict[str, list], files: Files) -> None:
             f"data: changed since the checkpoint was saved: {name or 'the corpus'} had {count} files and has "
             f"{len(files.names)}; {ADVICE}"
         )
+    # Earlier versions saved no sizes.
     sizes = saved.get("sizes") or [None] * count
     _check_each(range(count), lambda i: files.is_same(i, sizes[i], saved["hashes"][i]), files.path)
 
@@ -168,6 +169,7 @@ def go_on(
     reached, cursor, digest = state.get("end") or stream.place(stream.epoch)
     if reached < 0:  # the epoch was read to its end
         reached = len(before)
+    # With a cursor, the file at `reached` was read in part.
     begun = cursor is not None
     read, ahead = before[:reached], before[reached + begun :]
 
@@ -243,6 +245,7 @@ def _check_each(
     """Raises `InputError` that names the first file which is not the same."""
     pool = ThreadPoolExecutor(AT_A_TIME)
     try:
+        # In the order of the numbers, so the first bad file is named, whichever is hashed first.
         for number, same in zip(numbers, pool.map(is_same, numbers), strict=True):
             if not same:
                 raise InputError(f"{path(number)}: {OTHER_CONTENT}; {ADVICE}")

@@ -178,9 +178,11 @@ def list_splits(
     """A source's files by split, and `Corpus.counts`."""
     counts: Counter[str] = Counter()
     splits: dict[str, list[Named]] = {split: [] for split in (*NAMES, "")}
+    # Lists, http(s) or several URLs: each URL's path tells its split, unless it is alone.
     if not isinstance(source, str) or not is_store(source) or is_list(source):
         for split, urls in split_urls(list_urls(source, retries)).items():
             splits[split] = [Named(url, url * is_store(url)) for url in urls]
+    # A pattern or a file that was named is read, whatever its folders are called.
     elif has_magic(source):
         splits[""] = [_check_suffix(stored) for stored in match(source, retries)]
     elif not source.endswith("/") and (stored := file_at(source, retries)):
@@ -326,6 +328,7 @@ def make_in_store(url: str, make: Callable[[str], dict], say: Callable[[str], No
     root, folder, retries = url.rstrip("/"), staging(url), DataConfig.retries
     say(f"{root}: is made in {folder} and copied from there")
     stored = list_folder(root, retries)
+    # A set in the store is fetched first, so that its shards are kept.
     if "index.json" in stored and not (folder / "index.json").is_file():
         copy_set(root, retries, folder)
     elif any(name.partition("/")[0] not in PARTS for name in stored):
@@ -349,6 +352,7 @@ def make_in_store(url: str, make: Callable[[str], dict], say: Callable[[str], No
             missing.append(name)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         [*pool.map(lambda name: upload_file(folder / name, f"{root}/{name}", retries), missing)]
+    # The index comes last, once all files are there.
     if not same or missing:
         upload_file(index, stored_index, retries)
     say(f"{root}: {len(missing)} files copied")

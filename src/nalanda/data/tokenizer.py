@@ -86,6 +86,7 @@ def build_tokenizer(
             corpus = open_texts() if open_texts else open_corpus(data, "train")
             save_tokenizer(train(config, data, corpus), directory)
         try:
+            # Loaded, not the one just trained: a new run and a resumed one have the same.
             return load_tokenizer(directory)
         except Exception as error:  # saved by an older version, without sums
             raise InputError(
@@ -114,6 +115,7 @@ def build_tokenizer(
 
 def _load_named(name: str, path: Path, data: DataConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a file, a directory or a Hub id, with bos and eos if the data need them."""
+    # By what is there: a SentencePiece model, a lone tokenizer.json, a folder, or else a Hub id.
     if path.is_file() and path.suffix != ".json":
         return _load_sentencepiece(path, data.bos)
     if path.is_file() and not (path.parent / "tokenizer_config.json").exists():

@@ -161,6 +161,7 @@ def identity_of(url: str) -> str:
         return redact(url)
     parts, query = urlsplit(url), parse_qsl(urlsplit(url).query)
     azure = any(key.lower() == "sig" for key, _ in query)
+    # The parts of the query that sign nothing, in a fixed order.
     lasting = []
     for key, value in sorted(query):
         if not (_SECRET.fullmatch(key) or (azure and _SHARED_ACCESS.fullmatch(key))):
@@ -243,6 +244,7 @@ def cached(identity: str, name: str, get: Callable[[Path], None]) -> Path:
     folder = cache()
     path = folder / f"{digest(identity)}-{name}"
     folder.mkdir(parents=True, exist_ok=True)
+    # One process downloads; the others wait, and then find the file.
     with FileLock(f"{path}.lock"):
         if not path.exists():
             get(path)
@@ -312,8 +314,10 @@ def download(url: str, path: Path, retries: int) -> None:
                 for chunk in reply.raw.stream(1 << 16, decode_content=False):
                     file.write(chunk)
                 size, length = file.tell(), reply.headers.get("Content-Length")
+            # Content-Length counts what this answer sends.
             if length and size != start + int(length):
                 raise Incomplete(f"{size} of {start + int(length)} bytes came")
+            # A wrong sum does not tell which byte is wrong, so the next try begins anew.
             checksum = _stated_checksum(reply.headers)
             if checksum and _digest_file(partial, checksum[0]) != checksum[1]:
                 validator = ""
