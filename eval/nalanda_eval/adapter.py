@@ -117,6 +117,7 @@ class HarnessModel(HFLM):
         check_tokens([int(ids.max())], self.model, self.tokenizer)  # type: ignore[bad-argument-type]
         if left_truncate_len is None or ids.shape[1] <= left_truncate_len:
             return ids, mask
+        # Padding is on the left, so real tokens are cut only in rows longer than that.
         self.cut += int((mask.sum(1) > left_truncate_len).sum())
         return ids[:, -left_truncate_len:], mask[:, -left_truncate_len:]
 
@@ -139,6 +140,7 @@ class HarnessModel(HFLM):
                 max_seq_len=self.max_length,
                 context_len=1,
             )
+            # Disjoint windows: each token is predicted once, from its window alone.
             for context_ids, continuation_ids in map(make_disjoint_window, rolling):
                 windows.append((None, context_ids, continuation_ids))
                 owners.append(owner)
@@ -159,6 +161,7 @@ class HarnessModel(HFLM):
             )
         processes = self.processes
         rank, count = (processes.process_index, processes.num_processes) if processes else (0, 1)
+        # Every `count`-th request, so that lengths spread evenly.
         share = requests[rank::count]
         self.prompts += len(requests)
         self._characters = characters(requests) / max(len(share), 1)
@@ -166,8 +169,10 @@ class HarnessModel(HFLM):
         cut_before = self.cut
         answers = [super().generate_until(share, disable_tqdm=True) if share else []]
         if processes:
+            # gather_object adds the processes' lists: one entry each, in order of rank.
             answers = gather_object(answers)
             self.cut = cut_before + sum(gather_object([self.cut - cut_before]))
+        # Request i was number i // count of process i % count.
         return [answers[i % count][i // count] for i in range(len(requests))]
 
     def _model_generate(
@@ -208,6 +213,7 @@ class HarnessModel(HFLM):
             self._cut_context(tuple(context), tuple(continuation))
             for _, context, continuation in requests
         ]
+        # Before any work: an id outside the vocabulary would fail in the middle of it.
         used = (token for request in cut_requests for tokens in request for token in tokens)
         check_tokens(used, self.model, self.tokenizer)  # type: ignore[bad-argument-type]
 
@@ -223,6 +229,7 @@ class HarnessModel(HFLM):
         # Each process reports its progress as that of all: the shares are similar.
         unit = self._characters / max(sum(map(_count_tokens, dict.fromkeys(share))), 1)
         self.advance(unit * sum(map(_count_tokens, answers)))
+        # What the cache lacks is kept batch by batch, so a killed run loses one batch.
         missing = [request for request in share if request not in answers]
         for batch in self.score(missing):
             self._check_numbers(torch.tensor([value for value, _ in batch.values()]))
@@ -239,6 +246,7 @@ class HarnessModel(HFLM):
                 cached += process_cached
         self.answered += len(answers)
         self.found += cached
+        # Equal requests have one answer, so each is looked up.
         return [answers[request] for request in cut_requests]
 
     def _check_numbers(self, values: Tensor) -> Tensor:
@@ -262,6 +270,7 @@ class HarnessModel(HFLM):
                 f"a continuation has {len(continuation)} tokens, the model sees {self.max_length} at once: "
                 "raise max_length, or read texts whole (--long whole)"
             )
+        # The last token is predicted but never read.
         excess = len(context) + len(continuation) - 1 - self.max_length
         self.cut += excess > 0
         return context[max(excess, 0) :], continuation
@@ -337,11 +346,13 @@ def _task_config(source: TaskSource) -> str | dict[str, Any]:
     if not source.local:
         return source.name
 
+    # The harness's own prompt and metric; only the documents are replaced.
     config = load_yaml(OFFICIAL / source.local.official)
     if not source.documents:
         return config
     rows, split = read_rows(source), source.local.split
     if "class" in config:
+        # A task in Python loads its data itself, by `download`.
         config["class"] = _on_rows(config["class"], split, rows)
         return config
     return config | {
@@ -359,6 +370,7 @@ def _file_config(source: TaskSource, file: Path) -> dict[str, Any]:
     if not data_files:
         return config
     if not source.data and file.parent == PACKAGED / "python_docs":
+        # The demo's data need no file.
         rows = python_tasks()[data_files["test"]]
         config["custom_dataset"] = lambda **_: {"test": datasets.Dataset.from_list(rows)}
         return config

@@ -35,6 +35,7 @@ class Bigram:
         self.vocab_size = vocab_size
         pairs = [_labelled_pairs(batch) for batch in batches]
         first, second = (np.concatenate(ids) for ids in zip(*pairs, strict=True))
+        # A pair's key is a · V + b; unique keys are sorted, as the search needs.
         self.bigrams, self.counts = np.unique(first * vocab_size + second, return_counts=True)
         a, b = self.bigrams // vocab_size, self.bigrams % vocab_size
 
@@ -45,14 +46,17 @@ class Bigram:
 
         self.discount = _estimate_discount(self.counts)  # d
         e = _estimate_discount(predecessors)
+        # e · n(·) / n(··), shared equally by all V tokens.
         spread = e * (predecessors > 0).sum() / len(self.bigrams)
         self.lower = np.maximum(predecessors - e, 0) / len(self.bigrams) + spread / vocab_size
         self.total = np.maximum(total, 1)
+        # d · n(a·) / c(a); after an unseen a all weight is P(b)'s.
         self.backoff = np.where(total > 0, self.discount * followers / self.total, 1.0)
 
     def probabilities(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
         """P(second|first), elementwise."""
         keys = first * self.vocab_size + second
+        # The place where the key would be; another key there means that the pair is unseen.
         nearest = np.minimum(np.searchsorted(self.bigrams, keys), len(self.bigrams) - 1)
         count = np.where(self.bigrams[nearest] == keys, self.counts[nearest], 0)
         seen = np.maximum(count - self.discount, 0) / self.total[first]
@@ -67,6 +71,7 @@ class Bigram:
 
 
 def _labelled_pairs(batch: dict[str, Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    # [B, T − 1]: the second token of a pair has a label.
     labelled = batch["labels"][:, 1:] != IGNORED
     first, second = batch["input_ids"][:, :-1][labelled], batch["labels"][:, 1:][labelled]
     return first.numpy().astype(np.int64), second.numpy().astype(np.int64)
@@ -104,6 +109,7 @@ def zeroed_mixers(model: PreTrainedModel) -> Iterator[None]:
 def token_mixers(model: PreTrainedModel) -> list[nn.Module]:
     """The token mixer of each layer of a decoder; see `TOKEN_MIXERS`."""
     depth = model.config.num_hidden_layers
+    # The list of layers is the first with as many modules as the config has layers.
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
     mixers = []
     for layer in lists[0] if lists else []:

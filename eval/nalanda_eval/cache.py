@@ -70,6 +70,7 @@ class AnswerCache:
 
     def _hash_request(self, request: Request) -> bytes:
         context, continuation = request
+        # The context's length first: else another split of the same ids would have this key.
         tokens = array("q", (len(context), *context, *continuation)).tobytes()
         return hashlib.sha256(self.identity + tokens).digest()[:16]
 
@@ -79,6 +80,7 @@ def model_identity(model: PreTrainedModel) -> dict[str, Any]:
     config = model.config.to_dict()
     config.pop("_name_or_path", None)
 
+    # A changed file of code makes all answers new, since it may change them.
     files = [Path(scoring.__file__)]
     files += sorted(Path(inspect.getfile(type(model))).parent.glob("*.py"))
     if config["model_type"] == "nalanda":
@@ -100,6 +102,7 @@ def _explain_errors(path: Path | None) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
+        # The low byte of an extended code is its primary one.
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code == sqlite3.SQLITE_FULL:
             raise DiskFull(

@@ -34,9 +34,11 @@ def fetch_tasks(tasks: list[str], directory: str) -> None:
             continue
 
         rows = _download_dataset(name, local)
+        # Under the final name only when it is whole.
         partial = root / f".{local.file}.partial.jsonl.gz"
         with (
             partial.open("wb") as stream,
+            # No name and time in it: the same rows give the same bytes.
             gzip.GzipFile("", "wb", fileobj=stream, mtime=0) as lines,
         ):
             for row in rows:

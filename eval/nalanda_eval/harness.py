@@ -124,6 +124,7 @@ def evaluate(
     loaded = _load_tasks(sources, models, options, loading)
     results = _begin_results(options, processes) | {"left_out": left_out, "models": []}
     task_names = {*loaded["tasks"], *loaded["groups"]}
+    # Before any model is loaded: results that may not stand beside others stop the command.
     earlier = _read_earlier(directory, results, models, task_names)
     earlier_models = {_path_of(model): model for model in earlier["models"]}
 
@@ -137,6 +138,7 @@ def evaluate(
             before = earlier_models.get(_full_path(name))
             results["models"].append(_score_model(name, network, tokenizer, session, before))
 
+    # What an earlier command left out stays so, unless this one has scored it.
     for task, reason in earlier["left_out"].items():
         if task not in task_names:
             results["left_out"].setdefault(task, reason)
@@ -231,6 +233,7 @@ def _score_model(
             processes=session.processes,
             advance=session.advance,
         )
+        # Stored beside the scores; some must agree with an earlier command's.
         facts = {
             "name": name,
             "place": _full_path(name),
@@ -297,9 +300,11 @@ def _read_earlier(
         return nothing
     try:
         earlier = json.loads(file.read_text(encoding="utf-8"))
+        # Paths identify models: names may be relative to another folder.
         before = {_path_of(model): model["name"] for model in earlier["models"]}
         now = {_full_path(name): name for name in models}
         others = sorted({task for model in earlier["models"] for task in model["tasks"]} - tasks)
+        # Every model and task is scored again, so nothing of the file stays.
         if before.keys() <= now.keys() and not others:
             return nothing
         _text_to_infinities(earlier)
@@ -336,6 +341,7 @@ def _path_of(model: dict[str, Any]) -> str:
 
 def _shared_settings(results: dict[str, Any]) -> dict[str, Any]:
     """Settings that all scores of a table share. Commits and Python's patch level may differ."""
+    # What follows a +, such as a commit or a CUDA build, may differ.
     releases = {name: version.partition("+")[0] for name, version in results["versions"].items()}
     releases["python"] = ".".join(releases["python"].split(".")[:2])
     data = results["data"] and _full_path(results["data"])
@@ -386,6 +392,7 @@ def _fitting_needles(
         return sources, {}
     length = options.max_length
     if length is None:
+        # A needle must fit the shortest context, because all models share the tasks.
         length = min(_read_context_length(name, loading.trust_remote_code) for name in models)
 
     fitting = [source for source in sources if not source.needle or source.needle.length <= length]
@@ -426,6 +433,7 @@ def most_tokens(models: list[str], trust_remote_code: bool = False) -> Callable[
             raise InputError(
                 f"{name}: its tokenizer cannot be loaded ({first_line(error)})"
             ) from error
+        # Equal rules count equally, so each is asked once.
         rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else name
         tokenizers[rules] = tokenizer
 
@@ -499,6 +507,7 @@ def _perplexity_stderr(metric: str, items: list, value: float) -> float:
     values, weights = np.array(
         [item if isinstance(item, tuple) else (item, 1) for item in items], dtype=float
     ).T
+    # The error of the exponent; exp multiplies it by the value.
     error = ratio(values, weights)[1] or 0.0
     return error / math.log(2) if metric == "bits_per_byte" else value * error
 

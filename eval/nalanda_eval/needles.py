@@ -126,6 +126,7 @@ def needle_rows(
     count_tokens: gives the number of tokens of a text.
     Raises `InputError` if not even the needles fit into the length.
     """
+    # Each kind and length has its own sequence, so results do not depend on other tasks.
     draw = random.Random(f"{task.kind} {task.length}")
     # Sentences of a text return, needles do not.
     sentence_size = count_tokens if task.hay == "needles" else functools.cache(count_tokens)
@@ -160,6 +161,7 @@ def needle_rows(
                     f"{task.kind}: its needles alone need more than {task.length} tokens"
                 )
             longest = max(map(sentence_size, hay))
+            # At least so many sentences must go, because none is longer than the longest.
             del hay[-max(1, excess // longest) :]
         rows.append(
             {
@@ -199,6 +201,7 @@ def _hay_sentences(
         return itertools.repeat(REMARK)
     if task.hay == "needles":
         return (needle.sentence for needle in needles)
+    # Each prompt begins at a drawn sentence of the text.
     start = draw.randrange(len(sentences))
     return itertools.cycle((*sentences[start:], *sentences[:start]))
 
@@ -206,6 +209,7 @@ def _hay_sentences(
 def _insert_needles(needles: list[Needle], depths: list[float], hay: list[str]) -> list[str]:
     """The hay with each needle at its depth, a share of the hay."""
     text = list(hay)
+    # From the deepest on: an insertion moves only what follows it.
     for depth, needle in sorted(zip(depths, needles, strict=True), reverse=True):
         text.insert(round(depth * len(hay)), needle.sentence)
     return text

@@ -102,6 +102,7 @@ def perplexity(
                 )
             measured.append(_model_facts(name, model) | figures)
 
+            # Checked for each model, before the next one is loaded.
             bits = [figures[reading]["bits_per_byte"] for reading in ("one_pass", "windows")]
             if not all(map(math.isfinite, bits)):
                 raise InputError(f"{name}: its losses are not finite; its weights may be damaged")
@@ -194,6 +195,7 @@ def tokenise_documents(
             "--joined: the tokenizer has no eos token to put between documents; read them apart"
         )
     sizes = text_bytes(tokenizer)
+    # After an eos or bos the first token is predicted too.
     first_is_predicted = joined or bool(bos)
     left = limit  # predictions
 
@@ -203,6 +205,7 @@ def tokenise_documents(
     for text in documents(data):
         ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         check_tokens(ids, model, tokenizer)
+        # A first token that is not predicted does not count.
         room = left if first_is_predicted else left + 1
         if len(ids) > room:
             ids = ids[:room]
@@ -213,9 +216,11 @@ def tokenise_documents(
         size = len(text.encode())
         if sizes:
             predicted = slice(0 if first_is_predicted else 1, None)
+            # Bytes of predicted tokens alone, because the losses are of those.
             size = int(sizes.of_text(np.array(ids, int))[predicted].sum())
 
         if joined:
+            # The eos after a text is predicted, so it counts.
             added = (ids + eos)[:left]
             joined_ids += added
             left -= len(added)
@@ -259,6 +264,7 @@ def surprisal(
     that have been read. The processes of a context read each part together.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    # Columns at once, so that B × step logits fit; each process of a context has as many.
     step = max(1, AT_ONCE // len(tokens))
     if context is not None:
         return _surprisal_together(model, inputs, targets, step * context.size, advance, context)
@@ -267,6 +273,7 @@ def surprisal(
     for start in range(0, inputs.shape[1], step):
         columns = slice(start, start + step)
         last = start + step >= inputs.shape[1]
+        # A row that fits one part needs no cache.
         out = model(
             input_ids=inputs[:, columns], past_key_values=cache, use_cache=not (last and start == 0)
         )
@@ -298,9 +305,11 @@ def _surprisal_together(
     """`surprisal`, with `step` columns at once cut over the processes. The last are padded on the right."""
     columns = inputs.shape[1]
     states, losses = None, []
+    # Padded to a multiple of the processes; the result loses these columns again.
     inputs, targets = (F.pad(x, (0, -columns % context.size)) for x in (inputs, targets))
     for start in range(0, columns, step):
         piece = inputs[:, start : start + step]
+        # The first piece starts from zeros, the others from the carried states.
         rows: Any = {"carried_cache": states, "carried": torch.full((len(piece),), start > 0)}
         out = model(input_ids=piece, context=context, return_carried_cache=True, **rows)
         states = out.carried_cache
@@ -319,8 +328,10 @@ def score_spans(
     context: Context | None = None,
 ) -> list[np.ndarray]:
     """−log p of each text's tokens but the first, in rows of at most `length` predictions; float64."""
+    # [L − 1] for each text; entry t is of token t + 1.
     losses = [np.zeros(len(text) - 1) for text in texts]
     rows = [(i, *span) for i, text in enumerate(texts) for span in spans(len(text), length)]
+    # Longest first: memory is exhausted at once or never, and batches need little padding.
     rows.sort(key=lambda row: row[1] - row[2])
     while rows:
         width = rows[0][2] - rows[0][1]
@@ -328,16 +339,19 @@ def score_spans(
         batch, rows = rows[:size], rows[size:]
 
         # Shorter rows are padded on the right, which a causal model does not see.
+        # [B, width + 1]: a token of context, then those to predict.
         tokens = torch.zeros(len(batch), width + 1, dtype=torch.int64)
         for row, (i, first, last) in zip(tokens, batch, strict=True):
             row[: last - first + 1] = torch.from_numpy(texts[i][first : last + 1])
         lengths = np.array([last - first for _, first, last in batch])
 
+        # Real columns among those read, without the padding.
         def read(first: int, last: int, lengths: np.ndarray = lengths) -> None:
             advance(int((lengths.clip(max=last) - lengths.clip(max=first)).sum()))
 
         batch_losses = surprisal(model, tokens.to(model.device), read, context).cpu().numpy()
         for loss, (i, first, last) in zip(batch_losses, batch, strict=True):
+            # A span (first, last) predicts the tokens first + 1 to last.
             losses[i][first:last] = loss[: last - first]
     return losses
 
@@ -365,6 +379,7 @@ def perplexity_by_position(
 
     progress(0)
     try:
+        # If a row is no longer than a window, both readings are the same.
         one_pass = windows = score_spans(model, ids, length, progress, context)
         if window < length:
             windows = score_spans(model, ids, window, progress, context)
@@ -375,6 +390,7 @@ def perplexity_by_position(
 
     words = sum(text_words for _, text_words, _ in texts)
     size = sum(text_size for _, _, text_size in texts)
+    # Pairs of both readings over the same tokens, a row each, [≤ length].
     rows = []
     for i, text in enumerate(ids):
         for first, last in spans(len(text), length):
@@ -382,6 +398,7 @@ def perplexity_by_position(
     longest = max(len(row[0]) for row in rows)
 
     # Positions of the curve double up to the longest row, those of the ranges from the window on.
+    # The last range holds at least a fifth of the longest row.
     borders = [0, *(1 << k for k in range(64) if 1 << k < 0.8 * longest), longest]
     doubled = [(0, window)]
     doubled += [(window << k, window << k + 1) for k in range(64) if window << k < longest]
@@ -401,6 +418,7 @@ def perplexity_by_position(
 
 def _sum_up(losses: list[np.ndarray], words: int, size: int) -> dict[str, float | None]:
     """Figures over all texts, whose tokens' losses are in nats; size: of the texts in bytes."""
+    # [texts] each.
     sums = np.array([loss.sum() for loss in losses])
     counts = np.array([len(loss) for loss in losses], float)
     mean, error = ratio(sums, counts)
@@ -421,6 +439,7 @@ def ratio(values: np.ndarray, weights: np.ndarray) -> tuple[float, float | None]
     mean = values.sum() / weights.sum()
     if len(values) < 2:
         return float(mean), None
+    # Delta method: the residuals' error over the mean weight.
     error = (values - mean * weights).std(ddof=1) / math.sqrt(len(values)) / weights.mean()
     return float(mean), float(error)
 
@@ -434,6 +453,7 @@ def _measure_range(
         if len(one_pass) > start:
             reached.append((one_pass[start:stop], windows[start:stop]))
     counts = np.array([len(one_pass) for one_pass, _ in reached], float)
+    # [2, rows]: nats in one pass and in windows.
     sums = np.array([(one_pass.sum(), windows.sum()) for one_pass, windows in reached]).T
     point: dict[str, Any] = {
         "after": start,
@@ -441,6 +461,7 @@ def _measure_range(
         "rows": len(reached),
         "tokens": int(counts.sum()),
     }
+    # The difference is by row, because both readings share its tokens and most of its noise.
     values = {"one_pass": sums[0], "windows": sums[1], "difference": sums[0] - sums[1]}
     for name, nats in values.items():
         point[name], point[f"{name}_stderr"] = ratio(nats, counts)
@@ -469,6 +490,7 @@ def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
 
     title = f"Perplexity on {result['text']}"
     if not incomparable(models):
+        # Bits per byte do not depend on the tokenizer.
         best = min(range(len(models)), key=lambda i: models[i]["one_pass"]["bits_per_byte"])
         of_best = f"lowest for {names[best]}" if len(models) > 1 else names[best]
         title += f": {of_best}, {_format_cell(models[best]['one_pass']['perplexity'])}"
@@ -502,7 +524,9 @@ def _draw_model(
     model: dict[str, Any], name: str, style: dict[str, Any], left: Any, right: Any
 ) -> None:
     """Draws a model's two curves into the left panel, and their difference into the right one."""
+    # Ranges with a single row have no error: they are drawn only where there are no others.
     points = [point for point in model["curve"] if point["rows"] > 1] or model["curve"]
+    # The middle of a range on a logarithmic axis.
     x = np.array([math.sqrt((point["after"] + 1) * point["up_to"]) for point in points])
 
     def values(key: str) -> np.ndarray:
@@ -514,6 +538,7 @@ def _draw_model(
     left.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
     left.plot(x, np.exp(values("windows")), color=style["color"], linestyle=":")
 
+    # The quotient of both perplexities, less 1.
     gain = 100 * np.expm1(values("difference"))
     right.errorbar(x, gain, 100 * values("difference_stderr"), **style, label=name)
 
@@ -544,6 +569,7 @@ def _shorten_paths(names: list[str]) -> list[str]:
     paths = [Path(name).parts for name in names]
 
     def share(end: int) -> bool:
+        # A path keeps at least one part.
         several = len(names) > 1 and all(len(path) > 1 for path in paths)
         return several and len({path[end] for path in paths}) == 1
 

@@ -43,12 +43,14 @@ def cloze(documents: list[str], questions: int, seed: int = 0) -> list[dict]:
     passages = []
     for source, text in enumerate(documents):
         for start in range(CONTEXT, len(text) - ENDING, CONTEXT + ENDING):
+            # At the next line's start, so that no line is split.
             cut = text.find("\n", start) + 1
             ending = text[cut : cut + ENDING]
             if cut and len(ending) == ENDING and len(ending.split()) > 5:
                 passages.append((source, text[cut - CONTEXT : cut], ending))
     rows = []
     for source, context, ending in draw.sample(passages, min(questions, len(passages))):
+        # Wrong endings are of other documents, and differ from the right one.
         others = [
             other for document, _, other in passages if document != source and other != ending
         ]

@@ -117,6 +117,7 @@ def suite(
     ]
     ours = []
     for name, model in zip(_model_titles(results), results["models"], strict=True):
+        # An empty name marks the row of standard errors.
         for kind, title in {"metrics": name, "stderr": ""}.items():
             figures = [_read_figure(model, task, metric, kind) for task, metric, _ in table.tasks]
             ours.append(_suite_row(table, title, figures))
@@ -293,6 +294,7 @@ def _suite_row(table: Suite, name: str, figures: list[float | None]) -> list[str
     measured = [value for value in shares if value is not None]
     average = None
     if len(measured) == len(shares):
+        # Errors of independent tasks add in squares.
         total = sum(measured) if name else math.hypot(*measured)
         average = total / len(shares)
     cells = zip([*metrics, "acc"], [*figures, average], strict=True)
@@ -313,6 +315,7 @@ def _read_figure(
     score = scores["metrics"].get(metric)
     if figure is None or score is None or not metric.startswith(SHARES):
         return figure
+    # The score decides for its error too, which may be below 1.
     in_percent = score > 1  # no share is above 1
     for name, metrics in IN_PERCENT.items():
         in_percent |= task.startswith(name) and metric.startswith(metrics)

@@ -87,7 +87,9 @@ def answers(
                     endings.append((_make_row(continuation, 1, i), origin))
         endings.sort(key=lambda ending: _longest_first(ending[0]))
         while endings:
+            # Short continuations leave room for more rows beside the copied states.
             size = batch_size * min(4, 1 + 128 // len(endings[0][0].tokens))
+            # Each batch reads on from a copy: the context's cache must serve the next one too.
             batch, origins = zip(*endings[:size], strict=True)
             _read_rows(
                 model, batch, tally, _copy_rows(cache, torch.tensor(origins)), limited=limited
@@ -108,12 +110,14 @@ def _make_readings(requests: list[Request], share: bool) -> tuple[list[Reading],
             last = len(context) - 1  # predicts the first token of each continuation
             shared.append(Reading(context, [(last, requests[i][1][0], i) for i in members]))
         else:
+            # Tokens after the context are predicted, each from the position before it.
             alone += [_make_row(context + requests[i][1], len(context), i) for i in members]
     return alone, shared
 
 
 def process_share(requests: Sequence[Request], rank: int, processes: int) -> list[Request]:
     """The requests of process `rank`: those of every `processes`-th context, sorted by length."""
+    # Contexts are dealt out, not requests: each is read by one process alone.
     contexts = sorted({context for context, _ in requests}, key=lambda ids: (-len(ids), ids))
     share = set(contexts[rank::processes])
     return [request for request in requests if request[0] in share]
@@ -155,6 +159,7 @@ def _resumes_exactly(model: PreTrainedModel) -> bool:
     cache = model(token, use_cache=True).past_key_values
     if type(cache) is not DynamicCache:
         return False
+    # Other layers, such as those of sliding windows, may drop or merge what they read.
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
@@ -164,6 +169,7 @@ def _keeps_positions(model: PreTrainedModel) -> bool:
         return False
     ids = torch.arange(3, device=model.device)[None]
     positions = torch.tensor([0, 2], device=model.device)
+    # Tried on three tokens: a signature does not say which kinds it takes.
     expected = model(ids, use_cache=False).logits[:, positions]
     try:
         logits = model(ids, use_cache=False, logits_to_keep=positions).logits
@@ -193,6 +199,7 @@ def _read_rows(
 
     limited: whether a model of another library computes logits only where they are wanted.
     """
+    # ids and mask [B, width].
     width = max(len(row.tokens) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -204,6 +211,7 @@ def _read_rows(
     wanted = torch.tensor([(i, *want) for i, row in enumerate(rows) for want in row.wanted])
     row, position, token, request = wanted.unbind(1)
     if not is_ours(model):
+        # The union over rows; `column` is each prediction's place in it.
         kept_positions, column = position.unique(return_inverse=True)
         some = {"logits_to_keep": kept_positions.to(model.device)} if limited else {}
         # No mask: padding on the right reaches no token.
@@ -221,6 +229,7 @@ def _read_rows(
             use_cache=keep or width > COLUMNS,
         )
         cache = out.past_key_values
+        # Predictions in these columns; the head sees only their vectors.
         inside = (position >= start) & (position < end)
         hidden = out.last_hidden_state[row[inside], position[inside] - start]  # [N, D]
         _add_scores(hidden, model.lm_head, token[inside], request[inside], tally)
@@ -230,6 +239,7 @@ def _read_rows(
 def _add_scores(x: Tensor, head: Any, token: Tensor, request: Tensor, tally: Tally) -> None:
     """Adds log P(token) under `head(x)` to each request; x `[N, …]`, token and request `[N]`."""
     for chunk in torch.arange(len(x)).split(POSITIONS):
+        # [≤ POSITIONS, vocabulary], then fp32 for the sum over the vocabulary.
         logits = head(x[chunk])
         if logits.dtype != torch.float64:
             logits = logits.float()

@@ -139,6 +139,7 @@ def _one_of(choices: Iterable | Callable[[dict], Iterable]) -> Rule:
     def rule(row: dict, value: Any) -> Any:
         allowed = choices(row) if callable(choices) else choices
         by_name = {str(choice): choice for choice in allowed}
+        # JSON's true counts as 1, so a Boolean label fits the choices 0 and 1.
         name = str(int(value) if isinstance(value, bool) else value).strip()
         if name in by_name:
             return by_name[name]
@@ -199,6 +200,7 @@ def _endings(row: dict) -> list[str]:
 
 def _letters(row: dict) -> list[str]:
     choices = row["choices"]
+    # Only letters whose choice exists.
     return choices["label"][: len(choices["text"])]
 
 
@@ -257,6 +259,7 @@ def find_tasks(tasks: list[str], data: str | None) -> tuple[list[TaskSource], di
         for source in _expand_task(task, directory):
             if source.local and directory and not source.documents:
                 reason = f"{data} has no {source.local.file}.jsonl or .jsonl.gz"
+                # A task that is named must have its data; a member of a group may lack it.
                 if task not in GROUPS:
                     raise InputError(f"{task}: no data: {reason}")
                 left_out[source.name] = reason
@@ -276,6 +279,7 @@ def _expand_task(task: str, data: Path | None) -> list[TaskSource]:
         return [TaskSource(name, data=data, needle=NEEDLES[name]) for name in names]
     if task in GROUPS or task in LOCAL:
         return [find_official(name, data) for name in GROUPS.get(task, [task])]
+    # Only a bare name is looked for among our folders: a path would lead out of them.
     path = PACKAGED / task
     if not (path.is_dir() and task.isidentifier()):
         path = Path(task).expanduser()
@@ -347,6 +351,7 @@ def _read_row(source: TaskSource, line: str, location: str) -> dict:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InputError(f"{location}: {name} {error}") from None
 
+    # All other fields are text, or the harness fails far from the line.
     for name, value in document.items():
         if value is None:
             raise InputError(f"{location}: {name} is null")

@@ -174,12 +174,14 @@ def serve(op: str, backend: str, device_type: str, *inputs, **options):
     Warns once for each that cannot, with its reason.
     """
     names = backends_for(op, backend, device_type)
+    # A named backend is tried first; only a free choice is by measured time.
     if len(names) > 1 and _is_free(backend):
         fastest = measured_backend(op, *inputs, **options)
         if fastest in names:
             names = [fastest, *(name for name in names if name != fastest)]
 
     for name in names:
+        # Loaded at its turn, so that an unused backend is never imported.
         _load_kernel(op, name)
         try:
             return getattr(_loaded, f"{op}_{name}")(*inputs, **options)
@@ -236,6 +238,7 @@ def measured_backend(op: str, *inputs, **options) -> str | None:
     if not rows:
         return None
     q, _, v, *gates = inputs
+    # Both ops have g as the last positional input: (β, g) or (g).
     g = gates[-1]
     if g is not None and g.ndim == 4:
         return None

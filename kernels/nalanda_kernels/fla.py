@@ -53,6 +53,7 @@ def delta_rule(
         if not normed_inside:
             q, k = features_of(q, k, feature_map, qk_norm)
 
+        # Only now is the number of features known: a map may change it.
         if q.shape[-1] > WIDEST:
             raise Unsupported(f"K = {q.shape[-1]}: at most {WIDEST} features")
 
@@ -67,7 +68,9 @@ def delta_rule(
 
             q, k = _repeat_heads(q, k, v)
             g = torch.zeros_like(beta) if g is None else g
+            # A decay per head, or none, is the same for all channels [B, T, HV, K].
             g = (g if g.ndim == 4 else g[..., None]).float().expand(k.shape)
+            # gdn2 has no β: it scales what is erased and what is written.
             erase = _scaled_gate(beta, erase, k, dtype)
             write = _scaled_gate(beta, write, v, dtype)
             o, state = chunk_gdn2(q, k, values, g, erase, write, **options)
@@ -113,6 +116,7 @@ def linear_attention(
     dtype = _common_dtype(q, v, allowed=(torch.bfloat16, torch.float16, torch.float32))
     _check_call(q, v, g, chunk_size)
     with without_autocast(q):
+        # [B, T, HV, K] each.
         q, k = _repeat_heads(*features_of(q, k, feature_map, qk_norm), v)
 
         K, V = q.shape[-1], v.shape[-1]
@@ -165,6 +169,7 @@ def _check_call(q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int) -> None
         raise Unsupported(f"chunk_size={chunk_size}: at least 16")
     if g is None or g.ndim == 4 or not torch.is_grad_enabled():  # the fault lies elsewhere
         return
+    # fla's own flags of the Triton versions; without them nothing is refused.
     wrong = getattr(chunk_o, "TRITON_ABOVE_3_4_0", False) and not getattr(
         chunk_o, "TRITON_ABOVE_3_7_1", True
     )
@@ -198,6 +203,7 @@ def options_of(q, v, scale, initial_state, output_final_state, cu_seqlens) -> di
     K = q.shape[-1]
     if initial_state is not None and initial_state.shape[2] != K:
         raise Unsupported(f"an initial_state with K = {initial_state.shape[2]} for keys of {K}")
+    # The scale is of features after the map, as in our kernels.
     options = {
         "scale": K**-0.5 if scale is None else float(scale),
         "initial_state": None if initial_state is None else initial_state.float(),
@@ -206,6 +212,7 @@ def options_of(q, v, scale, initial_state, output_final_state, cu_seqlens) -> di
 
     if cu_seqlens is None:
         return options
+    # fla takes the bounds on the device and on the host.
     bounds = bounds_of(cu_seqlens, q.shape[1])
     on_host, on_device = _bounds_on(bounds, q.device)
     return options | {"cu_seqlens": on_device, "cu_seqlens_cpu": on_host}

@@ -54,6 +54,7 @@ def delta_rule(
     if dtype not in (torch.bfloat16, torch.float16):
         raise Unsupported(f"{name_of(dtype)} inputs: it computes in 16 bits")
 
+    # Asked of the map, so that a refused call maps nothing.
     features = getattr(feature_map, "feature_dim", q.shape[3])
     if (features, v.shape[3]) != (WIDTH, WIDTH):
         raise Unsupported(f"K = {features} and V = {v.shape[3]}: both must be {WIDTH}")
@@ -68,6 +69,7 @@ def delta_rule(
         if not normed_inside:
             q, k = features_of(q, k, feature_map, qk_norm)
         options = options_of(q, v, scale, initial_state, output_final_state, cu_seqlens)
+        # FlashQLA's function lacks this argument.
         options.pop("cu_seqlens_cpu", None)
 
         q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)

@@ -82,6 +82,7 @@ def choose(out: str | Path, *, minutes: float) -> None:
     out, end = Path(out), time.monotonic() + 60 * minutes
     table: Table = copy.deepcopy(common._table())
     arch = common.architecture()
+    # Every size has a row of its own, even where the shipped table has one for several.
     table[arch] = {
         name: spread(name, arch, common.variants)
         for name in {**table["sm_80"], **table.get(arch, {})}
@@ -90,10 +91,12 @@ def choose(out: str | Path, *, minutes: float) -> None:
     table[arch]["backends"] = []
 
     print(f"{torch.cuda.get_device_name()}, {arch}: at most {minutes:g} minutes", flush=True)
+    # Kernels read their sizes from this table at each launch, so a changed row takes effect.
     with mock.patch.object(common, "_table", return_value=table):
         for row, message in fastest_backends(backend_jobs(), lambda: time.monotonic() > end):
             print(message, flush=True)
             table[arch]["backends"].append(row)
+            # After every change, because a run may be cut off.
             write_blocks(table, out)
         for message in improve(table[arch], jobs, lambda: time.monotonic() > end):
             print(message, flush=True)
@@ -110,6 +113,7 @@ def backend_jobs() -> Iterator[tuple[dict, dict[str, Job]]]:
         ("delta_rule", "linear_attention"), (True, False), (None, silu)
     ):
         backends = backends_for(op, "auto", "cuda")
+        # A choice needs two backends.
         for length in LENGTHS if len(backends) > 1 else ():
             row = {
                 "op": op,
@@ -191,6 +195,7 @@ def improve(
 
         try:
             jobs = jobs_of(itemsize, features)
+            # Time and results of the sizes so far are what a candidate must keep.
             best, expected = total(jobs)
         except Exception as error:
             yield f"{where}: {type(error).__name__}: {error}".splitlines()[0]
@@ -230,6 +235,7 @@ def jobs(itemsize: int, features: int) -> list[Job]:
     from nalanda_kernels.triton.recurrence import delta_rule
 
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    # Maps double the features, not the values.
     V = min(features, 256)
     calls = [
         timed(delta_rule, dtype, features, V),
@@ -260,10 +266,13 @@ def timed(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device="cuda")
 
+    # q and k [B, T, H, K], v [B, T, H, V].
     inputs = [normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, V)]
     inputs = [x.to(dtype) for x in inputs]
     gates = [normal(B, T, H).sigmoid()] if delta else []
+    # By channel [B, T, H, K] or by head [B, T, H].
     decays = normal(B, T, H, K) if channels else normal(B, T, H)
+    # Log-decays, most of them weak.
     gates += [torch.nn.functional.logsigmoid(decays + 3)] if gated else []
 
     leaves = [x.requires_grad_() for x in inputs + gates]
@@ -275,6 +284,7 @@ def timed(
 
     def job() -> tuple[float, Results]:
         results = call()  # compiles
+        # The second call finds all caches warm.
         call()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(12)]
         for start, stop in events:
@@ -308,6 +318,7 @@ def write_blocks(table: Table, out: Path) -> None:
             for name, some in kernels.items()
         ]
         lines.append(f'  "{arch}": {{\n' + ",\n".join(rows) + "\n  }")
+    # Written beside, then renamed: that is atomic within a folder.
     beside = out.with_name(out.name + ".new")
     beside.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     beside.replace(out)
