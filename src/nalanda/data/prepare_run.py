@@ -253,7 +253,7 @@ class Preparation:
             raise InputError(f"{unit.identity}: now {shard.identity}; run the same command again")
 
         if isinstance(shard, FileShard):
-            # Hashed the way that the plan was, so that both compare.
+            # Hashed as for the plan, so that the two hashes can be compared.
             content = self.hashes.of(shard.path, sample_of(unit.content))
         else:
             content = self.corpora[unit.corpus].content(unit.shard)
@@ -318,7 +318,7 @@ class Preparation:
             for split in splits:
                 path = self.directory / split / self.names[number]
                 writers[split] = ShardWriter(path, self.dtype)
-                # On an error nothing of the shard stays; behind `close` it finds nothing to remove.
+                # On an error the unfinished files go; after `close` it finds nothing to remove.
                 stack.callback(writers[split].abandon)
             documents_left_out = self._write_units(units, writers, report)
             entries = {split: writer.close() for split, writer in writers.items()}
