@@ -81,6 +81,7 @@ def take_apart(function: Callable) -> Callable:
 
     call.__name__ = function.__name__
     call.__doc__ = keep_example_lines(function.__doc__ or "")
+    # typer reads these too, and those of `call` say nothing.
     call.__annotations__ = {}
     call.__signature__ = signature(function).replace(parameters=parameters)  # type: ignore
     return call

@@ -203,7 +203,7 @@ def every_token_sees_every_other(model: Any) -> None:
     for t in range(4):
         changed = tokens.clone()
         changed[:, t] = (changed[:, t] + 1) % VOCAB
-        moved = (logits(model, changed) - before).abs().amax(-1)[0]
+        moved = (logits(model, changed) - before).abs().amax(-1)[0]  # [4]
         assert (moved > 1e-9).all(), f"token {t} moves the logits of the four by {moved.tolist()}"
 
 
@@ -279,6 +279,7 @@ def chunkwise_is_recurrent_is_reference(model: Any) -> None:
         ) -> Any:
             return _run(call, rule._replace(mode=_mode))
 
+        # Kernels would serve the call before the torch path is asked for a mode.
         without_kernels = mock.patch.object(ops, "_kernels", None)
         with without_kernels, mock.patch.object(ops, "_run_in_torch", in_mode):
             close(logits(model, tokens), chunkwise)
@@ -417,6 +418,7 @@ def in_threads(size: int, run: Callable[[Context], Any]) -> list:
             threads.submit(guarded, _Thread(rank, size, barrier, board)) for rank in range(size)
         ]
     failures = [error for task in tasks if (error := task.exception())]
+    # A broken barrier follows from another thread's error, which is raised in its place.
     for error in sorted(failures, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
     return [task.result() for task in tasks]
@@ -610,6 +612,7 @@ def computed_in_fp32(make: Callable[..., FeatureMap]) -> None:
     for dtype, spread in itertools.product(
         (torch.float16, torch.bfloat16, torch.float32), (20, 0.5)
     ):
+        # [B, T, H, K] = [1, 4, 2, 16], of a large and of a small spread
         q, k = (normal(1, 4, 2, 16, seed=s, spread=spread).to(dtype) for s in (0, 1))
         exact, cast = make()(q.double(), k.double()), make().to(dtype)
         assert all(p.dtype == torch.float32 for p in cast.parameters())

@@ -163,6 +163,7 @@ def _override(values: dict, override: str) -> None:
     for name in path:
         child = values.get(name)
         if name == "tokenizer" and isinstance(child, str):
+            # A bare string is short for the path: written out, another key can join it.
             child = {"path": child}
         if not isinstance(child, dict):
             child = {}
@@ -205,6 +206,7 @@ class _Loader(yaml.SafeLoader):
         seen: dict[Any, int] = {}
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
+            # With its tag: 1 and '1' are two keys.
             if name in seen:
                 problem = f"{key.value!r} is a duplicate of line {seen[name]}"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
@@ -214,6 +216,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _INT = "tag:yaml.org,2002:int"
+# YAML 1.1's rules, without that of integers, which the next line replaces.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in rows if tag != _INT]
     for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()

@@ -178,6 +178,7 @@ def config_source(model: dict[str, Any]) -> type[PreTrainedConfig] | str:
         raise InputError(
             f"model.auto: {name} is of flash-linear-attention; pip install 'nalanda[fla]'"
         )
+    # A folder of that name comes before the model type.
     if name not in CONFIG_MAPPING or Path(name).exists():
         return name
     kind = CONFIG_MAPPING[name]
@@ -202,5 +203,6 @@ def in_one_line(where: str) -> Iterator[None]:
         if out_of_memory(error):
             raise
         lines = [line.strip() for line in str(error).strip().splitlines()]
+        # A first line that ends with a colon says nothing without the next.
         problem = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
         raise InputError(f"{where}: {problem}") from None

@@ -515,6 +515,7 @@ class RunConfig:
         # Plugins first: they register names that the checks know.
         import_plugins(self.plugins)
         check_output(self.output_dir, "output_dir")
+        # Every section alone, so that the combinations below compare sound values.
         for f in fields(self):
             if is_dataclass(section := getattr(self, f.name)):
                 section.check()  # type: ignore[attr-defined]
@@ -528,6 +529,7 @@ class RunConfig:
             raise InputError(
                 f"data.seq_len: {self.data.seq_len} is not a multiple of train.context_parallel {parts}"
             )
+        # With the fewest processes: only the launch knows how many there are.
         self.accumulation(processes=parts)
         if self.tokenizer.train and (weights := self.model.get("init_from")):
             raise InputError(
@@ -562,6 +564,7 @@ class RunConfig:
             )
         tokens = train.micro_batch_size * seq_len * contexts
         if train.tokens_per_step % tokens:
+            # The nearest multiples at either side, as advice.
             below = train.tokens_per_step // tokens * tokens
             unit = "process(es)" if train.context_parallel == 1 else "context(s)"
             choices = " or ".join(str(n) for n in (below, below + tokens) if n)

@@ -185,6 +185,7 @@ def _sample(folder: Path) -> tuple[Tensor, str]:
     if tokenizer := tokenizer_of(folder):
         text = topics["naming"]  # of Python's manual, as text of any kind will do
         ids = tokenizer(text, add_special_tokens=False).input_ids[:count]
+        # The text may be too short, or have added tokens without an embedding.
         if len(ids) == count and max(ids) < vocabulary:
             return torch.tensor(ids), text
     return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0)), ""

@@ -298,6 +298,7 @@ def convert(
         if check:
             proof = compare(folder, staging, libraries, rounded)
         if rounded:
+            # Only now: the comparison needs the exact model in the folder.
             keep_rounded(staging)
         if unread:
             proof = Certificate(
@@ -326,6 +327,7 @@ def _keep_tokenizer(folder: Path, staging: Path) -> None:
     if tokenizer is None or not file.is_file():
         return
     settings, name = json.loads(file.read_text(encoding="utf-8")), type(tokenizer).__name__
+    # transformers may choose the class by model_type, which the conversion changes.
     declared = settings.get("tokenizer_class") or ""
     if name not in ("TokenizersBackend", declared.removesuffix("Fast")):
         text = json.dumps(settings | {"tokenizer_class": name}, indent=2, ensure_ascii=False)
@@ -380,6 +382,7 @@ def _choose_target(kind: str, config: NalandaConfig, to: str | None) -> str:
     kinds = {library: name for library, name in kinds.items() if library != _library_of(kind)}
     if to in kinds:
         return kinds[to]
+    # Those that can express the model itself, not only its mixers.
     able = [library for library, name in kinds.items() if _expresses(library, name, config)]
     if to is None and (kind != "nalanda" or (kinds and len(able) < 2)):
         return kinds[[*able, *kinds][0]]
@@ -422,6 +425,7 @@ def _refuse_unknown(kind: str, settings: Config) -> None:
     """Raises InputError for a kind of model that is not in FORMATS."""
     if kind in FORMATS or kind == "nalanda":
         return
+    # Experts first: they say more than an unknown type.
     for config in (settings, settings.get("text_config") or {}):
         if config.get("num_experts"):
             raise unsupported("num_experts", config["num_experts"])

@@ -122,12 +122,12 @@ def with_transformers(folder: Path, ids: Tensor, probes: list[str]) -> Computed:
             output_logits=True,
             return_dict_in_generate=True,
         )
-        prompt = ids[None, :PROMPT]
+        prompt = ids[None, :PROMPT]  # [1, PROMPT]
         done = model.generate(prompt, attention_mask=torch.ones_like(prompt))
     config = model.config.get_text_config()
     del model
     gc.collect()
-    steps = [step[0] for step in done.logits]
+    steps = [step[0] for step in done.logits]  # [vocabulary] each
     computed = _computed("transformers", logits, steps, config, tokenizer, probes)
     return dataclasses.replace(computed, special=computed.special | {_ENDS: ends})
 

@@ -134,6 +134,7 @@ class Format:
 
     def unread(self, settings: Config) -> list[str]:
         """The keys that have a value and no effect: private ones, and those that transformers ignores."""
+        # transformers ignores keys that the class of a config does not declare.
         read = self.config and {
             *self.config.__dataclass_fields__,
             *self.config.attribute_map,
@@ -149,6 +150,7 @@ class Format:
 
     def ours(self, settings: Config) -> NalandaConfig:
         """The equivalent NalandaConfig. Raises InputError with the name of a field that it cannot express."""
+        # What any config may hold is passed over, unless this format has a field of that name.
         left_out = (_INHERITED | {*self.unread(settings)}) - self.fields.keys()
         foreign = checked(
             {n: value for n, value in settings.items() if n not in left_out}, self.fields
@@ -194,6 +196,7 @@ class Format:
         """Their name of our tensor `name`."""
         for part, replacement in self.names.items():
             name = name.replace(part, replacement)
+        # A norm of theirs that is not fused with a gate is called g_norm.
         fused = foreign.get("fuse_norm", True) and foreign.get("use_output_gate", True)
         return name if fused else name.replace("g_norm_swish_gate", "g_norm")
 
@@ -257,6 +260,7 @@ def resolved(config: NalandaConfig) -> Config:
         # The defaults first: an option left open equals one that is written out.
         options[name] = {key.name: key.default for key in keys if key.kind is key.KEYWORD_ONLY}
         options[name] |= config.mixer_options.get(name, {}) if by_name else config.mixer_options
+        # Resolved: None means as many as num_heads.
         if "num_v_heads" in options[name]:
             options[name]["num_v_heads"] = mixer.num_v_heads
     if "softmax" in mixers:  # its sizes, the config's where it has none of its own
@@ -264,6 +268,7 @@ def resolved(config: NalandaConfig) -> Config:
         sizes = {"num_heads": full.num_heads, "num_kv_heads": full.num_v_heads, "head_dim": full.K}
         sizes |= {"value_dim": full.V, "rotary_dim": full.rotary_dim}
         options["softmax"] = sizes | {n: x for n, x in options["softmax"].items() if n not in sizes}
+    # The recurrent mixer has the config's own sizes; softmax only where it is alone.
     main = mixers[next(iter(mixers.keys() - {"softmax"}), "softmax")]
     fields = [f.name for f in dataclasses.fields(config) if f.name in NalandaConfig.__annotations__]
     # key_dim and value_dim stand for expand_k, expand_v and head_dim.
@@ -290,6 +295,7 @@ def attention_interval(config: NalandaConfig) -> int:
         raise _not_in_gguf(f"mixer {' and '.join(mixers)}")
     delta, soft = mixers["gated_deltanet"], mixers.get("softmax")
     fields = {"use_bias": False, "position_embedding": "none", "scale_embeddings": False}
+    # (setting, its value, the only value that llama.cpp computes)
     needs = [(name, getattr(config, name), wanted) for name, wanted in fields.items()]
     needs += [
         ("feature_map", delta.map_name, "silu"),

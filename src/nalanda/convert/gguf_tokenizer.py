@@ -42,6 +42,7 @@ def add_tokenizer(
     """
     spec = json.loads(fast_backend(tokenizer).to_str())
     model, added = spec["model"], tokenizer.added_tokens_decoder
+    # By id; those of a padded vocabulary stay unused.
     tokens, types = [f"[UNUSED{i}]" for i in range(config.vocab_size)], [UNUSED] * config.vocab_size
     for token, i in tokenizer.get_vocab().items():
         tokens[i], types[i] = token, NORMAL
@@ -154,6 +155,7 @@ def _add_sentencepiece(
     merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
     # The merges of one piece must follow one another, since a piece has one score.
     made = [piece for piece, _ in itertools.groupby(left + right for left, right in merges)]
+    # SentencePiece merges the pair of the highest score first, so early merges score higher.
     scores, known, vocabulary = (
         {piece: -float(i) for i, piece in enumerate(made)},
         set(merges),

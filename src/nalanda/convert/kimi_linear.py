@@ -99,6 +99,7 @@ class KimiLinear(Format):
         foreign = super().foreign(config)
         layers = foreign["num_hidden_layers"]
         foreign["linear_attn_config"]["full_attn_layers"] = [layers + 1]
+        # Every layer has a dense GLU, the null layer too.
         return foreign | {"num_hidden_layers": layers + 1, "first_k_dense_replace": layers + 1}
 
     def tensors(self, names: Iterable[str], foreign: Config) -> list[Tensors]:

@@ -105,6 +105,7 @@ class Qwen3_5(Format):
         found.append(shifted("model.norm.weight", "model.norm.weight", dtype))
         for i, kind in enumerate(_layer_types(foreign)):
             layer = f"model.layers.{i}."
+            # A layer beyond ours is the null layer.
             if layer + "mixer_norm.weight" in there:
                 found += _layer(layer, kind, foreign["num_attention_heads"], dtype)
             else:
@@ -137,6 +138,7 @@ def _layer(layer: str, kind: str, heads: int, dtype: torch.dtype) -> list[Tensor
     else:
         same = {"in_proj_z": "g_proj", "in_proj_b": "b_proj", "in_proj_a": "a_proj"}
         same |= {"norm": "o_norm", "out_proj": "o_proj"}
+        # Rows of q, then of k, then of v; so too the filters [channels, 1, W].
         found.append(stacked(foreign + "in_proj_qkv.weight", of("q_proj", "k_proj", "v_proj")))
         found.append(stacked(foreign + "conv1d.weight", of("q_conv1d", "k_conv1d", "v_conv1d")))
         found += [Tensors(foreign + n, (f"{ours}decay.{n}",)) for n in ("A_log", "dt_bias")]
@@ -215,6 +217,7 @@ def _write(ours: Config, foreign: Config) -> None:
             "mrope_section": [full["rotary_dim"] // 2 - 2 * third, third, third],
         },
     }
+    # Both stand in rope_parameters now.
     del foreign["partial_rotary_factor"], foreign["rope_theta"]
 
 

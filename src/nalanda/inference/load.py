@@ -147,6 +147,7 @@ def launched_context(device: str) -> Iterator[Context | None]:
         return
     gpu = device.startswith("cuda")
     if gpu:
+        # Before the group exists: nccl takes the current device.
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("nccl" if gpu else "gloo")
     try:

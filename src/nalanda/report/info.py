@@ -63,6 +63,7 @@ def info(
     flops, flops_source = flops_per_token(model, seq_len)
     ours = isinstance(model_config, NalandaConfig)
     stateful = ours and not is_encoder(model_config)
+    # Of models of other libraries neither is known.
     activations = exchanged = None
     if ours and memory:
         dtype = DTYPES[train.precision]
@@ -76,6 +77,7 @@ def info(
         )
         on_cpu = device == "cpu" or (device == "here" and not torch.cuda.is_available())
         activations = activation_bytes(*shape, "cpu" if on_cpu else "cuda")
+        # Of a step, which has so many micro-batches.
         exchanged = accumulation * exchanged_bytes(*shape)
     weights = held_bytes(model, config, processes, shards(config, processes))
     training_flops = flops * train.steps * train.tokens_per_step

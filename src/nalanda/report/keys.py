@@ -29,6 +29,7 @@ def key_rows(pattern: str = "") -> list[dict[str, str]]:
 
     # The model's keys stand before those of the tokenizer.
     at = next(i for i, row in enumerate(rows) if row["key"].startswith("tokenizer"))
+    # Reversed, since each is inserted before those that came earlier.
     for field, text in reversed(_read_fields(model)):
         rows.insert(at, _row(f"model.{ast.unparse(field.target)}", field, text))
     return [x for x in rows if expression.search(x["key"]) or expression.search(x["meaning"])]
@@ -61,6 +62,7 @@ def _read_fields(node: ast.ClassDef) -> list[tuple[ast.AnnAssign, str]]:
         if not isinstance(line, ast.AnnAssign) or "ClassVar" in ast.unparse(line.annotation):
             continue
         text = ""
+        # A field's text is the string that stands below it.
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             text = str(after.value.value)
         fields.append((line, " ".join(text.split())))
@@ -83,6 +85,7 @@ def _list_keys(
     for field, text in _read_fields(classes[name]):
         kind = _type_of(field)
         key = f"{where}{ast.unparse(field.target)}"
+        # A section's class, or that of a list of sections.
         inner = re.search(r"\w+$", kind.removesuffix("]"))
         if inner and inner[0] in classes:
             if kind.startswith("list"):

@@ -186,6 +186,7 @@ def _title(curves: Sequence[Curve], names: Sequence[str]) -> str:
         return f"Training loss of {len(curves)} runs, of which {len(broken)} ended without a finite one"
     ends = [(c.validation[-1][3], i) for i, c in enumerate(curves) if c.validation]
     ends = [end for end in ends if math.isfinite(end[0])]
+    # A run without a finite validation loss: no lowest one can be named.
     if len(ends) < len(curves):
         return f"Training loss of {curves[0].name if len(curves) == 1 else f'{len(curves)} runs'}"
     loss, i = min(ends)

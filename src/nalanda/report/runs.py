@@ -60,6 +60,7 @@ def find_runs(directory: str | Path) -> list[Path]:
     for folder, below, files in os.walk(directory):
         if {"config.yaml", "run.json"} & set(files):
             runs.append(Path(folder))
+            # os.walk then does not descend: folders within a run are its own.
             below.clear()
         else:
             below[:] = sorted(name for name in below if not name.startswith("."))
@@ -82,6 +83,7 @@ def read_run(folder: Path, name: str | None = None) -> RunSummary:
         run.loss, run.mfu = last.get("loss"), last.get("mfu")
         run.tokens_per_second = last.get("tokens_per_second")
         run.val_ppl, run.val_bpb = last.get("val_ppl"), last.get("val_bpb")
+        # run.json is not written at every step, so the metrics may be ahead.
         run.step = max(facts.get("step", 0), newest)
         run.problem = facts.get("reason")
         run.state = facts.get("state", "empty")
@@ -196,6 +198,7 @@ def _last_lines(folder: Path, validates: bool) -> tuple[int, dict]:
     for line in last_metrics(file) if file.is_file() else ():
         step = max(step, line["step"])
         if "event" not in line:
+            # Lines come from the end: values that are there already are newer.
             newest = line | newest
         if "loss" in newest and ("val_ppl" in newest or not validates):
             break
@@ -229,6 +232,7 @@ def _is_alive(folder: Path, facts: dict, changed: float) -> bool:
     pid, host = facts.get("pid"), facts.get("host")
     if pid and host == platform.node():
         try:
+            # Signal 0 does nothing but ask whether the process exists.
             os.kill(pid, 0)
         except ProcessLookupError:
             return False

@@ -53,6 +53,7 @@ def mixer_rows() -> list[dict[str, Any]]:
     for name, kind in MIXERS.items():
         config = NalandaConfig(mixer=name, **SHAPE)
         mixer = config.distinct_mixers()[name]
+        # Two lengths tell whether the state grows.
         state, longer = (config.state_bytes(T, torch.bfloat16) for T in (LENGTH, 2 * LENGTH))
         rows.append(
             {
@@ -99,6 +100,7 @@ def all_rows() -> dict[str, list[dict[str, Any]]]:
 def norms(mixer: str, feature_map: str | None) -> str:
     """`norm_awareness` of an untrained layer with two heads of 64, whose queries have a spread near 1."""
     layer: Any = build(mixer, feature_map, num_hidden_layers=1, head_dim=64).model.layers[0]
+    # x [B, T, D] = [2, 32, 24]; D is that of `build`
     changes = norm_awareness(layer.mixer, normal(2, 32, 24))
     return " / ".join(f"{change:.2f}" if change >= 1e-3 else "–" for change in changes)
 

@@ -68,6 +68,7 @@ def _answer_of(question: Callable[..., str | None], *arguments: Any) -> str:
 def _find_unsound(path: Path) -> str | None:
     for name in ("model", "optimizer"):
         for key, tensor in tensor_files.iterate_tensors(tensor_files.tensor_source(path, name)):
+            # One tensor at a time: the memory is that of the largest.
             if problem := checkpoint.find_unsound({key: tensor}):
                 return problem
     return None

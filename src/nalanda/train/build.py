@@ -86,6 +86,7 @@ def set_up(
     say("checking the model")
     masking = Masking(tokenizer, config.data, config.seed) if is_encoder(model.config) else None
     if masking is not None:
+        # The same masks at each validation, so that its losses compare.
         validation = masking.fixed(validation, sharing.rank, sharing.world_size)
     carries = config.data.long_documents == "carry"
     kept_apart = verify_model(accelerator, model, carries)
@@ -327,6 +328,7 @@ def build_model(
     memory.check_model(model_config, bytes_each)
     check_vocabulary(tokenizer, model_config.vocab_size)
     path = config.model.get("init_from")
+    # A resume takes its checkpoint's weights, not those of init_from.
     if path is None or not weights:
         with in_one_line("model"):
             model = language_model(model_config).from_config(model_config, dtype=torch.float32)

@@ -90,6 +90,7 @@ class Saver:
         self._exchange = exchange(processes, timeout)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        # Of an earlier start, until this one has saved.
         self.saved = max([0, *map(step_of, checkpoint_folders(directory))])
 
     def save(
@@ -345,6 +346,7 @@ def tensor_contents(
                 if is_writer(tensor, rank)
             }
             files[file] = safetensors_content(parts, copy, sharded=True)
+        # Whole tensors are the same on all processes.
         elif rank == 0:
             parts = {key: (tensor, []) for key, tensor in tensors.items()}
             files[f"{name}.safetensors"] = safetensors_content(parts, copy)
@@ -370,6 +372,7 @@ def shared_contents(
             files |= {name: [text.encode()] for name, text in config.plugin_files().items()}
 
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    # A parameter that never had a gradient has no moments; a resume must not miss them.
     without_moments = [
         name
         for name, parameter in model.named_parameters()

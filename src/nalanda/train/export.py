@@ -118,6 +118,7 @@ def pad_batches(folder: Path, side: str = "left", *, token_types: bool = True) -
         return
     settings = json.loads(file.read_text(encoding="utf-8"))
     tokens = json.loads(older.read_text(encoding="utf-8")) if older.is_file() else {}
+    # tokenizer_config.json overrules the older file.
     tokens |= {name: settings[name] for name in ("eos_token", "pad_token") if settings.get(name)}
     settings |= {
         "padding_side": side,

@@ -118,6 +118,7 @@ def check_shared(run_dir: Path, accelerator: Accelerator) -> None:
         file.touch()
     accelerator.wait_for_everyone()
     lacking = [host for host in gather_object([None if file.exists() else platform.node()]) if host]
+    # All have looked before the file is removed.
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         file.unlink()

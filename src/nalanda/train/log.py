@@ -59,6 +59,7 @@ class RunLog:
         if quiet:
             return
         self.file = run_dir / "metrics.jsonl"
+        # Before metrics.jsonl is cut below: it says which steps the tracker has.
         if config.tracker != "none":
             self.tracker = Tracker(config, run_dir, self.say)
         if bad := cut_metrics(self.file, step, keep_events):
@@ -125,6 +126,7 @@ class RunLog:
         if self.expected:
             self.taken.append(seconds)
             if len(self.taken) > MEASURED:
+                # Without the first step, which allocates and compiles.
                 self.say(f"estimate   {corrected(*self.expected, self.taken[1:], step)}")
                 self.expected = None
 
@@ -274,6 +276,7 @@ def with_hours(lines: Iterable[dict]) -> Iterator[tuple[dict, float]]:
     hours, before = 0.0, 0
     for line in lines:
         if "loss" in line and "event" not in line:
+            # The rate of a line holds since the line before.
             if rate := line.get("tokens_per_second"):
                 hours += (line["tokens"] - before) / rate / 3600
             before = line["tokens"]

@@ -216,9 +216,11 @@ class Mirror:
         try:
             manifest = (path / MANIFEST).read_bytes()
             names = [f.relative_to(path).as_posix() for f in sorted(path.rglob("*")) if f.is_file()]
+            # It goes last, see the top.
             names.remove(MANIFEST)
             complete = f"{folder}/{MANIFEST}" in stored
             if complete and path.name not in self._sent:
+                # Read once: later this process knows what it has sent.
                 self._sent[path.name] = read_bytes(f"{self.url}/{folder}/{MANIFEST}", retries)
             if complete and self._sent[path.name] == manifest:
                 # Since then a mark may have come or gone.

@@ -53,6 +53,7 @@ def resolve(name: str, *, hub: bool = True) -> Resolved:
 
     check_name(str(path), hub=hub)
     run, model = _run_around(path), str(path)
+    # Checkpoints of a run have no tokenizer of their own.
     has_tokenizer = [*path.glob("*token*"), *path.glob("vocab*"), *path.glob("*.model")]
     if run is None or has_tokenizer or not (run / "tokenizer").is_dir():
         return Resolved(model, model, run)
@@ -90,6 +91,7 @@ def is_model(name: str) -> bool:
 def find_run(name: str) -> Path:
     """The path `name`, or if there is none the run of that name in `runs`."""
     path = Path(name).expanduser()
+    # Only a bare name is looked up in `runs`, and what lies at the path itself comes first.
     inside = RUNS / name
     lone = path.name == name and name not in ("", ".", "..")
     return inside if lone and not path.exists() and _is_run(inside) else path

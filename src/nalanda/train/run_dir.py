@@ -55,6 +55,7 @@ def last_good(directory: Path, suspect: Path | None = None, reason: str = "") ->
     suspect is marked unsound, with `reason`.
     """
     for path in reversed(checkpoint_folders(directory)):
+        # Only older ones are of use: the suspect did not help.
         if suspect is not None and step_of(path) >= step_of(suspect):
             continue
         if why_unusable(path) is not None or saved_between_bad_steps(path):
@@ -162,11 +163,13 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
     else:
         resume = latest_checkpoint(folder)
     steps = config.train.steps
+    # A finished run passes: it has nothing left to train.
     if resume and step_of(resume) > steps and facts.get("state") != "finished":
         raise InputError(
             f"train.steps: {steps}, but {run_dir} goes on from {resume.name}: set {step_of(resume)} or more, "
             "or train.resume to an earlier checkpoint"
         )
+    # Starting over would write over a run whose checkpoints are lost or damaged.
     if resume is None and (saved or ever_saved(run_dir, facts)):
         raise InputError(no_checkpoint_message(run_dir))
 
@@ -302,6 +305,7 @@ def make_newest(chosen: Path) -> None:
     """Renames the checkpoints after `chosen` to `later-step-N`, and takes its mark away."""
     (chosen / MARK).unlink(missing_ok=True)
     for path in [p for p in checkpoint_folders(chosen.parent) if step_of(p) > step_of(chosen)]:
+        # later-step-N, later-step-N.2, …: what was set aside before stays.
         names = (f"later-{path.name}{f'.{n}' * (n > 1)}" for n in itertools.count(1))
         aside = next(a for a in map(path.with_name, names) if not a.exists())
         path.rename(aside)
