@@ -97,6 +97,7 @@ class CachedAttention(Mixer):
             # Kept keys get zero queries, so that q and k are sequences of one length.
             q = q.new_zeros(k.shape[1], *q.shape[2:]).index_copy(0, tokens, q[0])[None]
         if new is not None:
+            # With the kept keys: a short row's state still has those of earlier calls.
             new |= {"k": seq.tails(k, self.reach), "v": seq.tails(v, self.reach)}
         o = self.attend_all(q, k, v, seq)
         return o if tokens is None else o.index_select(1, tokens)
@@ -116,6 +117,7 @@ class CachedAttention(Mixer):
         k, left_k = parts.left(k, None, state.get("k"))
         v, left_v = parts.left(v, None, state.get("v"))
         if new is not None:  # complete at the last part
+            # The text so far: the row of this call behind those of earlier ones.
             width = parts.T + (state["k"].shape[1] if "k" in state else 0)
             for name, before, x in (("k", left_k, k), ("v", left_v, v)):
                 new[name] = last(torch.cat([before, x[0].unflatten(0, (parts.B, -1))], 1), width)
@@ -393,6 +395,7 @@ class DiagAttention(CachedAttention):
         self.reach = self.block = block_size
         self.scores = scores
         if scores == "relu":
+            # The class has None, so the base class built no norm of its own.
             self.norm, self.o_norm = "rms", SimpleRMSNorm(config.norm_eps, norm_eps_placement)
         self.lrpe = build_positions(positions, self.K)
 
@@ -449,7 +452,7 @@ def weigh(
             q, k, v, attn_mask=bias, enable_gqa=q.shape[1] != k.shape[1]
         ).transpose(1, 2)
     if mask is not None:
-        mask = mask[:, None]
+        mask = mask[:, None]  # [B, 1, L, W], for all heads
     if scores == "softmax":
         options = {"attn_mask": mask, "is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
         return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
@@ -538,6 +541,7 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, *rule) -> Ten
     """`attend` for the sequences of a packed row, in groups of similar lengths."""
     groups, where = seq.groups(q.device)
     out = [
+        # Padding lies behind the tokens: causal ones never see it, others heed `real`.
         attend(q[0, rows], k[0, rows], v[0, rows], *rule, real=real).flatten(0, 1)
         for rows, real in groups
     ]

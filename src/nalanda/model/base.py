@@ -208,6 +208,7 @@ class Mixer(FusedLinears):
     def _add_output(self, config) -> None:
         """The output's gate, norm and projection."""
         D, bias = config.hidden_size, config.use_bias
+        # o has as many heads as the larger of q and v: either may come in groups.
         width = max(self.num_heads, self.num_v_heads) * self.V
         if self.gated is not None and config.use_gate is not None:
             self.gated = config.use_gate
@@ -288,6 +289,7 @@ class Mixer(FusedLinears):
         if self.conv_size:
             heads |= self.convolve(heads, seq, state, new)
         if self.value_conv:
+            # Of v behind its short convolution, where there is one.
             past = [state["conv_local"]] if "conv_local" in state else None
             (local,), past = convolve([self.dwc], [heads["v"]], seq, past, new is not None)
             if new is not None and past is not None:
@@ -295,7 +297,7 @@ class Mixer(FusedLinears):
             heads["local"] = local.unflatten(-1, (-1, self.V))
         for name in self.projections():
             heads[name] = heads[name].unflatten(-1, (-1, self.V if name == "v" else self.K))
-        return {"k": heads["q"], **heads}
+        return {"k": heads["q"], **heads}  # k is q where one projection has both
 
     def projections(self) -> dict[str, nn.Linear]:
         """The projections to q, k and v, by name; convolutions may follow them."""
@@ -334,6 +336,7 @@ class Mixer(FusedLinears):
         if self.norm == "head":
             norm: RMSNorm = self.o_norm  # pyrefly: ignore[bad-assignment]
             return self.o_proj(norm_gate(o, norm, gate, x.dtype, self.gate_activation))
+        # [B, T, heads·V]
         o = (o.flatten(-2) if self.norm is None else self.o_norm(o.flatten(-2))).to(x.dtype)
         return self.o_proj(o if gate is None else swiglu(gate, o))
 
@@ -386,6 +389,7 @@ class Mixer(FusedLinears):
         convs = self.projections() if self.conv_size else ()
         filters = {name: getattr(self, f"{name}_conv1d").weight for name in convs}
         return StepLayer(
+            # A norm over all heads reads fp32, and o_proj the dtype of x.
             dtype=x.dtype if self.norm in ("head", None) else torch.float32,
             key_dim=self.K,
             value_dim=self.V,

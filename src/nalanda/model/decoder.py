@@ -109,6 +109,7 @@ class Block(GradientCheckpointingLayer):
         if self.training:  # calls to dropout would slow decoding
             y = self.dropout(y)
 
+        # The residual sum and its norm, by one kernel where one serves.
         x, h = add_norm(x, y, self.mlp_norm)
         y = self.mlp(h)
         if self.training:
@@ -458,6 +459,7 @@ class Decoder(NalandaPreTrainedModel):
             layout = Layout(x, attention_mask, position_ids, cu_seqlens)
 
         seq = Sequences(layout.cu_seqlens, device=x.device)
+        # A cache has states of rows; those of packed documents are none.
         if layout.packed or not use_cache:
             return Batch(x, layout, seq)
         cache = NalandaCache(len(self.layers))
@@ -478,6 +480,7 @@ class Decoder(NalandaPreTrainedModel):
         Returns hidden states as the mixers see them: `[B, T, D]`, or `[1, ΣT, D]` without padding.
         """
         layout = batch.layout
+        # Packed before fixed positions are added: these count within documents.
         x = self.dropout(self._scaled(layout.pack(batch.x), batch.seq))
 
         # transformers' early exit lowers num_hidden_layers for drafts
@@ -553,6 +556,7 @@ class Decoder(NalandaPreTrainedModel):
             x = x * self.config.hidden_size**0.5
         if self.config.position_embedding == "sinusoidal":
             positions = seq.positions(x.shape[1], x.device)
+            # [B or 1, T, D/2]
             angles = rotary_angles(positions, self.config.hidden_size, 10000.0, x.dtype)
             x = x + torch.cat([angles.sin(), angles.cos()], -1).to(x.dtype)
         return x
@@ -565,7 +569,7 @@ class Decoder(NalandaPreTrainedModel):
         if seq.parts is None:
             lengths = (seq.lengths if seq.past is None else seq.lengths + seq.past)[seq.rows.last]
         else:
-            lengths = seq.parts.lengths
+            lengths = seq.parts.lengths  # of whole rows, which no part sees
         ended.seen(int(lengths.max()), lengths)
         return ended
 

@@ -172,7 +172,7 @@ class DeltaNet(Mixer):
             # A rounded key may be longer than 1. Near β = 2 each token would then lengthen the state.
             with no_autocast(q):
                 q, k = map_features(q, k, features, norm)
-            features, norm = None, None
+            features, norm = None, None  # q and k are features now
             length = self.per_value(excess(k))
             beta, erase = (
                 (beta / length, None) if erase is None else (beta, erase / length[..., None])
@@ -306,6 +306,7 @@ class KDA(DeltaNet):
     def add_gates(self, D: int) -> None:
         HV, V, features = self.num_v_heads, self.V, self.feature_map.feature_dim
         self.b_proj = nn.Linear(D, HV, bias=False)
+        # Both gates have the rank V: down to V, then up to all heads.
         self.a_proj = nn.Linear(D, V, bias=False)
         self.a_up_proj = nn.Linear(V, HV * features, bias=False)
         self.decay = ChannelDecay(HV, features)

@@ -37,6 +37,7 @@ def norm_gate(
 
     activation: silu, or sigmoid in its place.
     """
+    # The norm's kernel knows SiLU alone.
     if gate is not None and activation == "sigmoid":
         return norm_gate(o, norm, None, dtype) * gate.sigmoid().to(dtype)
     served = _norm_by_kernel(o, norm, gate=gate, dtype=dtype)

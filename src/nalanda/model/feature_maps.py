@@ -169,6 +169,7 @@ class Elementwise(FeatureMap):
         return self.features(q), self.features(k)
 
     def kernel_settings(self) -> dict | None:
+        # The function tells which map this is: all rows of this kind share the class.
         for name, row in FEATURE_MAPS.items():
             if getattr(row, "args", ())[:1] == (self.function,):
                 return {"name": name, "norm": self.norm}
@@ -318,12 +319,12 @@ class NaLa(FeatureMap):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q, k = at_least_fp32(q), at_least_fp32(k)
         d, n = direction(q, EPS)  # d(q) [B, T, H, K] and ‖q‖ [B, T, H, 1]
-        p, r = self.exponents(n)
+        p, r = self.exponents(n)  # each [B, T, H, 1], [H, 1] or a number
         base = q if self.scale is None else self.scale * d  # s·d(q)
 
         if self.alpha == "relu_split":
             return self.split(base, p), self.split(k, r)
-        raised_q, raised_k = self.magnitude(base, p), self.magnitude(k, r)
+        raised_q, raised_k = self.magnitude(base, p), self.magnitude(k, r)  # [B, T, H, K]
         return self.rotate(raised_q, q, d), self.rotate(raised_k, k, direction(k, EPS)[0])
 
     def exponents(self, n: Tensor) -> tuple[Tensor | float, Tensor | float]:
@@ -340,7 +341,7 @@ class NaLa(FeatureMap):
         return raised * x.sign() if self.signs == "keep" else raised
 
     def kernel_settings(self) -> dict | None:
-        if self.signs != "drop":
+        if self.signs != "drop":  # kernels raise |x| alone
             return None
         options = ("power", "power_norm", "direction_scale", "query_power", "key_power")
         return {"name": "nala", "angle": self.alpha} | {

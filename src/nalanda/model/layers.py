@@ -123,6 +123,7 @@ class RMSNorm(nn.Module):
         wide = at_least_fp32(x)
         weight, size = self.weight.to(wide.dtype), len(self.weight)
         if x.device.type == "cpu":  # where torch's own backward takes twice as long
+            # √size · x/√(Σx² + size·ε) = x/√(mean x² + ε)
             return (direction(wide, size * self.eps)[0] * (weight * size**0.5)).to(linear_dtype(x))
         return F.rms_norm(wide, (size,), weight, self.eps).to(linear_dtype(x))
 
@@ -238,6 +239,7 @@ class _CausalDepthwise(torch.autograd.Function):
         steps, dtype = x.shape[1] - len(weight) + 1, dy.dtype
         x, weight, dy = at_least_fp32(x), at_least_fp32(weight).contiguous(), at_least_fp32(dy)
         if kept is not None:
+            # [B, T, D], 0 where nothing was returned
             dy = dy.new_zeros(len(dy), steps, dy.shape[2]).index_copy_(1, kept, dy)
         dx, dweight = torch.zeros_like(x), torch.zeros_like(weight)
         # On a CPU a block of steps stays in the cache while all taps pass over it. A compiler fuses the taps.
@@ -346,6 +348,7 @@ class PatchEmbedding(nn.Module):
         if H % patch or W % patch:
             raise ValueError(f"images are {H} × {W}: both must be multiples of patch_size={patch}")
         grid = H // patch, W // patch
+        # Patches as rows, [B, T, C·patch²]
         x = self.projection(
             F.unfold(images.to(self.projection.weight.dtype), patch, stride=patch).mT
         )

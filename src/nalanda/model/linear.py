@@ -47,6 +47,7 @@ class LinearRecurrence(Mixer):
         if v.dtype == torch.float16:  # sums of 1000 terms may exceed its range before the norm
             v = v.float()
         feature_map = None if mapped or self.map_name is None else self.feature_map
+        # No recurrence where all tokens see all: one state, of the whole sequence, serves them.
         if seq.bidirectional:
             with no_autocast(v):
                 q, k = map_features(q, k, feature_map)
@@ -274,6 +275,7 @@ def _sum_packed(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float) -
     out = [v.new_zeros(0, *v.shape[2:])]
     for rows, real in groups:
         keys = k[0, rows] * real[..., None, None]  # padding adds nothing
+        # Outputs of padding are computed too; `where` never picks them.
         out.append(_sum_rows(q[0, rows], keys, v[0, rows], scale).flatten(0, 1))
     return torch.cat(out).index_select(0, where)[None]
 
@@ -469,6 +471,7 @@ class SoftAttention(LinearRecurrence):
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
     ) -> Tensor:
         if not seq.bidirectional:
+            # No F^-½: φ(q) has W in it.
             return self.recur(heads, seq, state, new, scale=1.0)
         q, v = heads["q"], heads["v"]
         if seq.cu_seqlens is None:

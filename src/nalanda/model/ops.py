@@ -410,9 +410,10 @@ def _run_stepwise(call: Call, scale: float, mode: str) -> tuple[Tensor, Tensor]:
     if bounds is None:
         state = run(0, q.shape[1], state)
     else:
+        # B is 1 here: each sequence runs from its own state, [1, HV, K, V].
         spans = enumerate(itertools.pairwise(bounds))
         states = [run(start, stop, state[n : n + 1]) for n, (start, stop) in spans]
-        state = torch.cat(states) if states else state
+        state = torch.cat(states) if states else state  # [N, HV, K, V]
     o = torch.stack(outputs, 1) if outputs else v  # without tokens o is empty, like v
     return o.to(v.dtype), state
 

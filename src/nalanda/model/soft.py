@@ -28,10 +28,11 @@ def gaussian_kernel(x: Tensor, z: Tensor) -> Tensor:
     The distance is ‖x‖² + ‖z‖² − 2x·z, one matrix product. Subtracting the mean of z from both first changes
     no distance, but avoids cancellation where x and z share a large offset.
     """
-    centre = z.mean(-2, keepdim=True).detach()
+    centre = z.mean(-2, keepdim=True).detach()  # no gradient: a shift changes nothing
     x, z = x - centre, z - centre
     # ‖x‖² + ‖z‖², […, T, m]
     squares = x.square().sum(-1, keepdim=True) + z.square().sum(-1).unsqueeze(-2)
+    # Rounding may leave a squared distance below 0.
     return (-(squares - 2 * x @ z.mT).clamp_min(0) / (2 * math.sqrt(x.shape[-1]))).exp()
 
 

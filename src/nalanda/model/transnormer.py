@@ -106,6 +106,7 @@ class NormAttention(LinearRecurrence):
         self, config, layer_idx: int, *, positions: str = "lrpe", norm_eps_placement: str = "inside"
     ):
         super().__init__(config, layer_idx)
+        # The class has None, so the base class built no norm of its own.
         self.norm, self.o_norm = "rms", SimpleRMSNorm(config.norm_eps, norm_eps_placement)
         self.lrpe = build_positions(positions, self.feature_map.feature_dim)
         for projection in (self.q_proj, self.k_proj, self.v_proj):
