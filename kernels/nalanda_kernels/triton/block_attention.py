@@ -35,7 +35,7 @@ def _locate_rows(starts, counts, H, SPAN: tl.constexpr, BT: tl.constexpr):
     """The program's rows of x [tokens · H, …], and the mask of those inside its span."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     i = tl.arange(0, BT)
-    # A span's head has rows H apart; `counts` ends at the sequence, SPAN at the whole blocks.
+    # Rows of a head are H apart; `counts` reaches the sequence's end, SPAN the last whole block.
     return (tl.load(starts + n) + i) * H + h, i < tl.minimum(tl.load(counts + n), SPAN)
 
 

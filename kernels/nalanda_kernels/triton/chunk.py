@@ -163,7 +163,7 @@ def state_tile(
     BV: tl.constexpr,
 ):
     """Offsets and mask of the [BK, BV] of one half of the i-th state."""
-    # A state is [HALVES · K, V]; all chunks' states together exceed 2³¹ entries.
+    # A state is [HALVES · K, V]; all chunks' states together may exceed 2³¹ entries.
     f, c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     offsets = (i.to(tl.int64) * (HALVES * K) + half * K + f)[:, None] * V + c[None, :]
     return offsets, (f < K)[:, None] & (c < V)[None, :]

@@ -136,7 +136,7 @@ def norm_backward_kernel(
         if gate is not None:
             g = tl.load(gate + r // H * gate_stride + r % H * V + c, m, other=0.0).to(tl.float32)
             s = tl.sigmoid(g)
-            # dg before d loses SiLU(g): dh ⊙ n ⊙ w ⊙ SiLU'(g).
+            # dg first, while d is dh: dh ⊙ n ⊙ w ⊙ SiLU'(g).
             tl.store(
                 d_gate + at, (d * n * w * s * (1 + g * (1 - s))).to(d_gate.dtype.element_ty), m
             )

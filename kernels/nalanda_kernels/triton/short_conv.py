@@ -79,7 +79,7 @@ def forward_kernel(
     BD: tl.constexpr,
 ):
     """y of SIZE tokens and BD channels of one of the convolutions; each argument is a tuple of theirs."""
-    # Blocks of channels are counted over all convolutions; this one's count starts at its own.
+    # Blocks of channels are counted over all convolutions; i_c becomes the number within one.
     i_c = tl.program_id(1)
     for p in tl.static_range(len(D)):
         if (i_c >= 0) & (i_c < tl.cdiv(D[p], BD)):
