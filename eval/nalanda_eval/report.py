@@ -144,6 +144,7 @@ def others(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] | None:
     for model in results["models"]:
         for task, scores in model["tasks"].items():
             if task not in in_tables:
+                # A later model adds only what earlier ones lack.
                 metrics |= dict.fromkeys((task, metric) for metric in scores["metrics"])
     if not metrics:
         return None
@@ -175,6 +176,7 @@ def notes(results: dict[str, Any]) -> list[str]:
     for name, model in zip(_model_titles(results), results["models"], strict=True):
         bits = []
         for task, text in (("wikitext", "wikitext"), ("lambada_openai", "LAMBADA's last words")):
+            # These have no column in the tables.
             value = _read_figure(model, task, "bits_per_byte")
             if value is not None:
                 bits.append(f"{value:.3f} of {text}")
@@ -208,6 +210,7 @@ def result_rows(results: dict[str, Any]) -> list[list[Any]]:
     of_model = ("fingerprint", "parameters", "dtype", "max_length", "begins_with_bos")
     of_task = ("documents", "fingerprint", "version")
     header = ["model", "task", "metric", "value", "stderr"]
+    # The model and the task both have a fingerprint.
     header += [f"model_{key}" if key == "fingerprint" else key for key in of_model]
     header += [f"task_{key}" if key != "documents" else key for key in of_task]
 

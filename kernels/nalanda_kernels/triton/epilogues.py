@@ -292,6 +292,7 @@ def rms_norm(
     if gate is not None:
         if gate.numel() != x.numel() or not gate.shape[-1] or gate.shape[-1] % V:
             raise Unsupported(f"shapes {shapes}")
+        # A row of the gate [H·V] belongs to H rows of x [V].
         gate = rows_of(gate, gate.shape[-1])
 
     x_, add = (None if z is None else rows_of(z, V).contiguous() for z in (x, add))

@@ -577,6 +577,7 @@ def _backward(
         q, k = form_features(q, k, form.map)
     features = scanned = Features(q, k, form.H)
     if form.channels:
+        # The pass over states reads decayed copies; pairs and inputs need the features as they are.
         scanned = _decay_channels(run, pairs=False)
 
     # The steps of the forward from the last to the first.
@@ -637,6 +638,7 @@ def _state_gradients(
     def gradient_of(start: Tensor | None) -> Tensor | None:
         return None if start is None else torch.empty_like(start, dtype=torch.float32)
 
+    # dS [chunks, HV, F, V] in v's dtype, dz in fp32, dv [B, T, HV, V].
     gradients = StateGradients(
         s=torch.empty_like(saved.s),
         z=torch.empty_like(saved.zs),
@@ -751,6 +753,7 @@ def _input_gradients(
         d_beta=d_pairs.beta,
         d_g=d_pairs.g,
     )
+    # [B, T, H, F]; two halves go back through the map together, because its norm joins them.
     d_q, d_k = _sum_groups(d_q, form), _sum_groups(d_k, form)
     if not inside and form.map.name != "stored":
         d_q, d_k, _, _ = unform_features(inputs.q, inputs.k, d_q, d_k, form.map)
@@ -764,7 +767,7 @@ def _channel_gradients(
     inputs, saved, form, chunks = run
     # By head of v; `_sum_groups` adds those of a group.
     d_q, d_k = (inputs.q.new_empty(form.B, form.T, form.HV, form.F) for _ in range(2))
-    d_g = torch.empty_like(inputs.g)
+    d_g = torch.empty_like(inputs.g)  # [B, T, HV, F]
     d_erase = None if inputs.erase is None else torch.empty_like(inputs.erase)
     _launch(
         channel_gradients,
