@@ -46,6 +46,7 @@ class CachedAttention(Mixer):
             return self.mix_rows(q, k, v, seq, state, new)
 
         if new is not None:
+            # [N, R + L, H, ·]: kept rows, then new ones, so that all end in the last column.
             laid = {name: seq.pad(heads[name], state.get(name)) for name in ("k", "v")}
             # Without a reach the state grows to the longest sequence.
             width = self.reach or seq.longest(T)

@@ -85,6 +85,7 @@ def convolve(
     states: None for none. Returns their outputs and, with `carry`, their states.
     """
     if seq.bidirectional:
+        # Centred convolutions carry no state.
         *outputs, last = [conv(x, seq)[0] for conv, x in zip(convs, xs, strict=True)]
         return [*outputs, F.silu(last) if silu else last], None
     if seq.parts is not None:

@@ -44,6 +44,7 @@ class ChunkOrder:
             cu_seqlens = (
                 torch.arange(batch + 1) * length if bounds is None else torch.tensor(bounds)
             )
+            # Without bounds each row is a sequence, whose last chunk has padding.
             self._index_tokens(cu_seqlens)
         self.segments = self._split_steps(rows)
 

@@ -75,6 +75,7 @@ class Context:
                 operations.append(
                     dist.P2POp(dist.irecv, place, group=self.group, group_peer=source)
                 )
+        # In one batch: one after another, two processes could wait for each other.
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
         return received

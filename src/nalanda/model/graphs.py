@@ -259,6 +259,7 @@ class DecodingGraphs:
 
     def decode(self, model: nn.Module, tokens: Tensor, cache: NalandaCache) -> Tensor | None:
         """Logits `[B, 1, vocabulary]` after tokens `[B, 1]`; None if the call must run eagerly."""
+        # A recording cache keeps each token's embeddings, which a graph does not hand out.
         if (
             model is not self.model
             or cache.recording
@@ -268,6 +269,7 @@ class DecodingGraphs:
             return None
         if model in self.failed or model.training or torch.is_grad_enabled():
             return None
+        # Where every row has begun, each column is a token, and no mask matters.
         if (
             cache.lengths is None
             or len(tokens) != len(cache.lengths)

@@ -142,6 +142,7 @@ class NormalizedAttention(LinearRecurrence):
     ) -> Tensor | None:
         """`mix` by one kernel, which forms sums and denominators; None if none serves the call."""
         q, v = heads["q"], heads["v"]
+        # Cut rows and both directions need the sums apart; one token needs no kernel of chunks.
         if q.shape[1] == 1 or seq.parts is not None or seq.bidirectional:
             return None
 
@@ -160,7 +161,7 @@ class NormalizedAttention(LinearRecurrence):
         o, final, total = served
         if new is not None:
             new["recurrent"] = final
-        if new is not None and total is not None:
+        if new is not None and total is not None:  # Σv of MALA
             new["value_sum"] = total
         return o
 

@@ -337,6 +337,7 @@ def _check_tensors(call: Call) -> None:
             raise ValueError(f"cu_seqlens: B = {q.shape[0]}; flatten the batch into one row, B = 1")
         sequences = len(cu_seqlens) - 1
     if initial_state is not None:
+        # K is that after the map, which `_check_features` compares.
         shape = [sequences, v.shape[2], "K", v.shape[3]]
         if initial_state.ndim != 4 or any(initial_state.shape[i] != shape[i] for i in (0, 1, 3)):
             raise ValueError(

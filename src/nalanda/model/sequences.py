@@ -512,10 +512,11 @@ def foreign_bounds(cu_seqlens: Tensor | None, foreign: dict[str, Any]) -> Tensor
             raise ValueError("seq_idx: give each token's document, [batch, length]")
         begins = documents.diff(dim=1) != 0
         if bool(begins.any()):  # else every row is one document, as without it
-            begins = F.pad(begins, (1, 0), value=True)
+            begins = F.pad(begins, (1, 0), value=True)  # bool [B, T]: each row begins a document
             edges = begins.flatten().nonzero().squeeze(1)
-            given["seq_idx"] = F.pad(edges, (0, 1), value=begins.numel())
+            given["seq_idx"] = F.pad(edges, (0, 1), value=begins.numel())  # and the last bound, B·T
 
+    # The first that is given counts, and the others must agree with it.
     bounds, named = cu_seqlens, "cu_seqlens"
     for name, other in given.items():
         if bounds is None:

@@ -219,6 +219,7 @@ class State:
             tensors |= {f"layers.{i}.{name}": tensor for name, tensor in state.items()}
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         dtype = _dtype(self.model)
+        # Rounded fingerprints let a model of another dtype compare its weights.
         about = {
             "format": FORMAT,
             "fingerprint": fingerprint(self.model),

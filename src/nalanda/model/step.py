@@ -82,6 +82,7 @@ def step(
     S = _update(x, (k, v, length), state["recurrent"], rule, layer)
     new["recurrent"] = S
     N, HV = S.shape[:2]
+    # [N, 1, HV, V (+ 1)]
     o = torch.bmm(q.reshape(N * HV, 1, -1), S.flatten(0, 1)).view(N, 1, HV, -1)
     return _read_out(o, x, rule, layer, narrow), new
 
