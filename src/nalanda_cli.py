@@ -397,6 +397,7 @@ def prepare(
 
     if format not in ("nalanda", "megatron"):
         raise InputError(f"--format {format}: is unknown; there are nalanda and megatron")
+    # This only writes a prepared set in another form: options for tokenising do not apply.
     if format == "megatron":
         for name, option in typed_options(context).items():
             if name not in ("source", "output", "format"):

@@ -74,6 +74,7 @@ def take_apart(function: Callable) -> Callable:
             )
             parameters.append(option)
 
+    # Builds the dataclasses again, from the keywords that typer passes.
     def call(**values: Any) -> Any:
         for name, kind in objects.items():
             values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})

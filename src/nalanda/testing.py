@@ -81,6 +81,7 @@ def build(
     torch.manual_seed(0)
     if options.get("is_decoder") is False:
         names = [mixer] if isinstance(mixer, str) else mixer
+        # Without a mask a mixer sees both ways at once; others need one pass for each.
         options.setdefault("directions", 1 if all(MIXERS[name].unmasked for name in names) else 2)
     if mixer == "gated_deltanet" and feature_map is None:
         feature_map = "nala"
@@ -356,6 +357,7 @@ def cut_rows_are_whole(model: Any) -> None:
             # In the second step, row 0 goes on with the states of the first.
             carried = torch.tensor([step > 0, False])
             options = {"carried_cache": states, "carried": carried, "return_carried_cache": True}
+        # Whole rows first, then their parts, from the same weights and states.
         uncut = run(tokens, bounds, **options)
         expected = gradients()
         parts = in_threads(N, lambda context: run(tokens, bounds, context=context, **options))  # noqa: B023
@@ -365,6 +367,7 @@ def cut_rows_are_whole(model: Any) -> None:
         for gradient, of_whole in zip(gradients(), expected, strict=True):
             close(gradient, of_whole, 1e-9 * scale)
         states = uncut.carried_cache
+        # Every part returns the states behind the whole rows.
         for part in parts if carries else ():
             assert part.carried_cache.lengths.tolist() == states.lengths.tolist()
             for own, all_of_it in zip(part.carried_cache.states, states.states, strict=True):

@@ -27,6 +27,7 @@ def weight_files(folder: Path) -> list[Path]:
         try:
             weights = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             names = sorted(set(weights.values()))
+            # A downloaded index may name any path, and only files of the folder are read.
             inside = all(Path(name).name == name for name in names)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise InputError(f"{index.name}: damaged, or not an index of weights") from None
@@ -43,6 +44,7 @@ def weight_files(folder: Path) -> list[Path]:
         if not file.is_file():
             raise InputError(f"no {file.name} there, which {index.name} names")
         try:
+            # Opening it checks the header and the length of the file.
             with safe_open(file, "numpy"):
                 pass
         except (OSError, SafetensorError) as error:

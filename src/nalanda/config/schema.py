@@ -271,6 +271,7 @@ class TokenizerConfig:
             raise InputError(
                 "tokenizer.mask: only of a trained one; give a tokenizer with a mask token"
             )
+        # The least vocabularies: the 256 bytes, or a word, and the special tokens.
         if self.train == "bpe" and (self.vocab_size or 0) < (least := 257 + self.mask):
             raise InputError(
                 f"tokenizer.vocab_size is {self.vocab_size}; a byte-level BPE needs {least} or more"

@@ -78,6 +78,7 @@ def compare(
     except ModuleNotFoundError as error:
         return unchecked(str(explained(error) or error))
     _check_tokenizers(texts, before, after, libraries[1] == "nalanda")
+    # The rows of the card.
     packages = [
         f"{name} {version}" for name, version in versions().items() if name in ("nalanda", "torch")
     ]

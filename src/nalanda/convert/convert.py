@@ -257,12 +257,14 @@ def convert(
     try:
         _refuse_unknown(kind, settings)
         stored = _read_tensors(folder)
+        # The source in our terms, whatever its format.
         if kind == "nalanda":
             config = NalandaConfig.from_pretrained(folder)
         else:
             settings, stored = FORMATS[kind].text_model(settings, stored)
             config = FORMATS[kind].ours(settings)
             unread = FORMATS[kind].unread(settings)
+        # The target's config, and the tensors of the source by our names.
         target = _choose_target(kind, config, to)
         stored_as = settings.get("dtype", settings.get("torch_dtype"))
         foreign = {} if target == "nalanda" else FORMATS[target].foreign(config)
@@ -276,6 +278,7 @@ def convert(
         raise InputError(f"{folder}{arrow}: {error}") from None
     # Written and compared under another name: a failure leaves no folder behind.
     with new_folder(out) as staging:
+        # Config, tensors, and the files beside them.
         if target == "nalanda":
             _save_config(config, stored_as, staging)
         else:
@@ -291,6 +294,7 @@ def convert(
         pad_batches(staging)
         _keep_tokenizer(folder, staging)
         rounded = to_mlx(staging, dtype) if to == "mlx" else None
+        # Proof that both compute the same.
         libraries = [_library_of(kind), to if to == "mlx" else _library_of(target)]
         proof = unchecked("asked for with --no-check")
         if check and rounded:

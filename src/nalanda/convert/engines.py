@@ -174,6 +174,7 @@ def with_llama_cpp(file: Path, ids: Tensor, probes: list[str]) -> Computed:
 
     params = xllamacpp.CommonParams()
     params.model.path, params.verbosity = str(file), -1
+    # Port 0 is any free one; no layer goes to a GPU.
     params.port, params.n_ctx, params.n_parallel, params.n_gpu_layers = 0, 2 * len(ids), 1, 0
     params.cpuparams.n_threads = torch.get_num_threads()
     params.flash_attn_type = (
@@ -217,6 +218,7 @@ def with_llama_cpp(file: Path, ids: Tensor, probes: list[str]) -> Computed:
         # [vocabulary], in the order of the ids
         logps.append([logp for logp, _ in sorted(pairs, key=lambda pair: pair[1])])
     fields, keys = gguf.GGUFReader(file).fields, gguf.Keys.Tokenizer
+    # Special tokens of the file, None for those that it does not name.
     bos, pad, *ends = (
         field and field.contents()
         for field in map(

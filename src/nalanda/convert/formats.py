@@ -294,9 +294,11 @@ def attention_interval(config: NalandaConfig) -> int:
     if "gated_deltanet" not in mixers or mixers.keys() - {"gated_deltanet", "softmax"}:
         raise _not_in_gguf(f"mixer {' and '.join(mixers)}")
     delta, soft = mixers["gated_deltanet"], mixers.get("softmax")
+    # Settings of the whole model.
     fields = {"use_bias": False, "position_embedding": "none", "scale_embeddings": False}
     # (setting, its value, the only value that llama.cpp computes)
     needs = [(name, getattr(config, name), wanted) for name, wanted in fields.items()]
+    # Settings of Gated DeltaNet.
     needs += [
         ("feature_map", delta.map_name, "silu"),
         ("feature_map_options", config.feature_map_options, {}),
@@ -308,6 +310,7 @@ def attention_interval(config: NalandaConfig) -> int:
         ("conv_size", delta.conv_size or 0, 4),
         ("value_conv", delta.value_conv, 0),
     ]
+    # Settings of softmax attention.
     if soft:
         needs += [("window", soft.reach, None), ("softmax's qk_norm", soft.qk_norm, True)]
         needs += [("rope_scaling", soft.rope_scaling, None)]
@@ -325,6 +328,7 @@ def attention_interval(config: NalandaConfig) -> int:
             raise _not_in_gguf(
                 f"keys of {mixer.K} and values of {mixer.V} entries a head (they must be equal)"
             )
+    # Softmax attention in every n-th layer, counted from 1, and nowhere else.
     layers = config.layer_mixers
     interval = layers.index("softmax") + 1 if soft else len(layers) + 1
     if any((name == "softmax") != (i % interval == 0) for i, name in enumerate(layers, 1)):

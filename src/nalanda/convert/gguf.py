@@ -61,6 +61,7 @@ def write_gguf(
     except ModuleNotFoundError as error:
         raise explained(error) or error from None
     out = Path(out)
+    # Refusals that need no model.
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if os.path.lexists(out):
@@ -71,6 +72,7 @@ def write_gguf(
             raise InputError(f"{source}: no {name} in it")
     if read_config(source).get("model_type") != "nalanda":
         raise InputError(f"{source}: not a model of ours; convert it to nalanda first")
+    # Beside the target, which gets its name only when it is proved.
     part, exact = (out.with_name(f".tmp-{name}{out.name}") for name in ("", "f32-"))
     try:
         _write(source, part, dtype, title)
@@ -138,17 +140,20 @@ def _write(source: Path, part: Path, dtype: str, title: str) -> None:
         raise InputError(f"{source}: tensor {min(report['missing_keys'])} is missing")
     writer = gguf.GGUFWriter(part, "qwen35")
     try:
+        # Metadata: place for the certificate, sizes, tokenizer.
         writer.add_name(title)
         writer.add_string(_CERTIFICATE, " " * _ROOM)
         writer.add_file_type(gguf.LlamaFileType[DTYPES[dtype]])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _add_sizes(writer, config, interval)
         add_tokenizer(writer, tokenizer, config, end_ids(model, tokenizer))
+        # Tensors, each rounded on its own.
         for name, tensor in _tensors(config, model.state_dict()):
             kind = _stored_as(tensor, name, dtype)
             data = tensor.contiguous().numpy()
             quantised = gguf.quants.quantize(data, gguf.GGMLQuantizationType[kind])
             writer.add_tensor(name, quantised, raw_dtype=gguf.GGMLQuantizationType[kind])
+        # The header lists all tensors, so it is written after they are known.
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -200,6 +205,7 @@ def _tensors(config: NalandaConfig, ours: dict[str, Tensor]) -> Iterator[tuple[s
     mixers: dict[str, Any] = config.distinct_mixers()
     for i, kind in enumerate(config.layer_mixers):
         start = f"model.layers.{i}."
+        # The layer's tensors by their names within it.
         layer = {
             name.removeprefix(start).removesuffix(".weight"): tensor
             for name, tensor in ours.items()
@@ -264,6 +270,7 @@ def _attention(ours: dict[str, Tensor], mixer: Any) -> dict[str, Tensor]:
 def _null(config: NalandaConfig) -> dict[str, Tensor]:
     """A layer of attention whose outputs are zero."""
     D, I, K = config.hidden_size, config.intermediate_size, _NULL_HEAD
+    # Norms of ones and matrices of zeros: the layer adds exactly zero.
     ones = {"attn_norm": D, "post_attention_norm": D, "attn_q_norm": K, "attn_k_norm": K}
     zeros = {"attn_q": (2 * K, D), "attn_k": (K, D), "attn_v": (K, D), "attn_output": (D, K)}
     zeros |= {"ffn_gate": (I, D), "ffn_up": (I, D), "ffn_down": (D, I)}

@@ -53,12 +53,14 @@ def add_tokenizer(
         if token == model.get("unk_token") or i == model.get("unk_id"):
             types[i] = UNKNOWN
     for token in added.values():
+        # Flags by which a token takes the blanks around it, or must be a word of its own.
         for flag in ("lstrip", "rstrip", "single_word"):
             if getattr(token, flag):
                 raise InputError(
                     f"llama.cpp's added tokens have no {flag}, which {str(token)!r} has: "
                     "set it to false in tokenizer.json if your texts need none"
                 )
+    # The steps before the model tell which of llama.cpp's tokenizers it is.
     stages = {name: _steps(spec, name) for name in ("normalizer", "pre_tokenizer")}
     if model["type"] == "Unigram":
         add = _add_unigram
@@ -73,6 +75,7 @@ def add_tokenizer(
     add(writer, model, tokens, **stages)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
+    # Special tokens.
     if len(ends) > len(_ENDS):
         raise InputError(
             f"eos_token_id={ends}: GGUF has room for {len(_ENDS)} ids that end a text; keep those that your "
@@ -86,6 +89,7 @@ def add_tokenizer(
     writer.add_add_bos_token(config.bos_token_id is not None and tokenizer.bos_token_id is not None)
     writer.add_add_eos_token(False)
     template = getattr(tokenizer, "chat_template", None)
+    # Of several templates, the default one.
     if template := template.get("default") if isinstance(template, dict) else template:
         writer.add_chat_template(template)
 

@@ -69,6 +69,7 @@ class Qwen3_5(Format):
         if "text_config" in settings:
             shared = {name: settings[name] for name in _SHARED if name in settings}
             settings = settings["text_config"] | shared
+        # Tensors of images, and of predictions further ahead.
         dropped = [name for name in files if name.startswith(_DROPPED)]
         if dropped:
             print(
@@ -79,6 +80,7 @@ class Qwen3_5(Format):
         kept = {
             n.replace("model.language_model.", "model.", 1): tensor for n, tensor in kept.items()
         }
+        # A null layer came in by a conversion, and goes by this one.
         types = _layer_types(settings)
         if (fewer := without_null_layer(types, kept)) is not None:
             settings = settings | {"num_hidden_layers": len(types) - 1, "layer_types": types[:-1]}

@@ -243,6 +243,7 @@ def generate(
 
     start = time.perf_counter()
     inputs: dict[str, Any]
+    # Ours read the prompt into a state, piece by piece; other models take it whole.
     if is_ours(network):
         if tokens:
             state = read_with_progress(network, tokens, state)

@@ -198,6 +198,7 @@ def _name_lines(panel: Any, row: int, named: set[tuple[int, str]]) -> set[tuple[
     added = set()
     for handle, name in zip(*panel.get_legend_handles_labels(), strict=True):
         line = handle[0] if isinstance(handle, tuple) else handle  # an errorbar is a tuple
+        # [points, 2], from data to fractions of the panel
         to_panel = line.get_transform() - panel.transAxes
         points = to_panel.transform(np.asarray(line.get_xydata(), float))
         points = points[np.isfinite(points).all(1)]
@@ -206,6 +207,7 @@ def _name_lines(panel: Any, row: int, named: set[tuple[int, str]]) -> set[tuple[
         added.add((row, name))
 
         text = textwrap.fill(re.sub(r"(?<=\S)\(", " (", name), 24)
+        # In fractions of the panel; a line may end outside.
         end = points[-1].clip(0, 1)
         darker = [0.75 * part for part in to_rgb(line.get_color())]  # yellow is too light to read
         panel.annotate(

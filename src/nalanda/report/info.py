@@ -130,6 +130,7 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
     table.add_column(justify="right")
     table.add_column(style="dim")
     f = figures
+    # The model.
     mixer = " + ".join(filter(None, [layers(f["mixer"] or ""), f["feature_map"]]))
     table.add_row("model", f["model"], mixer)
     table.add_row("parameters", f"{f['parameters'] / 1e6:,.1f} M", f"{f['parameters']:,}")
@@ -142,6 +143,7 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
         if f["state_grows"]:
             note = f"after {f['seq_len']} tokens, and growing"
         table.add_row("state per sequence", size(f["state_bytes_per_sequence"]), note)
+    # Memory of a process.
     held = size(f["weights_and_optimizer_bytes"])
     table.add_row(
         "weights and optimizer", held, "fp32 weights, gradients, moments; one process's share"
@@ -156,6 +158,7 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
     if f["context_parallel"] > 1:
         note = f"sent by a device and step, at most; each row on {f['context_parallel']} processes"
         table.add_row("context parallelism", size(f["context_bytes_per_step"] or 0), note)
+    # The training.
     rows = f"{f['rows_per_step']} rows each, {f['accumulation']} micro-batches on {f['processes']} process(es)"
     table.add_row("steps", f"{f['steps']:,}", rows)
     compiled = {True: "yes", False: "no"}.get(f["compile"], "on GPUs")

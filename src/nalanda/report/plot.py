@@ -53,6 +53,7 @@ def curve(folder: str | Path) -> Curve:
         train, validation, events = [], [], []
         bits = None
         for line, hours in with_hours(lines):
+            # A line is an event, a training loss, or a validation.
             step = line["step"]
             if "event" in line:
                 events.append((step, str(line["event"])))
@@ -168,6 +169,7 @@ def _draw_run(axes: Any, run: Curve, style: Look, name: str | None, x: X, smooth
         ends = [point[column] for point in run.validation]
         axes.plot(ends, [point[3] for point in run.validation], **dots, zorder=3)
 
+    # Events stand on the curve, between the steps that were logged.
     steps = [point[0] for point in run.train]
     for step, kind in run.events:
         if kind in MARKS:

@@ -119,6 +119,7 @@ def print_runs(runs: Sequence[RunSummary], console: Console | None = None) -> No
         step = None if run.step is None else f"{run.step:,}"
         if step and run.steps:
             step += f"/{run.steps:,}"
+        # (value, how it is written); a dash stands for None.
         figures: tuple[tuple[Any, Callable[[Any], str]], ...] = (
             (run.parameters, si),
             (step, str),
@@ -135,6 +136,7 @@ def print_runs(runs: Sequence[RunSummary], console: Console | None = None) -> No
             *("–" if value is None else form(value) for value, form in figures),
             _format_time(run.changed),
         )
+    # On a narrow terminal the first of these columns go first.
     console.print(
         narrowed(table, console, ("MFU", "params", "bits/B", "tok/s", "model", "val ppl"))
     )

@@ -151,6 +151,7 @@ def open_data(
     if opened.data == sources.data:  # else this node keeps its copies of token sets elsewhere
         sources = opened
     hashes = FileHashes(Path(config.output_dir) / "hashes.jsonl") if main else None
+    # The rows of this process, or of its context, for training and validation.
     batches, validation = open_batches(
         config,
         tokenizer,

@@ -131,6 +131,7 @@ def training_rows(
         corpus = "the text that comes with Python"
     tokens = f"{state['tokens']:,} in {facts['step']:,} steps" if "tokens" in state else None
 
+    # The hours of training, up to the exported step.
     file = run_dir / "metrics.jsonl"
     lines = list(read_metrics(file)) if file.is_file() else []
     hours = [hours for line, hours in with_hours(lines) if line["step"] <= facts["step"]]

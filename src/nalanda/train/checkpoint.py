@@ -518,6 +518,7 @@ def check_moments(
                     refuse(f"it lacks those of {name}")
                 continue
 
+            # The same moments, in the shapes of this model.
             if moments.keys() != expected.keys():
                 saved_names = ", ".join(sorted(moments))
                 refuse(f"{name} has {saved_names}; expected {', '.join(sorted(expected))}")

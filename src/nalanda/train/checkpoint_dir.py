@@ -107,6 +107,7 @@ def find_checkpoint(path: str | Path, step: int | None = None, *, check: bool = 
     """
     path = Path(path)
     folder = path / "checkpoints"
+    # Of a run, the newest usable one.
     if folder.is_dir() and step is None:
         newest = next(reversed(checkpoint_folders(folder)), None)
         checkpoint = latest_checkpoint(folder) if check else newest
@@ -114,6 +115,7 @@ def find_checkpoint(path: str | Path, step: int | None = None, *, check: bool = 
             raise InputError(f"{folder}: there is no whole checkpoint")
         return checkpoint
 
+    # A step of a run, or a checkpoint itself.
     if folder.is_dir():
         checkpoint = folder / f"step-{step}"
         if not checkpoint.is_dir():

@@ -359,6 +359,7 @@ def _rules(device: str, few: bool) -> Iterator[None]:
         return _FusedAttention.apply(q, k, v)
 
     with contextlib.ExitStack() as stack:
+        # (module, name in it, what stands there meanwhile)
         rules = [(chunk_forward, "SAVED_TOKENS", 2**62 if few else 0)]
         if device != "cpu":
             rules += [(chunk_order, "chunk_of", chunk_of), (ops, "_scarce_memory", lambda x: True)]

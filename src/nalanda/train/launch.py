@@ -78,6 +78,7 @@ def advise_on_threads(config: RunConfig, processes: int) -> None:
         )
         return
 
+    # Processes of one thread share the rows of a micro-batch, so these must divide evenly.
     divisible = config.train.micro_batch_size % cores == 0
     if processes > 1 or not 1 < cores <= 8 or not divisible:
         return

@@ -201,6 +201,7 @@ class Tracker:
         recipe = {}
         if (run_dir / "config.yaml").is_file():
             recipe = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        # wandb takes an id; a name alone would not continue its run.
         options = {"id": record["id"], "dir": str(run_dir)} if self.kind == "wandb" else {}
         try:
             self.module.init(

@@ -100,6 +100,7 @@ def would_fit(config: RunConfig, kind: str) -> str:
     held = held_bytes(model, config, processes, shards(config, processes, kind))
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
+    # Weights and moments do not depend on the rows, activations do.
     def needed(rows: int) -> int:
         return held + activation_bytes(
             model_config,

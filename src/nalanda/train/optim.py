@@ -123,6 +123,7 @@ def group_settings(
         # The schedule's peak is config.lr; this factor makes it Muon's.
         scale = config.muon_lr / config.lr
     if rule is not None:
+        # A rule's factor comes on top of Muon's.
         name, scale = f"{rule.match} {kind}", scale * rule.lr_scale
         if rule.weight_decay is not None:
             decay = rule.weight_decay

@@ -130,6 +130,7 @@ def _newest_model(run: Path) -> Path:
             )
         step = step_of(model)
 
+    # transformers does not read the parts of a sharded checkpoint.
     if (model / "model").is_dir():
         raise InputError(
             f"{model}: its weights are in parts; join them first: nalanda export {run} OUT"

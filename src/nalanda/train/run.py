@@ -135,6 +135,7 @@ class Run:
                 "loss_scale": self.scaler.state_dict(),
                 **progress,
             },
+            # Once a context: its processes all have the states behind the whole rows.
             carried_states=self.carried_states.state_tensors()
             if self.carried_states and self.sharing.first
             else None,
