@@ -161,6 +161,7 @@ def norm_awareness(mixer: Mixer, x: Tensor, factor: float = 3.0) -> tuple[float,
             longer.q_proj if mixer.shared_qk else longer.projections()[name]
         ).parameters():
             parameter *= factor
+        # A distance between rows of length 1, so from 0 to 2.
         moved.append(float((rows(**{name: heads(longer)[name]}) - rows()).norm(dim=-1).mean()))
     return moved[0], moved[1]
 
@@ -173,6 +174,7 @@ def moves_the_logits(model: Any) -> None:
     tokens = ids(2, 40)
     before = logits(model, tokens)
     for layer in model.model.layers:
+        # With no output projection a mixer adds nothing to the residual stream.
         for parameter in layer.mixer.o_proj.parameters():
             parameter.data.zero_()
     assert (before - logits(model, tokens)).norm() > 0.1 * before.norm()
@@ -247,6 +249,7 @@ def gradients_are_finite_differences(model: Any) -> None:
     """Along one random direction of all parameters together."""
     tokens, step = ids(2, 70), 1e-6
     parameters = list(model.parameters())
+    # One direction d of all parameters: two losses in place of two for each number.
     towards = [torch.randn_like(p) for p in parameters]
 
     def loss() -> Tensor:
@@ -430,7 +433,7 @@ def in_threads(size: int, run: Callable[[Context], Any]) -> list:
 def padded_is_alone(model: Any) -> None:
     """On either side, also where the prompt comes in two pieces and one row is only padding in the first."""
     lengths, T = [3, 9, 12], 12
-    rows = [ids(1, n, seed=n) for n in lengths]
+    rows = [ids(1, n, seed=n) for n in lengths]  # [1, n] each
     for side in ("left", "right"):
         tokens, mask = torch.zeros(3, T, dtype=torch.long), torch.zeros(3, T, dtype=torch.long)
         for i, row in enumerate(rows):
@@ -441,6 +444,7 @@ def padded_is_alone(model: Any) -> None:
             cache = NalandaCache(len(model.model.layers))
             # Cut at 7: left-padded, the row of 3 tokens has only padding in the first piece.
             first = logits(model, tokens[:, :7], attention_mask=mask[:, :7], past_key_values=cache)
+            # The mask is that of all columns, the cached ones too, as transformers passes it.
             second = logits(model, tokens[:, 7:], attention_mask=mask, past_key_values=cache)
             padded.append(torch.cat([first, second], 1))
         for i, row in enumerate(rows):
@@ -504,6 +508,7 @@ def nothing_of_a_float64_model_is_fp32(model: Any) -> None:
     with _Narrow() as narrow:
         model(ids(2, 70), labels=ids(2, 70)).loss.backward()
         model.eval()
+        # A prompt, then a single token.
         for length in (20, 1):
             logits(
                 model,
@@ -522,6 +527,7 @@ def half_precision_agrees(model: Any) -> None:
     full, cast = logits(model, ids(2, 40)), copy.deepcopy(model).bfloat16()
     halves = [logits(cast, ids(2, 40))]
     if model.config.is_decoder:
+        # A prompt, a single token and a longer piece, by one cache.
         pieces = [logits(cast, t, past_key_values=cache) for t in ids(2, 40).split([30, 1, 9], 1)]
         halves.append(torch.cat(pieces, 1))
     with torch.autocast("cpu", torch.bfloat16):
@@ -588,6 +594,7 @@ def small_and_large_inputs_are_finite(make: Callable[..., FeatureMap]) -> None:
     """Outputs and gradients are finite for inputs from 0 and 1e-30 to 1e3."""
     for size in (0.0, 1e-30, 1e-6, 1e-3, 1e3):
         feature_map = make()
+        # [B, T, H, K] = [1, 4, 2, 16]
         q, k = (normal(1, 4, 2, 16, seed=s).float().mul_(size).requires_grad_() for s in (0, 1))
         phi = feature_map(q, k)
         torch.stack([x.square().sum() for x in phi]).sum().backward()
@@ -606,6 +613,7 @@ def gradients_are_the_formulas(make: Callable[..., FeatureMap]) -> None:
             feature_map, dict(zip(parameters_of, parameters, strict=True)), (q, k)
         )
 
+    # [B, T, H, K] = [1, 2, 2, 4]: few numbers, since gradcheck moves each of them
     inputs = (normal(1, 2, 2, 4).requires_grad_(), normal(1, 2, 2, 4, seed=1).requires_grad_())
     assert torch.autograd.gradcheck(function, (*inputs, *parameters_of.values()))
 

@@ -117,6 +117,7 @@ def _read_tensors(folder: Path) -> dict[str, Stored]:
 
 def _split_glu(stored: dict[str, Stored], width: int) -> None:
     """Splits gate_proj as flash-linear-attention first stored it: with up_proj's rows after its own."""
+    # A copy of the items, since the loop adds to the table.
     for name, both in list(stored.items()):
         up = name.replace(".gate_proj.", ".up_proj.")
         if up != name and up not in stored and both.shape[0] == 2 * width:

@@ -112,7 +112,7 @@ def with_transformers(folder: Path, ids: Tensor, probes: list[str]) -> Computed:
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         take_torch_path(sys.modules[type(model).__module__])
-        logits = model(ids[None], use_cache=False).logits[0].float()
+        logits = model(ids[None], use_cache=False).logits[0].float()  # [T, vocabulary]
         tokenizer = tokenizer_of(folder)
         ends = end_ids(model, tokenizer)
         model.generation_config = transformers.GenerationConfig(  # theirs may sample, or end early
@@ -146,7 +146,7 @@ def with_mlx(folder: Path, ids: Tensor, probes: list[str]) -> Computed:
         def logits(tokens: list[int], cache: list | None = None) -> Tensor:
             return torch.from_numpy(np.array(model(mx.array(tokens)[None], cache=cache)[0]))
 
-        every = logits(ids.tolist())
+        every = logits(ids.tolist())  # [T, vocabulary]
         cache, new, steps = make_prompt_cache(model), ids[:PROMPT].tolist(), []
         while len(steps) < CONTINUATION:
             steps.append(logits(new, cache)[-1])

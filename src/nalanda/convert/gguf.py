@@ -193,6 +193,7 @@ def _stored_as(tensor: Tensor, name: str, dtype: str) -> str:
     """Name of the type that GGUF stores the tensor as."""
     if tensor.dim() == 1 or "conv1d" in name:
         return "F32"
+    # Blocks of q8_0 have 32 numbers of a row.
     return "F16" if dtype == "q8_0" and tensor.shape[-1] % 32 else dtype.upper()
 
 

@@ -52,7 +52,7 @@ def _per_head(foreign: str, ours: tuple[str, ...], heads: int) -> Tensors:
         return torch.cat([x.unflatten(0, (heads, -1)) for x in parts], 1).flatten(0, 1)
 
     def split(whole: Tensor, rows: list[int]) -> list[Tensor]:
-        by_head = whole.unflatten(0, (heads, -1))
+        by_head = whole.unflatten(0, (heads, -1))  # [H, Σn, D]
         return [x.flatten(0, 1) for x in by_head.split([n // heads for n in rows], 1)]
 
     return Tensors(foreign, ours, join, split)

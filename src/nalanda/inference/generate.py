@@ -55,6 +55,7 @@ class Printer(BaseStreamer):
         self.prompt_is_next = True
 
         # Decode from the prompt's last whole character on.
+        # A token has at least one byte, so a cut character spans fewer than MAX_BYTES of them.
         complete = len(before)
         for end in range(len(before), max(len(before) - MAX_BYTES, -1), -1):
             if not self._decode(before[:end]).endswith(REPLACEMENT):

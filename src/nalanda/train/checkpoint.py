@@ -507,6 +507,7 @@ def check_moments(
         name, _, moment = key.rpartition(".")
         remaining.setdefault(name, {})[moment] = kind
 
+    # Groups hold parameters, the file their names.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         expected = moments_of(optimizer, group)

@@ -165,7 +165,7 @@ class _Counted(Context):
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         self.sent += (self.size - 1) * x.nbytes
-        return x.new_zeros(self.size, *x.shape)
+        return x.new_zeros(self.size, *x.shape)  # [N, …]
 
     def shift(self, tensors: list[torch.Tensor], by: int) -> list[torch.Tensor]:
         if 0 <= self.rank + by < self.size:
@@ -173,6 +173,7 @@ class _Counted(Context):
         return [torch.zeros_like(x) for x in tensors]
 
     def sums(self, x: torch.Tensor) -> torch.Tensor:
+        # x [N, …] has an entry for each process.
         self.sent += (self.size - 1) * x[0].nbytes
         return torch.zeros_like(x[0])
 

@@ -47,6 +47,7 @@ class SpikeDetector:
         for name, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
                 return f"the {name} is {value:g}"
+        # A norm of 0 has no logarithm.
         log_norm = math.log(max(norm, 1e-30))
 
         for name, value, window in (

@@ -333,6 +333,7 @@ def check_soundness(run: Run, step: Step) -> str | None:
 
 def must_roll_back(run: Run, step: Step, unsound: str | None) -> bool:
     """Whether the run goes back to a checkpoint. A run that was asked to stop does not."""
+    # The same on all processes, since loading a checkpoint needs all of them.
     too_many = len(run.at.bad) >= run.config.guard.max_bad_steps
     return (too_many or unsound is not None) and not step.stop
 

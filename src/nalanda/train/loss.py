@@ -177,6 +177,7 @@ def loss_sums(
     total, count = 0.0, 0
     for batch in batches:
         beat()
+        # In float64 by `item`: the sum over many batches keeps its digits.
         total += summed_loss(model, batch, model.device, context=context).item()
         count += count_labels(batch, context)
     return total, count

@@ -55,6 +55,7 @@ def check_model(config: PreTrainedConfig, bytes_each: int) -> None:
 
     Most systems would grant the allocation, and kill the process when it uses the memory.
     """
+    # Processes of one machine share its memory.
     count, processes = parameters(config), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed, free = bytes_each * count * processes, host()
     if needed > free:

@@ -52,6 +52,7 @@ class ReadingLog:
         before, self.epochs = self.epochs, self.batches.epochs_read()
         for name, epochs in self.epochs.items():
             count = int(epochs)
+            # The bit length grows at each doubling.
             if count.bit_length() > int(before[name]).bit_length():
                 times = "once" if count == 1 else f"{count} times"
                 reason = f"{name or 'the corpus'} was read {times} and begins again"

@@ -119,6 +119,7 @@ def parallelize(
     if compiles(train.compile, accelerator.device):
         compile_blocks(blocks)
     if not sharing.sharded:
+        # DDP among several processes, and autocast in any case.
         return accelerator.prepare(model, build())
     if not all(isinstance(p, DTensor) for p in model.parameters()):
         raise RuntimeError("FSDP2 left parameters whole")

@@ -122,6 +122,7 @@ def open_parts(file: Path) -> Iterable[tuple[str, list[int], Any]]:
             for name in stream.keys():  # noqa: SIM118  not a dict
                 values = stream.get_slice(name)
                 start = [0] * len(values.get_shape())
+                # Without offsets the file holds whole tensors.
                 if offsets:
                     start = offsets[name]["saved_offsets"]
                 yield name, start, values
