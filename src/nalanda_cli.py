@@ -296,6 +296,7 @@ def convert(
             result = convert(folder, destination, to, check, dtype)
     print(result)
 
+    # What comes next depends on the library that reads the result.
     if to in ("fla", "gguf", "mlx"):
         done = f"convert to {to}"
     elif architecture(Path(destination)).startswith("Nalanda"):

@@ -342,6 +342,7 @@ def cut_rows_are_whole(model: Any) -> None:
         out = model(
             tokens, labels=tokens, cu_seqlens=cu, use_cache=False, num_items_in_batch=1, **options
         )
+        # In the same thread: the backward pass exchanges too.
         out.loss.backward()
         return out
 
@@ -365,6 +366,7 @@ def cut_rows_are_whole(model: Any) -> None:
         expected = gradients()
         parts = in_threads(N, lambda context: run(tokens, bounds, context=context, **options))  # noqa: B023
         scale = max(1.0, *(float(g.abs().max()) for g in expected))
+        # num_items_in_batch=1 makes the losses sums, so those of the parts add up.
         close(torch.stack([part.loss for part in parts]).sum(), uncut.loss, 1e-9 * T)
         # The threads share the model, so its gradients are sums over the parts already.
         for gradient, of_whole in zip(gradients(), expected, strict=True):

@@ -101,6 +101,7 @@ def _drop_another_tokenizer(values: dict, overrides: typing.Sequence[str]) -> No
     settings; `tokenizer.train=bpe` replaces one that it loads.
     """
     pairs = [override.partition("=") for override in overrides]
+    # An override with null gives no tokenizer.
     overridden = {key for key, _, text in pairs if text not in ("", "null", "~")}
     tokenizer = values.get("tokenizer")
     if "tokenizer.path" in overridden and isinstance(tokenizer, dict):
@@ -311,6 +312,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
     if kind is float and number is not None:
         return number
     if kind is int and number is not None and number.is_integer():
+        # An int stays as it is: a float does not hold every large one.
         return value if isinstance(value, int) else int(number)
     if kind in (str, bool, list, tuple, dict) and isinstance(value, kind):
         return value
@@ -322,6 +324,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
 def _convert_items(values: Any, kind: Any, where: str) -> Any:
     """Converts the items of a list or tuple."""
     container, kinds = get_origin(kind), get_args(kind)
+    # All items of a list, or of a tuple of any length, have one kind.
     if container is list or kinds[-1] is Ellipsis:
         kinds = [kinds[0]] * len(values)
     if len(values) != len(kinds):
@@ -355,6 +358,7 @@ def _advice(value: Any, kind: Any) -> str:
 
 
 def _number(value: Any) -> float | None:
+    # In Python a bool is an int; in a recipe it is no number.
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:

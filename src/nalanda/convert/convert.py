@@ -111,6 +111,7 @@ def _read_tensors(folder: Path) -> dict[str, Stored]:
                     "a folder of mlx-lm, which is a target only; convert the model that it was made from"
                 )
             for name in tensors.keys():  # noqa: SIM118  not a dict
+                # Shapes come from the header: no value is read yet.
                 stored[name] = Stored(file, name, tuple(tensors.get_slice(name).get_shape()))
     return stored
 

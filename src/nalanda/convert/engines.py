@@ -207,6 +207,7 @@ def with_llama_cpp(file: Path, ids: Tensor, probes: list[str]) -> Computed:
             (math.nan if (x := token["logprob"]) is None else x, token["id"]) for token in tokens
         ]
 
+    # The greedy continuation, by one request a token.
     prompt, margins, logps = ids[:PROMPT].tolist(), [], []
     for _ in range(CONTINUATION):
         (first, token), (second, _) = ranked(prompt, 2)

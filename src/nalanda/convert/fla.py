@@ -103,6 +103,7 @@ def _read_expanded(foreign: Config, ours: Config) -> None:
     """Here expand_k and expand_v multiply hidden_size, not head_dim."""
     _read_fla(foreign, ours)
     D, H = foreign["hidden_size"], foreign["num_heads"]
+    # K and V of a head, from the widths of all heads.
     K, V = (round(D * foreign[name]) // H for name in ("expand_k", "expand_v"))
     # Ours are ratios to head_dim, which is D / H by default: the same numbers if that is whole.
     if D % H:
@@ -116,6 +117,7 @@ def _read_expanded(foreign: Config, ours: Config) -> None:
 def _write_expanded(ours: Config, foreign: Config) -> None:
     _write_fla(ours, foreign)
     for name, size in (("expand_k", "key_dim"), ("expand_v", "value_dim")):
+        # The inverse: the width of all heads over hidden_size.
         foreign[name] = ours["num_heads"] * ours[size] / ours["hidden_size"]
 
 
@@ -125,6 +127,7 @@ def _read_conv(foreign: Config, ours: Config) -> None:
 
 
 def _write_conv(ours: Config, foreign: Config) -> None:
+    # Without convolutions the size has no effect; 4 is its default.
     foreign |= {"use_short_conv": ours["conv_size"] > 0, "conv_size": ours["conv_size"] or 4}
 
 

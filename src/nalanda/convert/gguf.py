@@ -171,6 +171,7 @@ def _add_sizes(writer: Any, config: NalandaConfig, interval: int) -> None:
     writer.add_block_count(config.num_hidden_layers + (soft is None))
     writer.add_full_attention_interval(interval)
 
+    # The null layer's single head, where the model has no attention of its own.
     writer.add_head_count(soft.num_heads if soft else 1)
     writer.add_head_count_kv(soft.num_v_heads if soft else 1)
     writer.add_key_length(soft.K if soft else _NULL_HEAD)

@@ -198,8 +198,10 @@ def _add_unigram(
             prefix = step["prepend_scheme"] != "never"
         else:
             raise _refused(step)
+    # Without it blanks would not become ▁, as llama.cpp makes them.
     if prefix is None:
         raise InputError("llama.cpp's unigram tokenizer needs the step Metaspace")
+    # The vocabulary is a list of pairs (piece, log-probability).
     scores = dict(model["vocab"])
     writer.add_tokenizer_model("t5")
     writer.add_tokenizer_pre("default")

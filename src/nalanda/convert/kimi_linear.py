@@ -144,6 +144,7 @@ def _kda(foreign: Config) -> Config:
         for name, other in _TRANSFORMERS.items()
         if foreign.get(other) is not None
     }
+    # The published names overrule those of transformers.
     return checked(older | settings, _KDA, "linear_attn_config.")
 
 
@@ -164,6 +165,7 @@ def _read(foreign: Config, ours: Config) -> None:
     if len(kinds) != layers:
         raise InputError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {layers}")
     settings = foreign["mlp_layer_types"]
+    # transformers lists the kind of each GLU; the published form counts the dense ones at the front.
     sparse = (
         "sparse" in settings
         if settings

@@ -19,6 +19,7 @@ def _read_rope(foreign: Config, ours: Config) -> None:
     rope = rope_settings(foreign, "rope_scaling", "rope_parameters")
     options = ours["mixer_options"]
     options["rope_theta"] = rope.pop("rope_theta", foreign["rope_theta"])
+    # `type` is the older name of `rope_type`.
     older = rope.pop("type", "default")
     kind = rope.pop("rope_type", older)
     if kind == "llama3":

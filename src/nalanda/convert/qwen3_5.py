@@ -200,6 +200,7 @@ def _write(ours: Config, foreign: Config) -> None:
     if not ours["conv_size"]:
         raise InputError("conv_size=0 of mixer 'gated_deltanet' cannot be expressed there")
     null = {"head_dim": _NULL_HEAD_DIM, "rotary_dim": 16, "rope_theta": 10000.0}
+    # The null layer's single head, where the model has no attention of its own.
     full = softmax_options(ours) or {"num_heads": 1, "num_kv_heads": 1} | null
     third = (
         full["rotary_dim"] // 6

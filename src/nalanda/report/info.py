@@ -65,6 +65,7 @@ def info(
     stateful = ours and not is_encoder(model_config)
     # Of models of other libraries neither is known.
     activations = exchanged = None
+    # Measured on single blocks, see `activation_bytes` and `exchanged_bytes`.
     if ours and memory:
         dtype = DTYPES[train.precision]
         shape = (

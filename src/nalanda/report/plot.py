@@ -217,6 +217,7 @@ def _caption(curves: Sequence[Curve], names: Sequence[str], smooth: bool) -> str
         parts.append("The runs' tokenizers differ, so their losses a token do not compare.")
     if _differ(curves, _validation):
         parts.append("Their validation texts differ, so their validation losses do not compare.")
+    # The marks of `_draw_run`.
     kinds = {kind for c in curves for _, kind in c.events}
     if "skipped" in kinds:
         parts.append("×: skipped step.")

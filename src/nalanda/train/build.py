@@ -299,6 +299,7 @@ def open_batches(
 
     hashes, sources: of `PackedBatches`."""
     share: Any = {"rank": rank, "world_size": processes, "sources": sources}
+    # Slots: the rows of a step, on all processes together.
     rows, slots = config.train.micro_batch_size, config.train.tokens_per_step // config.data.seq_len
     validation = config.validation.every != 0
     batches = PackedBatches(

@@ -105,6 +105,7 @@ def _is_run(path: Path) -> bool:
 
 def _run_around(path: Path) -> Path | None:
     """The run whose `final` or checkpoint this is."""
+    # Absolute, since a relative path may not name its parents; links are not followed.
     path = Path.cwd() / path
     if path.name == "final" and _is_run(path.parent):
         return path.parent

@@ -104,6 +104,7 @@ class Run:
                 self.spikes.load_state_dict(state.get("spikes", {}))
                 if scale := state.get("loss_scale"):  # {} or missing without fp16
                     self.scaler.load_state_dict(scale)
+                # Fields that an older checkpoint lacks keep their defaults.
                 self.at = TrainerState(
                     **{f.name: state[f.name] for f in fields(TrainerState) if f.name in state}
                 )
