@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -30,6 +31,7 @@ from nalanda.train.checkpoint_dir import (
 from nalanda.train.guards import SpikeDetector
 from nalanda.train.log import read_facts, read_metrics
 from nalanda.train.loss import count_labels, summed_loss
+from nalanda.train.run import TrainerState
 from nalanda.train.run_dir import lock_run_dir
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -552,6 +554,51 @@ def test_a_checkpoint_that_falls_on_a_bad_step_is_saved_at_the_next_good_one(
         poisoned(patch, {1: "nan loss"})
         loop.train(configured(recipe, run, *settings))
     assert [step_of(path) for path in checkpoint_folders(run / "checkpoints")] == [6, 10, 12, 13]
+
+
+def test_an_overflow_between_bad_steps_does_not_lose_a_save():
+    """Steps 8 and 9 are bad, 10 overflows, 11 is good: the checkpoint of step 8 is due at 11."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    run = SimpleNamespace(
+        at=TrainerState(step=7, settled=7),
+        optimizer=optimizer,
+        carried_states=None,
+        rolled_back_to=None,
+        log=SimpleNamespace(event=lambda *_, **__: None),
+        facts={},
+        speed=SimpleNamespace(add=lambda _: None),
+        config=SimpleNamespace(
+            train=SimpleNamespace(steps=99, tokens_per_step=1), checkpoint=SimpleNamespace(every=8)
+        ),
+    )
+    due = []
+    for number, kind in enumerate(("skip", "skip", "overflow", "good", "good"), 8):
+        step = training_step.Step(number, run.at.settled, 0.0, 1.0, 1.0, 1.0, None)
+        training_step.apply(run, step, training_step.Judgement(kind, "a reason"))
+        due.append(loop.save_is_due(run, step))
+    assert due == [False, False, False, True, False]
+
+
+def test_unsound_weights_are_not_saved_when_the_data_stops(recipe, tmp_path, monkeypatch):
+    def failing(batches, count, take=training_step.take_batches):
+        taken, error = take(batches, count)
+        calls.append(1)
+        return (taken[:1], SourceUnavailable("hub: 9 times")) if len(calls) == 8 else (taken, error)
+
+    calls: list = []
+    monkeypatch.setattr(training_step, "take_batches", failing)
+    monkeypatch.setattr(
+        checkpoint.Saver, "unsound", lambda *_: "nan weights" if len(calls) == 8 else None
+    )
+    with pytest.raises(SourceUnavailable):
+        loop.train(configured(recipe, tmp_path / "run"))
+    assert step_of(latest_checkpoint(tmp_path / "run" / "checkpoints")) == 5
+    events = [
+        line
+        for line in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if line.get("event") == "unsound"
+    ]
+    assert [(line["step"], line["reason"]) for line in events] == [(7, "nan weights")]
 
 
 def test_data_that_stops_saves_what_was_learnt(recipe, tmp_path, whole, monkeypatch):

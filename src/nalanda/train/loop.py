@@ -316,7 +316,7 @@ def save_is_due(run: Run, step: Step) -> bool:
     """Whether a checkpoint is due behind a step. One that falls on bad steps is due at the next good one."""
     if step.stop or is_last(run, step):
         return True
-    return is_due(step.number, run.config.checkpoint.every, step.last_good) and not run.at.bad
+    return is_due(step.number, run.config.checkpoint.every, step.settled) and not run.at.bad
 
 
 def check_soundness(run: Run, step: Step) -> str | None:
@@ -357,7 +357,7 @@ def roll_back(run: Run, step: Step, unsound: str | None) -> None:
     run.load(target, find)
     back = run.checkpoint
 
-    if back is None and step.last_good and run.saver.unsound(run.model, run.optimizer) is None:
+    if back is None and step.settled and run.saver.unsound(run.model, run.optimizer) is None:
         run.save(run.batches.state_dict(), wait=True)  # bad steps changed no weight
     # The same checkpoint is taken `max_rollbacks` times: its weights may lead to the same steps again.
     if back is None or run.rollbacks[back] == run.config.guard.max_rollbacks:

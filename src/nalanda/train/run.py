@@ -36,7 +36,9 @@ class TrainerState:
     overflows: int = 0
     """Steps that changed nothing but fp16's loss scale."""
     bad: list[str] = field(default_factory=list)
-    """Reasons of the consecutive bad steps up to this one."""
+    """Reasons of the bad steps since the last good one; an overflow between them neither joins nor ends them."""
+    settled: int = 0
+    """The newest step with no bad step since the last good one. A save that falls on later steps waits."""
 
 
 @dataclass(kw_only=True)
@@ -108,6 +110,8 @@ class Run:
                 self.at = TrainerState(
                     **{f.name: state[f.name] for f in fields(TrainerState) if f.name in state}
                 )
+                if "settled" not in state:  # a checkpoint of an earlier version
+                    self.at.settled = self.at.step - len(self.at.bad)
                 self.checkpoint = path
                 return data_state
             if accelerator.is_main_process:

@@ -25,8 +25,8 @@ class Step:
     """A step under way. Its loss, norm and stop are the same on all processes."""
 
     number: int
-    last_good: int
-    """The last good step before this one."""
+    settled: int
+    """`TrainerState.settled` before this step."""
     began: float
     """`time.perf_counter` before its rows were read."""
     lr: float
@@ -87,7 +87,7 @@ def forward_backward(run: Run) -> Step:
     run.note_saved()
     return Step(
         number=number,
-        last_good=at.step - len(at.bad),
+        settled=at.settled,
         began=began,
         lr=learning_rate(number, config.train.steps, config.optim.lr, config.schedule),
         loss=total_loss,
@@ -123,11 +123,17 @@ def next_step(run: Run) -> tuple[list[dict[str, Tensor]], int]:
         return micro_batches, labels
 
     # The rows of this step were taken, but not learnt: the position before them is saved.
+    outcome = "saved"
     if run.at.step > (step_of(run.checkpoint) if run.checkpoint else 0):
-        run.save(before.state_dict(), wait=True)
+        unsound = run.saver.unsound(run.model, run.optimizer)
+        if unsound is None:
+            run.save(before.state_dict(), wait=True)
+        else:  # it would displace a sound checkpoint
+            run.log.event(run.at.step, "unsound", reason=unsound)
+            outcome = f"not saved, {unsound}"
     run.saver.wait()
     if run.checkpoint:
-        run.log.say(f"stopped: saved; the same command resumes from {run.checkpoint}")
+        run.log.say(f"stopped: {outcome}; the same command resumes from {run.checkpoint}")
     # The sum of equal exit codes over their number is the code itself.
     raise failure or SystemExit(code // failed)
 
@@ -236,5 +242,7 @@ def apply(run: Run, step: Step, verdict: Judgement) -> None:
     optimizer.zero_grad()
     # A skipped step counts: its rows are read, and the schedule goes on.
     at.step, at.tokens = step.number, at.tokens + run.config.train.tokens_per_step
+    if not at.bad:
+        at.settled = step.number
     run.facts["step"] = step.number
     run.speed.add(time.perf_counter() - step.began)
