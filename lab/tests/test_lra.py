@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from nalanda_lab import commands
 from nalanda_lab import lra as lra_module
 from nalanda_lab.lra import (
     PUBLISHED,
@@ -39,7 +40,6 @@ from nalanda_lab.synthetic import LISTOPS_TOKENS, OPERATORS
 from PIL import Image
 from typer.testing import CliRunner
 
-import nalanda_cli
 from nalanda.common.errors import InputError
 from nalanda.model import MIXERS
 
@@ -242,7 +242,7 @@ def test_command(tmp_path, monkeypatch):
     monkeypatch.setattr(lra_module, "QUICK_ARENA", FEW)
     options = ["--quick", "--output", str(tmp_path), "--steps", "1", "--workers", "1"]
     options += ["--mixers", "softmax,transnormer_t2", "--tasks", "listops,retrieval"]
-    done = CliRunner().invoke(nalanda_cli.app, ["bench", "lra", *options])
+    done = CliRunner().invoke(commands.app, ["lra", *options])
     assert done.exit_code == 0, done.output
     text = (tmp_path / "results.md").read_text()
     levels = {}

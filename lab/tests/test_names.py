@@ -27,4 +27,4 @@ def test_names_of_models_are_no_markup(name, capsys, monkeypatch):
         "length": 8,
     }
     print_analysis(facts | {"notes": [], "figures": []}, "d")
-    assert capsys.readouterr().out.count(name) == 3
+    assert capsys.readouterr().out.count(name) == 4

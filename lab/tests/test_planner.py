@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from nalanda_lab.commands import main
 from nalanda_lab.planner import (
     Cluster,
     Counts,
@@ -17,7 +18,6 @@ from nalanda_lab.planner import (
 
 from nalanda.common.errors import InputError
 from nalanda.model.ops import delta_rule_flops
-from nalanda_cli import main
 
 COUNTS = Counts(
     seq_len=1000,
@@ -200,7 +200,7 @@ def test_counts_of_a_recipe():
 
 def test_printed(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
-    main(["info", "demo", *TINY, "--devices", "2,16", "--cluster", "latency=0"])
+    main(["plan", "demo", *TINY, "--devices", "2,16", "--cluster", "latency=0"])
     out = capsys.readouterr().out
     assert out.count("← best") == 2
     assert (
@@ -209,7 +209,7 @@ def test_printed(capsys, monkeypatch):
         )
         == 2
     )
-    main(["info", "demo", *TINY, "--devices", "2", "--json"])
+    main(["plan", "demo", *TINY, "--devices", "2", "--json"])
     assert '"devices": 2' in capsys.readouterr().out
 
 
@@ -230,7 +230,7 @@ def test_bad_input(options, message, capsys):
     with pytest.raises(InputError, match=message):
         clusters(*options)
     with pytest.raises(SystemExit) as stop:
-        main(["info", "demo", *TINY, "--devices", options[0], "--cluster", options[1]])
+        main(["plan", "demo", *TINY, "--devices", options[0], "--cluster", options[1]])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from nalanda_lab import commands
 from nalanda_lab import recall as recall_module
 from nalanda_lab.equal import (
     CLOSE,
@@ -56,7 +57,6 @@ from nalanda_lab.synthetic import (
 )
 from typer.testing import CliRunner
 
-import nalanda_cli
 from nalanda.common.errors import InputError
 from nalanda.model import MIXERS
 
@@ -667,7 +667,7 @@ def test_the_command_leaves_tables_and_pictures(tmp_path):
     small = ["mqar.pairs=[1, 2]", "mqar.sequence=8", "mqar.values=4", "regression.examples=[1, 2]"]
     small += ["training.rows=4", "training.batch_size=4", "training.points=1"]
     small += [f"model.{name}={value}" for name, value in TINY.items()]
-    done = CliRunner().invoke(nalanda_cli.app, ["bench", "recall", *options, *small])
+    done = CliRunner().invoke(commands.app, ["recall", *options, *small])
     assert done.exit_code == 0, done.output
     assert "left out" not in done.output
     # Of two tasks and seeds: three sizes of retention; softmax has no other state.
