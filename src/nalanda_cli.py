@@ -79,7 +79,7 @@ def train(
         raise InputError(
             "give a recipe: a file, or the name of one that ships; --keys lists its keys"
         )
-    config = load_config(recipe, overrides or [])  # reports mistakes before the import of torch
+    config = load_config(recipe, overrides or [])  # reports mistakes before anything is opened
     with loading_torch(sys.stdout):
         from nalanda.train.loop import train
 
@@ -169,7 +169,7 @@ def generate(
     """
     from nalanda.inference.sampling import sampling_options
 
-    sampling_options(sampling)  # reports mistakes before the import of torch
+    sampling_options(sampling)  # reports mistakes before anything is opened
     resolved = resolve_models([model])[0]
     with loading_torch():
         from nalanda.inference.generate import generate
@@ -199,7 +199,7 @@ def info(
     from nalanda.config.load import load_config
 
     if recipe is not None:
-        load_config(recipe, overrides or [])  # reports mistakes before the import of torch
+        load_config(recipe, overrides or [])  # reports mistakes before anything is opened
     elif processes or device != "here":
         option = "--processes" if processes else "--device"
         raise typer.BadParameter("needs a recipe", param_hint=option)

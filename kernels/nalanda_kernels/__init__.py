@@ -28,7 +28,8 @@ class Kernel:
     """An implementation of an op, and what it needs to run.
 
     target: `"package.module:function"`. The function takes the op's arguments except `mode` and `backend`
-        and returns what the op returns. It raises `Unsupported` before any work if it cannot serve a call.
+        and returns what the op returns. If it cannot serve a call, it raises `Unsupported` before the
+        recurrence runs.
     devices: the device types that it runs on ("cuda" includes ROCm).
     needs: the module that must be installed.
     """
@@ -88,8 +89,8 @@ _chosen = [os.environ.get(ENVIRONMENT) or "auto"]
 def use_backend(name: str) -> Iterator[None]:
     """In this context `backend="auto"` means `name`: "torch", "triton", "fla", "flash_qla" or "auto".
 
-    Ops and calls that `name` does not serve go to the others in their order. It takes precedence over
-    NALANDA_BACKEND.
+    Calls that `name` refuses, and ops that it lacks, go to the others in their order. A backend that does not
+    run on the call's device raises ValueError. The context takes precedence over NALANDA_BACKEND.
     """
     _chosen.append(name)
     try:

@@ -54,7 +54,8 @@ class PackedBatches:
     """One rank's micro-batches of packed documents, and the position in them.
 
     Documents follow one another, `[bos] tokens [eos]`, cut into rows of `seq_len` tokens. A document longer
-    than the rest of its row continues in the next row as a new segment, since no state crosses rows. With
+    than the rest of its row continues in the next row as a new segment. No state crosses rows
+    but under `data.long_documents: carry`. With
     `data.documents: joined` a row is one segment. It begins with the last token of the row before (the first
     row with an eos), so every token of the text is predicted once.
 

@@ -22,9 +22,9 @@ class Masking:
     """Chooses a share `data.mask_share` of the tokens of packed rows, which the model must recover.
 
     As in BERT (arXiv 1810.04805), 80 % of the chosen become the mask token, 10 % a random token, and 10 %
-    stay. The draws for a row depend on the seed and the row's number in the run alone. So they are the same
-    for any number of processes and after a resume, and others in each epoch. Special tokens and a row's first
-    token are never chosen.
+    stay. The draws for a row depend on the seed, the step and the row's place in it. So they are the
+    same for any number of processes and after a resume, and others in each epoch. A rollback repeats them.
+    Special tokens and a row's first token are never chosen.
 
     Raises InputError for a tokenizer without a mask token.
     """

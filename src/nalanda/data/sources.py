@@ -1,4 +1,4 @@
-"""The sources of a run, each opened once and handed on: token sets and corpora."""
+"""The sources of a run, each opened once a process at most and handed on: token sets and corpora."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Source:
 class Sources:
     """The sources of a run by component; the only one is "".
 
-    They may be sent to other processes, which then list no file themselves. Corpora that are read over a
-    network are left out, and each process opens those itself.
+    They may be sent to other processes, which then list no file themselves. Corpora with a shard that is
+    no local file are left out, and each process opens those itself.
 
     Args:
         data: checked settings.

@@ -3,7 +3,7 @@
 A mixer is a subclass of `Mixer` and a row in `mixers.MIXERS`; `register_mixer` adds one from outside the
 package. It defines
 
-- `equation` and `source`, texts for the README's table;
+- `equation` and `source`, texts for the tables of `nalanda info` and docs/mixers.md;
 - `__init__(self, config, layer_idx, *, …)`: its options, `mixer_options` of a recipe, are the keyword-only
   arguments. Each has a default and is annotated with its type. Raise ValueError, in one line, for a value
   that cannot work;
@@ -12,7 +12,8 @@ package. It defines
   reads `state`, which an earlier call put into `new`, and fills `new` unless that is None. It keeps the
   documents of `seq.cu_seqlens` apart; the ops of `ops.py` do that, and take and return states;
 - `state_spec(T)`: name to shape and dtype of what `mix` and `heads` put into `new`, per sequence;
-- `flops(T)`: FLOPs per token without Linear layers. Both add to the base class's result, or replace it.
+- `flops(T)`: FLOPs per token without Linear layers. It and `state_spec` add to the base class's result,
+  or replace it.
 
 It may define
 
@@ -344,7 +345,10 @@ class Mixer(FusedLinears):
     def step(
         self, x: Tensor, seq: Sequences, state: LayerState
     ) -> tuple[Tensor, LayerState] | None:
-        """`forward` for one token per sequence, in one kernel after the projections; None: none serves it."""
+        """`forward` for one token per sequence, in one kernel after the projections or in torch.
+
+        None if the mixer states no rule of a token.
+        """
         rule = self.rule_of_a_token()
         if rule is None:
             return None

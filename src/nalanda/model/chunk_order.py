@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .call import Call, bounds_of
 
-# Tokens per head in a segment. On a CPU about as many as the last-level cache holds (6 kB each at K = V =
+# Tokens times heads in a segment. On a CPU about as many as the last-level cache holds (6 kB each at K = V =
 # 128, 9 kB with decays per key channel); elsewhere many, to fill the device within bounded memory.
 _CPU_TOKENS = 2048
 _DEVICE_TOKENS = 262144

@@ -322,7 +322,8 @@ class _Incoming(torch.autograd.Function):
 def recurrence(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor | None]:
     """`ops.delta_rule`, or without β `ops.linear_attention`, over the sequences of `seq`, whose rows may be cut.
 
-    The last part waits for its state and takes one pass. Every other part runs once from the state zero and
+    The last part waits for its state and takes one pass. Every other part runs once from the state zero,
+    the first one from the carried state, and
     then adds the contribution of its incoming state. Let F be the features and V the values of a head.
 
     A delta rule computes the contribution by a second pass, over the tokens of documents that began before

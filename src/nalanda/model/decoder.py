@@ -345,7 +345,7 @@ class Decoder(NalandaPreTrainedModel):
         use_cache: bool | None,
         packing: Packing,
     ) -> Batch:
-        """Decides of which kind a batch is. This is the only place that knows masks.
+        """Decides of which kind a batch is. Below it no layer knows a mask.
 
         x: embeddings `[B, T, D]`; grid: rows and columns of the patches, for images.
 

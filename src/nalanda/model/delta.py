@@ -86,7 +86,7 @@ class DeltaNet(Mixer):
         `rms`, where √F cancels: it gives the result of `l2`. Under `none` a short key writes a long value,
         and only ‖φ(q)‖ is erased, by the output norm.
 
-    Cost per token and head with F features: 6FV + 2·64·(3F + 2V) FLOPs. State: F × V in fp32.
+    Cost per token and head with F features: 6FV + 2·64·(3F + 2V) + 64²/3 FLOPs. State: F × V in fp32.
     """
 
     equation = "S ← (I − β k kᵀ) S + β k vᵀ; o = Sᵀq"

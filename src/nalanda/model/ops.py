@@ -91,7 +91,7 @@ def delta_rule(
         allow_neg_eigval: whether β‖k‖² may exceed 1, so that a token turns what it erases into its negative.
             In 16 bits kernels then keep more digits, since rounding would lengthen the state where a token
             repeats. On the torch path it changes nothing.
-        chunk_size: the most tokens in a chunk of the torch form, a power of two; kernels choose their own.
+        chunk_size: the most tokens in a chunk of the torch form, a power of two; Triton's kernels choose their own.
         mode: "chunk" for training and prompts, "recurrent" for decoding token by token, "reference" for the
             literal formula. All are differentiable.
         backend: for mode "chunk": "auto" (Triton kernels on GPUs, torch elsewhere), "torch", "triton",
@@ -103,7 +103,7 @@ def delta_rule(
         are fp32 whatever the inputs are; float64 stays float64.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown option, or a backend that is not there.
+        ValueError: shapes that do not fit, an unknown option, or in mode "chunk" a backend that is not there.
     """
     call = Call(q, k, v, beta, g, erase, write, initial_state, cu_seqlens)
     rule = Rule(
@@ -149,7 +149,7 @@ def linear_attention(
         are fp32 whatever the inputs are; float64 stays float64.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown option, or a backend that is not there.
+        ValueError: shapes that do not fit, an unknown option, or in mode "chunk" a backend that is not there.
     """
     call = Call(q, k, v, g=g, initial_state=initial_state, cu_seqlens=cu_seqlens)
     rule = Rule(

@@ -328,7 +328,8 @@ class Layout:
     Mixers see `[B, T]` if `cu_seqlens` is None, otherwise one row `[1, ΣT]` with these bounds and no padding.
     `mask`, bool `[B, T]`, marks tokens; None: all columns are tokens.
 
-    Raises ValueError for a mask or bounds that do not fit the batch, or two descriptions of it at once.
+    Raises ValueError for a mask or bounds that do not fit the batch, or for a mask beside bounds. Beside bounds
+    `position_ids` are positions alone.
     """
 
     def __init__(

@@ -178,7 +178,7 @@ def _update(
 
 
 def _log_decay(x: dict[str, Tensor], rule: StepRule) -> Tensor | None:
-    """g `[N, 1, HV (, F)]`, of the inputs or by `rule.decay`; None for no decay."""
+    """g of the inputs `[N, 1, HV (, F)]`, or by `rule.decay` `[N, HV, 1 or F]`; None for no decay."""
     if rule.decay is None:
         return x.get("g")
     A_log, dt_bias = rule.decay

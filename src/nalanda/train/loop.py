@@ -71,7 +71,7 @@ def train(config: RunConfig) -> Path:
         with interruptible() as signals:
             if not accelerator.is_main_process:
                 return train_together(config, accelerator, kind, None, signals)
-            # Only the main process writes to the folder; the others get its claim below.
+            # The main process locks and claims the folder; the others get its claim below.
             with lock_run_dir(Path(config.output_dir)), mirrored(mirror):
                 claimed = claim(Path(config.output_dir), config)
                 return train_together(config, accelerator, kind, claimed, signals, mirror)
@@ -109,7 +109,9 @@ def train_together(
     ):
         run = set_up(config, accelerator, sharing, facts, changes, resume, progress.call)
     run.mirror, run.signals = mirror, signals
-    generators = random_state()  # restored below: set-up draws numbers, as importing rich does
+    generators = (
+        random_state()
+    )  # restored below: opening the log draws numbers, as importing rich does
 
     with watched(run, recipe, changes, resume):
         announce(run, changes)

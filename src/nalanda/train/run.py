@@ -70,7 +70,7 @@ class Run:
     """Contents of run.json."""
     at: TrainerState = field(default_factory=TrainerState)
     checkpoint: Path | None = None
-    """The checkpoint that the same command would resume from."""
+    """The newest checkpoint, perhaps still being written: the same command resumes from it once it is whole."""
     mirror: Mirror | None = None
     """Copies the run to its store, on the main process of a run in one."""
     rollbacks: Counter[Path] = field(default_factory=Counter)
