@@ -12,10 +12,11 @@ import hashlib
 import inspect
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from house import tracked
 
 RECORD = Path(__file__).with_suffix(".json")
 LONGEST = 25  # words of a sentence
@@ -52,9 +53,7 @@ def digest(sentence: str) -> str:
 
 def offences() -> Iterator[tuple[str, str, str]]:
     """Yields (file, rule, sentence) for every sentence that breaks a rule."""
-    names = subprocess.run(["git", "ls-files", "*.py", "*.md"], capture_output=True, text=True)
-
-    for name in names.stdout.split():
+    for name in [*tracked("*.py"), *tracked("*.md")]:
         file = Path(name)
         if not file.is_file() or not is_checked(name):
             continue

@@ -8,6 +8,7 @@ Tokens leave out comments and docstrings: an explanation or a blank line costs n
 
 import ast
 import io
+import re
 import subprocess
 import sys
 import tokenize
@@ -99,10 +100,14 @@ def is_over(name: str, value: float) -> bool:
 
 
 def tracked(pattern: str) -> list[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", pattern], capture_output=True, text=True, check=True
-    )
-    return [name for name in listed.stdout.split() if Path(name).is_file()]
+    """The files of the checkout; without git, all files outside of hidden folders."""
+    listed = subprocess.run(["git", "ls-files", pattern], capture_output=True, text=True)
+    names = listed.stdout.split()
+    if listed.returncode:
+        names = [
+            str(file) for file in Path().rglob(pattern) if not re.search(r"(^|/)\.", str(file))
+        ]
+    return sorted(name for name in names if Path(name).is_file())
 
 
 def words_of_pages() -> int:
