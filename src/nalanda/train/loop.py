@@ -327,10 +327,7 @@ def check_soundness(run: Run, step: Step) -> str | None:
     if not save_is_due(run, step):
         return None
     # A collective: `save_is_due` is the same on all processes.
-    unsound = run.saver.unsound(run.model, run.optimizer)
-    if unsound:
-        run.log.event(step.number, "unsound", reason=unsound)
-    return unsound
+    return run.find_unsound()
 
 
 def must_roll_back(run: Run, step: Step, unsound: str | None) -> bool:

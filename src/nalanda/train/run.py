@@ -122,6 +122,16 @@ class Run:
         self.checkpoint = None
         return None
 
+    def find_unsound(self) -> str | None:
+        """Why the weights or moments of the current step must not be saved, with an event in the log; or None.
+
+        A checkpoint of them would displace a sound one. All processes must call it.
+        """
+        reason = self.saver.unsound(self.model, self.optimizer)
+        if reason:
+            self.log.event(self.at.step, "unsound", reason=reason)
+        return reason
+
     def save(self, data_state: dict, *, wait: bool) -> None:
         """Saves a checkpoint of the current step. wait: also for an asynchronous save.
 

@@ -125,12 +125,10 @@ def next_step(run: Run) -> tuple[list[dict[str, Tensor]], int]:
     # The rows of this step were taken, but not learnt: the position before them is saved.
     outcome = "saved"
     if run.at.step > (step_of(run.checkpoint) if run.checkpoint else 0):
-        unsound = run.saver.unsound(run.model, run.optimizer)
-        if unsound is None:
-            run.save(before.state_dict(), wait=True)
-        else:  # it would displace a sound checkpoint
-            run.log.event(run.at.step, "unsound", reason=unsound)
+        if unsound := run.find_unsound():
             outcome = f"not saved, {unsound}"
+        else:
+            run.save(before.state_dict(), wait=True)
     run.saver.wait()
     if run.checkpoint:
         run.log.say(f"stopped: {outcome}; the same command resumes from {run.checkpoint}")
