@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import build, close, ids
+from tiny_models import build, close, ids, llama
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import nalanda.inference.generate
 from nalanda import NalandaForCausalLM
@@ -102,18 +102,6 @@ def letters(tokenizer) -> dict:
         i for token, i in tokenizer.get_vocab().items() if not (token.isascii() and token.isalpha())
     ]
     return {"suppress_tokens": others}
-
-
-def llama(vocabulary: int) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    special = {"bos_token_id": None, "eos_token_id": None}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **sizes, **special)).double().eval()
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE], ids=["plain", "template"])

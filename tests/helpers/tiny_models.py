@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.model import FEATURE_MAPS, MIXERS, build_feature_map
@@ -170,3 +171,16 @@ def encoder_rows() -> list:
     }
     found += [pytest.param(options, id=name) for name, options in more.items()]
     return [pytest.param({**row.values[0], "is_decoder": False}, id=row.id) for row in found]
+
+
+def llama(vocabulary: int = VOCAB) -> LlamaForCausalLM:
+    """A tiny model of transformers' own, in float64."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    special = {"bos_token_id": None, "eos_token_id": None}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **sizes, **special)).double().eval()

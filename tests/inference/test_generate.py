@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_models import VARIANTS, VOCAB, build, close, ids, logits
+from tiny_models import VARIANTS, VOCAB, build, close, ids, llama, logits
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, StoppingCriteria
+from transformers import PreTrainedTokenizerFast, StoppingCriteria
 from typer.testing import CliRunner
 
 from nalanda import NalandaCache, NalandaForCausalLM, State
@@ -41,18 +41,6 @@ def model(request) -> NalandaForCausalLM:
 @pytest.fixture
 def small() -> NalandaForCausalLM:
     return build(**ENDLESS)
-
-
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    special = {"bos_token_id": None, "eos_token_id": None}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes, **special)).double().eval()
 
 
 def almost(model: NalandaForCausalLM) -> NalandaForCausalLM:
