@@ -1,5 +1,6 @@
 """What several test files use."""
 
+import gc
 import json
 import math
 import os
@@ -17,6 +18,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from nalanda.common import progress
+
+
+def pytest_collection_finish():
+    """Collections of garbage pass over what was imported, half a second each."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
