@@ -113,7 +113,8 @@ def options(kind: Any) -> str:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The rows as a Markdown table."""
+    """The rows as a Markdown table, without the columns of `LEFT_OUT`."""
+    rows = [{name: cell for name, cell in row.items() if name not in LEFT_OUT} for row in rows]
 
     def line(cells: Any) -> str:
         return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
@@ -156,6 +157,9 @@ TABLES: dict[str, dict[str, Callable[[], list[dict[str, Any]]]]] = {
     "docs/keys.md": {"keys": key_rows},
 }
 """The generated tables of each page, by the name between `<!-- -->` above them."""
+
+LEFT_OUT = {"training GFLOPs a token", "tokens", "source"}
+"""Columns that pages leave out: `nalanda info` prints them, and docs/formulas.md has the sources."""
 
 
 def updated(page: str, text: str) -> str:
