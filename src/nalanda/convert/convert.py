@@ -284,15 +284,11 @@ def convert(
         if target == "nalanda":
             _save_config(config, stored_as, staging)
         else:
-            about = {"model_type": target, "architectures": [FORMATS[target].architecture]}
-            about |= {"dtype": stored_as} if stored_as else {}
-            text = json.dumps(foreign | about, indent=2, sort_keys=True)
-            (staging / "config.json").write_text(text + "\n", encoding="utf-8")
+            _save_foreign_config(target, foreign, stored_as, staging)
         _save_tensors(
             parts, _tensors_of(target, foreign | {"dtype": stored_as})(_shapes(config)), staging
         )
-        for side in (path for pattern in _SIDE_FILES for path in folder.glob(pattern)):
-            (shutil.copytree if side.is_dir() else shutil.copy)(side, staging / side.name)
+        _copy_side_files(folder, staging)
         pad_batches(staging)
         _keep_tokenizer(folder, staging)
         rounded = to_mlx(staging, dtype) if to == "mlx" else None
@@ -325,6 +321,13 @@ def _find_leading_bos(folder: Path, config: NalandaConfig) -> int | None:
         return config.bos_token_id
     bos = tokenizer.bos_token_id
     return bos if tokenizer("a").input_ids[:1] == [bos] else None
+
+
+def _copy_side_files(folder: Path, staging: Path) -> None:
+    for pattern in _SIDE_FILES:
+        for path in folder.glob(pattern):
+            copy = shutil.copytree if path.is_dir() else shutil.copy
+            copy(path, staging / path.name)
 
 
 def _keep_tokenizer(folder: Path, staging: Path) -> None:
@@ -438,6 +441,14 @@ def _refuse_unknown(kind: str, settings: Config) -> None:
     if kind in _APART:
         raise InputError(_APART[kind])
     raise InputError(f"model_type {kind!r} is not one of nalanda, {', '.join(FORMATS)}")
+
+
+def _save_foreign_config(kind: str, config: Config, dtype: str | None, folder: Path) -> None:
+    about = {"model_type": kind, "architectures": [FORMATS[kind].architecture]}
+    if dtype:
+        about["dtype"] = dtype
+    text = json.dumps(config | about, indent=2, sort_keys=True)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _save_config(config: NalandaConfig, dtype: str | None, folder: Path) -> None:

@@ -169,7 +169,6 @@ def with_llama_cpp(file: Path, ids: Tensor, probes: list[str]) -> Computed:
             f"max_position_embeddings={len(ids)}: the comparison in llama.cpp needs a context of "
             f"{PROMPT + CONTINUATION} tokens; --no-check skips it"
         )
-    gguf: Any = importlib.import_module("gguf")
     xllamacpp: Any = importlib.import_module("xllamacpp")  # an extra
 
     params = xllamacpp.CommonParams()
@@ -218,24 +217,31 @@ def with_llama_cpp(file: Path, ids: Tensor, probes: list[str]) -> Computed:
         pairs = ranked(ids[:end].tolist(), 1 << 30)
         # [vocabulary], in the order of the ids
         logps.append([logp for logp, _ in sorted(pairs, key=lambda pair: pair[1])])
-    fields, keys = gguf.GGUFReader(file).fields, gguf.Keys.Tokenizer
-    # Special tokens of the file, None for those that it does not name.
-    bos, pad, *ends = (
-        field and field.contents()
-        for field in map(
-            fields.get, (keys.BOS_ID, keys.PAD_ID, keys.EOS_ID, keys.EOT_ID, keys.EOM_ID)
-        )
-    )
-    special = {"tokenizer.bos_token_id": bos, "tokenizer.pad_token_id": pad}
     return Computed(
         torch.tensor(logps),
         torch.tensor(prompt[PROMPT:]),
         torch.tensor(margins),
         f"xllamacpp {version('xllamacpp')}",
         [tokens(text) for text in probes],
-        special | {_ENDS: [i for i in ends if i is not None]},
+        _special_of_gguf(file),
         every=_EVERY,
     )
+
+
+def _special_of_gguf(file: Path) -> dict[str, Any]:
+    """The special tokens that a GGUF file names, as `Computed.special` has them."""
+    gguf: Any = importlib.import_module("gguf")
+    fields, keys = gguf.GGUFReader(file).fields, gguf.Keys.Tokenizer
+
+    def token_of(key: str) -> int | None:
+        return fields[key].contents() if key in fields else None
+
+    ends = [token_of(key) for key in (keys.EOS_ID, keys.EOT_ID, keys.EOM_ID)]
+    return {
+        "tokenizer.bos_token_id": token_of(keys.BOS_ID),
+        "tokenizer.pad_token_id": token_of(keys.PAD_ID),
+        _ENDS: [token for token in ends if token is not None],
+    }
 
 
 @contextlib.contextmanager

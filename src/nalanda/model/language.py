@@ -376,13 +376,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             output_hidden_states = self.config.output_hidden_states
 
         beside = (inputs_embeds, labels, shift_labels, cu_seqlens, carried_cache, carried)
-        plain = all(x is None for x in beside) and not (
-            output_hidden_states or return_carried_cache
-        )
-        # Plain calls alone: graphs have buffers for tokens, lengths and states, for nothing else.
-        if plain and (logits := self._logits_by_graph(input_ids, past_key_values)) is not None:
-            # pyrefly: ignore[bad-argument-type]
-            return CausalLMOutput(logits=logits, past_key_values=past_key_values)
+        more_outputs = output_hidden_states or return_carried_cache or None
+        if decoded := self._decode_by_graph(input_ids, past_key_values, *beside, more_outputs):
+            return decoded
 
         # Columns without requested logits come before the mark: `crop` never removes them.
         if isinstance(past_key_values, NalandaCache) and past_key_values.waits_for_mark:
@@ -408,13 +404,12 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             output_attentions=output_attentions,
         )
         h = out.last_hidden_state  # [B, T, D], or [B, T/N, D] of this process's part
-        loss = logits = None
         described = (attention_mask, position_ids, cu_seqlens)
         targets = self._targets(h, labels, shift_labels, context, *described)
-        if targets is not None:
-            loss = self._mean_loss(h, targets, num_items_in_batch, z_loss, context)
+        loss = self._mean_loss(h, targets, num_items_in_batch, z_loss, context)
         # In training the loss has its own logits, block by block.
-        if targets is None or not self.training:
+        logits = None
+        if loss is None or not self.training:
             logits = self.lm_head(h[:, _positions(logits_to_keep)])
 
         return CausalLMOutput(
@@ -425,14 +420,27 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             carried_cache=out.carried_cache,
         )
 
-    def _logits_by_graph(
-        self, input_ids: Tensor | None, cache: NalandaCache | None
-    ) -> Tensor | None:
-        """Logits `[B, 1, vocabulary]` of a CUDA graph, in `generate`; None if no graph serves the call."""
+    def _decode_by_graph(
+        self,
+        input_ids: Tensor | None,
+        cache: NalandaCache | None,
+        *beside: NalandaCache | Tensor | bool | None,
+    ) -> CausalLMOutput | None:
+        """The output of a CUDA graph for one token of each row, in `generate`; None if no graph serves the call.
+
+        beside: what else the call gives or asks for. Graphs have buffers for tokens, lengths and states alone.
+        """
         graphs = None if torch.compiler.is_compiling() else current_graphs()
-        if graphs is None or input_ids is None or not isinstance(cache, NalandaCache):
+        if graphs is None or any(x is not None for x in beside):
             return None
-        return graphs.decode(self, input_ids, cache) if input_ids.shape[1] == 1 else None
+        if input_ids is None or input_ids.shape[1] != 1 or not isinstance(cache, NalandaCache):
+            return None
+
+        logits = graphs.decode(self, input_ids, cache)  # [B, 1, vocabulary]
+        if logits is None:
+            return None
+        # pyrefly: ignore[bad-argument-type]
+        return CausalLMOutput(logits=logits, past_key_values=cache)
 
     def _targets(
         self,
@@ -456,12 +464,14 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
     def _mean_loss(
         self,
         h: Tensor,
-        targets: Tensor,
+        targets: Tensor | None,
         count: int | Tensor | None,
         z_loss: float,
         context: Context | None,
-    ) -> Tensor:
+    ) -> Tensor | None:
         """The summed loss of this process's part of the rows, over the number of labels in whole rows."""
+        if targets is None:
+            return None
         # Of whole rows, before they are cut: the parts' shares add up to the mean.
         if count is None:
             count = (targets != -100).sum()

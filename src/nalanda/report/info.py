@@ -65,21 +65,8 @@ def info(
     stateful = ours and not is_encoder(model_config)
     # Of models of other libraries neither is known.
     activations = exchanged = None
-    # Measured on single blocks, see `activation_bytes` and `exchanged_bytes`.
     if ours and memory:
-        dtype = DTYPES[train.precision]
-        shape = (
-            model_config,
-            train.micro_batch_size,
-            seq_len,
-            dtype,
-            train.gradient_checkpointing,
-            parts,
-        )
-        on_cpu = device == "cpu" or (device == "here" and not torch.cuda.is_available())
-        activations = activation_bytes(*shape, "cpu" if on_cpu else "cuda")
-        # Of a step, which has so many micro-batches.
-        exchanged = accumulation * exchanged_bytes(*shape)
+        activations, exchanged = measure_blocks(config, model_config, accumulation, device)
     weights = held_bytes(model, config, processes, shards(config, processes))
     training_flops = flops * train.steps * train.tokens_per_step
     peak, peak_source = peak_of(device, train.precision) if device else (None, None)
@@ -112,6 +99,28 @@ def info(
         "peak_source": peak_source,
         "seconds": list(run_time(training_flops, peak * processes)) if peak else None,
     }
+
+
+def measure_blocks(
+    config: RunConfig, model_config: NalandaConfig, accumulation: int, device: str | None
+) -> tuple[int, int]:
+    """Bytes of a micro-batch's activations, and bytes that contexts exchange in a step; see `activation_bytes`.
+
+    device: as `info` takes it.
+    """
+    train = config.train
+    shape = (
+        model_config,
+        train.micro_batch_size,
+        config.data.seq_len,
+        DTYPES[train.precision],
+        train.gradient_checkpointing,
+        train.context_parallel,
+    )
+    on_cpu = device == "cpu" or (device == "here" and not torch.cuda.is_available())
+    activations = activation_bytes(*shape, "cpu" if on_cpu else "cuda")
+    # A step has so many micro-batches.
+    return activations, accumulation * exchanged_bytes(*shape)
 
 
 def peak_of(device: str, precision: str) -> tuple[float, str]:

@@ -119,10 +119,7 @@ def set_up(
     if resume:
         restore(run, resume, say)
     run.facts |= describe(run, {"documents_kept_apart": kept_apart, **costs})
-    # run.json keeps the changes of earlier starts, each with its step.
-    run.facts["changes"] = list(facts.get("changes", []))
-    if changes:
-        run.facts["changes"].append({"step": run.at.step, **changes})
+    run.facts["changes"] = changes_so_far(facts, changes, run.at.step)
     return run
 
 
@@ -249,6 +246,12 @@ def describe(run: Run, measured: dict[str, Any]) -> dict[str, Any]:
         "host": platform.node(),
         "pid": os.getpid(),
     }
+
+
+def changes_so_far(facts: dict, changes: dict[str, list], step: int) -> list[dict[str, Any]]:
+    """The changes of earlier starts, which run.json keeps, and those of this one, each with its step."""
+    earlier = facts.get("changes", [])
+    return [*earlier, {"step": step, **changes}] if changes else list(earlier)
 
 
 def start_sums(config: RunConfig, rank: int, processes: int, sources: Sources) -> SumCheck:
