@@ -8,7 +8,7 @@ import json
 import os
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,16 @@ def fingerprint(model: nn.Module, dtype: torch.dtype | None = None) -> str:
     dtype: precision to round to first, for a fingerprint that does not depend on the model's dtype.
     """
 
-    def rounded(name: str, tensor: Tensor) -> Tensor:
-        if tensor.device.type == "meta":
-            raise ValueError(
-                f"{name} is offloaded; a state is saved and loaded with all weights on devices"
-            )
-        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    def rounded_weights() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in _weights(model).items():
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{name} is offloaded; a state is saved and loaded with all weights on devices"
+                )
+            is_rounded = dtype is not None and tensor.is_floating_point()
+            yield name, tensor.to(dtype) if is_rounded else tensor
 
-    return _sum((name, rounded(name, tensor)) for name, tensor in _weights(model).items())[:16]
+    return _sum(rounded_weights())[:16]
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
@@ -61,26 +63,25 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     """
     tensors = model.state_dict(keep_vars=True)
     for path, module in model.named_modules():
-        base = next(
-            (name for name in ("base_layer", "original_module") if hasattr(module, name)), None
-        )
-        if base is None or not hasattr(module, "active_adapters"):
+        base = "base_layer" if hasattr(module, "base_layer") else "original_module"
+        if not hasattr(module, base) or not hasattr(module, "active_adapters"):
             continue
-        on: Any = () if module.disable_adapters else module.active_adapters
+
+        active: Any = () if module.disable_adapters else module.active_adapters
         for name in [name for name in tensors if name.startswith(f"{path}.")]:
             first, *rest = name.removeprefix(f"{path}.").split(".")
-            if first != base and not {first, *rest} & set(on):
+            if first != base and not {first, *rest} & set(active):
                 del tensors[name]
-            elif first == base and not on:
+            elif first == base and not active:
                 # Adapters are off, so the base layer gets the name that it has without PEFT.
                 tensors[".".join([path, *rest])] = tensors.pop(name)
     return dict(sorted(tensors.items()))
 
 
 class Trace:
-    """What tells whether a model's weights have changed, without reading all of them.
+    """A record of a model's weights that shows later changes, without reading all of them.
 
-    Tensors count writes, but not those of fused optimizers or through `.data`. So some values are kept too.
+    Tensors count writes, but not those of fused optimizers or through `.data`. So it keeps some values too.
     Offloaded weights are new tensors in every call: only their names are compared.
     """
 
@@ -100,9 +101,9 @@ class Trace:
         for tensor in tensors:
             if type(tensor) in (nn.Parameter, Tensor):  # others need not have values to index
                 flat = tensor.detach().flatten()
-                some = flat[:: len(flat) // self.SAMPLE + 1]  # at most 16, evenly spaced
-                values.setdefault((tensor.dtype, tensor.device), []).append(some)
-        return {key: torch.cat(some).view(torch.uint8) for key, some in values.items()}
+                sample = flat[:: len(flat) // self.SAMPLE + 1]  # at most SAMPLE, evenly spaced
+                values.setdefault((tensor.dtype, tensor.device), []).append(sample)
+        return {key: torch.cat(samples).view(torch.uint8) for key, samples in values.items()}
 
     def matches(self, model: nn.Module) -> bool:
         """Whether the model has the same weights; it may have been moved, or cast to another dtype."""
@@ -111,12 +112,13 @@ class Trace:
             return False
         if any(self.tensors.get(name) is not tensor for name, tensor in now.tensors.items()):
             return False
-        pairs = [
-            (self.samples[key], now.samples[key])
-            for key in self.samples.keys() & now.samples.keys()
-        ]
+
         # Samples of another dtype or device have no key in common, and are not compared.
-        return all(a.shape != b.shape or torch.equal(a, b) for a, b in pairs)
+        for key in self.samples.keys() & now.samples.keys():
+            before, after = self.samples[key], now.samples[key]
+            if before.shape == after.shape and not torch.equal(before, after):
+                return False
+        return True
 
 
 class State:
@@ -148,7 +150,9 @@ class State:
     def lengths(self) -> Tensor:
         """Tokens of each text, int64 `[B]`, on the host."""
         read = self.cache.lengths
-        return torch.ones(self.batch_size, dtype=torch.int64) if read is None else read + 1
+        if read is None:
+            return torch.ones(self.batch_size, dtype=torch.int64)
+        return read + 1
 
     @property
     def batch_size(self) -> int:
@@ -170,7 +174,7 @@ class State:
         return copy.copy(self)
 
     def __reduce__(self) -> tuple:
-        """For copies and pickles, whose tensors count writes from 0."""
+        """Makes a copy or an unpickled state record the weights anew: its tensors count writes from 0."""
         self.check_weights()
         return State, (self.model, self.cache.fork(), self.last), {"notes": self.notes}
 
@@ -190,9 +194,11 @@ class State:
                 "the state belongs to another model: save it, and load it for this one"
             )
         self.check_weights()
+
         cache, last = self.cache.fork(), self.last
         if input_ids is None:
             return cache, last, None
+
         check_prompt(input_ids, attention_mask, least=0)
         _warn_about_bos(input_ids, attention_mask, model.config.bos_token_id)
         rows = len(input_ids)
@@ -203,10 +209,12 @@ class State:
                 )
             cache.batch_repeat_interleave(rows)
             last = last.expand(rows, 1)
+
+        tokens = torch.cat([last.to(input_ids.device), input_ids], 1)  # [B, 1 + T]
         if attention_mask is not None:
             # [B, 1 + T]: the state's last token is no padding.
             attention_mask = torch.cat([attention_mask.new_ones(rows, 1), attention_mask], 1)
-        return cache, torch.cat([last.to(input_ids.device), input_ids], 1), attention_mask
+        return cache, tokens, attention_mask
 
     def save(self, path: str | Path, **notes: str) -> None:
         """Writes a safetensors file with the state, the notes, the weights' fingerprints and a sum.
@@ -218,17 +226,17 @@ class State:
         for i, state in enumerate(self.cache.states):
             tensors |= {f"layers.{i}.{name}": tensor for name, tensor in state.items()}
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        dtype = _dtype(self.model)
+
         # Rounded fingerprints let a model of another dtype compare its weights.
+        dtype = _dtype(self.model)
+        rounded = {}
+        for name in CONTAINED.get(dtype, ()):
+            rounded[name] = fingerprint(self.model, getattr(torch, name))
+
         about = {
             "format": FORMAT,
             "fingerprint": fingerprint(self.model),
-            "rounded": json.dumps(
-                {
-                    name: fingerprint(self.model, getattr(torch, name))
-                    for name in CONTAINED.get(dtype, ())
-                }
-            ),
+            "rounded": json.dumps(rounded),
             "dtype": dtype,
             "model": _settings(self.model),
             "tokens": str(len(self)),
@@ -249,34 +257,30 @@ class State:
         _check_settings(path, about, model)
         _check_fingerprint(path, about, model)
         last, lengths = _take_tokens(path, tensors, model.config.vocab_size)
+
         cache = NalandaCache(len(model.model.layers))
         # A text of one token has no state: nothing of it is read.
-        begun = bool(tensors) or int(lengths.max()) > 1
-        if begun:
+        if tensors or int(lengths.max()) > 1:
             # The last token of each text is not read yet.
             cache.seen(int(lengths.max()) - 1, lengths - 1)
-        for i, layer in enumerate(model.model.layers if begun else ()):
-            device = next(layer.parameters()).device
-            for name, (shape, dtype) in layer.mixer.state_spec(cache.seen_tokens).items():
-                tensor = tensors.pop(f"layers.{i}.{name}", None)
-                if tensor is None or tensor.shape != (len(last), *shape):
-                    has = "nothing" if tensor is None else list(tensor.shape)
-                    raise ValueError(
-                        f"{path} has {has} for {name} of layer {i}, not {[len(last), *shape]}"
-                    )
-                if not tensor.is_floating_point():
-                    raise _damaged(path, f"{name} of layer {i}")
-                # A double model computes in float64 what others have in fp32.
-                dtype = model.dtype if dtype is None else torch.promote_types(dtype, model.dtype)
-                cache.states[i][name] = tensor.to(device, dtype)
+            for i, layer in enumerate(model.model.layers):
+                spec = layer.mixer.state_spec(cache.seen_tokens)
+                device = next(layer.parameters()).device
+                for name, (shape, dtype) in spec.items():
+                    tensor = _take_layer_tensor(path, tensors, i, name, (len(last), *shape))
+                    # A double model computes in float64 what others have in fp32.
+                    widened = torch.promote_types(dtype or model.dtype, model.dtype)
+                    cache.states[i][name] = tensor.to(device, widened)
         if tensors:
             raise ValueError(f"{path} has tensors that are not in the model: {', '.join(tensors)}")
+
         state = cls(model, cache, last.to(model.device))
         state.notes = notes
         return state
 
 
 def check_state(state: Any) -> None:
+    """Raises ValueError for anything but a `State`."""
     if not isinstance(state, State):
         raise ValueError(
             f"state must be of model.read or model.load_state, not {type(state).__name__}"
@@ -286,9 +290,9 @@ def check_state(state: Any) -> None:
 def check_prompt(
     tokens: Tensor, attention_mask: Tensor | None, *, least: int = 1, cached: bool = False
 ) -> None:
-    """Raises ValueError unless the mask is of the tokens, ids `[B, T]` or embeddings `[B, T, D]`.
+    """Raises ValueError unless the tokens are ids `[B, T]` or embeddings `[B, T, D]`, and the mask is theirs.
 
-    least: tokens that there must be. cached: the mask may also be of tokens before, which a cache holds.
+    least: smallest T. cached: the mask may also cover earlier tokens, which a cache holds.
     """
     dims = 3 if tokens.is_floating_point() else 2
     if tokens.dim() != dims or len(tokens) == 0 or tokens.shape[1] < least:
@@ -299,9 +303,10 @@ def check_prompt(
     if attention_mask is None:
         return
     B, T = tokens.shape[:2]
-    mask = list(attention_mask.shape)
-    if mask != [B, T] and not (cached and len(mask) == 2 and mask[0] == B and mask[1] > T):
-        raise ValueError(f"attention_mask must be [{B}, {T}{' or more' * cached}], got {mask}")
+    shape = list(attention_mask.shape)
+    covers_cache = cached and len(shape) == 2 and shape[0] == B and shape[1] > T
+    if shape != [B, T] and not covers_cache:
+        raise ValueError(f"attention_mask must be [{B}, {T}{' or more' * cached}], got {shape}")
 
 
 def _sum(tensors: Iterable[tuple[str, Tensor]], text: str = "") -> str:
@@ -309,7 +314,8 @@ def _sum(tensors: Iterable[tuple[str, Tensor]], text: str = "") -> str:
     digest = hashlib.sha256(text.encode())
     for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -318,25 +324,25 @@ def _file_sum(tensors: dict[str, Tensor], about: dict[str, str]) -> str:
 
 
 def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
-    """Whenever the machine stops, `path` has the old content or the new. Raises OSError."""
+    """Writes a file that has the old content or the new, whenever the machine stops. Raises OSError."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "a folder; name a file", str(path))
-    part = path.with_name(f"{path.name}.part")
+    unfinished = path.with_name(f"{path.name}.part")
     try:
-        save_file(tensors, part, about)
+        save_file(tensors, unfinished, about)
         # The bytes reach the disk before the name does, and the name before the call returns.
-        _sync(part)
-        os.replace(part, path)
+        _sync(unfinished)
+        os.replace(unfinished, path)
         _sync(path.parent)
     except SafetensorError as error:
         raise OSError(f"{path}: not saved: {error}") from None
     finally:
         with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:
-    """fsync of a file, or of the names in a folder."""
+    """Syncs a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -345,7 +351,10 @@ def _sync(path: Path) -> None:
 
 
 def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The texts and the tensors of a state file. Raises ValueError if it is none, or is damaged."""
+    """Reads the texts and the tensors of a state file.
+
+    Raises ValueError for another kind of file, or a damaged one.
+    """
     try:
         with safe_open(path, "pt") as file:
             about = file.metadata() or {}
@@ -354,9 +363,10 @@ def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         about, tensors = {}, {}
     if about.get("format") not in (FORMAT, UNSUMMED):
         raise ValueError(f"{path} is not a state that this version can load")
+
     # The sum is over all other texts, as `save` computed it.
-    written = about.pop("sum", None)
-    if about["format"] == FORMAT and written != _file_sum(tensors, about):
+    saved_sum = about.pop("sum", None)
+    if about["format"] == FORMAT and saved_sum != _file_sum(tensors, about):
         raise ValueError(f"{path} does not have the bytes that were written: read the text again")
     return about, tensors
 
@@ -366,6 +376,7 @@ def _damaged(path: str | Path, what: str) -> ValueError:
 
 
 def _parsed(path: str | Path, about: dict[str, str], name: str) -> dict[str, Any]:
+    """The table that a state file has as JSON under this name. Raises ValueError if it has none."""
     try:
         values = json.loads(about[name])
     except (KeyError, ValueError):
@@ -376,75 +387,105 @@ def _parsed(path: str | Path, about: dict[str, str], name: str) -> dict[str, Any
 
 
 def _check_settings(path: str | Path, about: dict[str, str], model: Any) -> None:
+    """Raises ValueError if the file was read with other SETTINGS than the model's."""
     saved = _parsed(path, about, "model")
-    here = json.loads(_settings(model))  # as in the file: JSON has lists for tuples
-    if saved != here:
-        with contextlib.suppress(
-            ValueError
-        ):  # an older file may leave out defaults, as older configs do
+    current = json.loads(_settings(model))  # as in the file: JSON has lists for tuples
+    if saved != current:
+        # An older file may leave out defaults, as older configs do.
+        with contextlib.suppress(ValueError):
             config = type(model.config).from_dict(model.config.to_dict() | saved)
             saved = json.loads(json.dumps({name: getattr(config, name) for name in saved}))
-    different = [name for name in saved | here if saved.get(name) != here.get(name)]
-    if different:
-        values = ", ".join(
-            f"{name} {saved.get(name)!r}, here {here.get(name)!r}" for name in different
+
+    differences = []
+    for name in saved | current:
+        if saved.get(name) != current.get(name):
+            differences.append(f"{name} {saved.get(name)!r}, here {current.get(name)!r}")
+    if differences:
+        raise ValueError(
+            f"{path} was read with other settings: {', '.join(differences)}; read the text again"
         )
-        raise ValueError(f"{path} was read with other settings: {values}; read the text again")
 
 
 def _check_fingerprint(path: str | Path, about: dict[str, str], model: Any) -> None:
-    """Compares the weights as saved, or else rounded to the widest dtype that both dtypes contain."""
+    """Raises ValueError if the file was read with other weights than the model's.
+
+    Compares the weights as saved, or else rounded to the widest dtype that both dtypes contain.
+    """
     if "fingerprint" not in about:
         raise _damaged(path, "fingerprint")
     if about["fingerprint"] == fingerprint(model):
         return
-    here = _dtype(model)
-    saved = about.get("dtype", here)
+
+    dtype = _dtype(model)
+    saved_dtype = about.get("dtype", dtype)
     summed = about["format"] == FORMAT
     # The older format has one rounded fingerprint, in bf16.
     rounded = _parsed(path, about, "rounded") if summed else {"bfloat16": about.get("rounded")}
-    shared = [x for x in CONTAINED.get(saved, ()) if x in CONTAINED.get(here, ()) and x in rounded]
-    if saved != here and not shared:
+
+    contained = CONTAINED.get(dtype, ())
+    shared = [x for x in CONTAINED.get(saved_dtype, ()) if x in contained and x in rounded]
+    if saved_dtype != dtype and not shared:
         raise ValueError(
-            f"{path} was read in {saved}, and this model is in {here}: their weights cannot be compared; "
-            f"load the model in {saved}{' or float32' if summed else ''}"
+            f"{path} was read in {saved_dtype}, and this model is in {dtype}: their weights cannot be "
+            f"compared; load the model in {saved_dtype}{' or float32' if summed else ''}"
         )
-    if saved == here or rounded[shared[0]] != fingerprint(model, getattr(torch, shared[0])):
+
+    widest = shared[0] if saved_dtype != dtype else None
+    if widest is None or rounded[widest] != fingerprint(model, getattr(torch, widest)):
         raise ValueError(
-            f"{path} was read with other weights, {about['fingerprint']} in {saved}, than this model has in "
-            f"{here}: read the text again"
+            f"{path} was read with other weights, {about['fingerprint']} in {saved_dtype}, than this model "
+            f"has in {dtype}: read the text again"
         )
 
 
 def _take_tokens(
     path: str | Path, tensors: dict[str, Tensor], vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Removes the last tokens `[B, 1]` and the lengths `[B]` from the tensors, and returns them."""
-    last, lengths = (tensors.pop(name, torch.empty(0)) for name in ("last", "lengths"))
-    int64 = last.dtype == lengths.dtype == torch.int64
-    shaped = lengths.dim() == 1 and len(lengths) > 0 and last.shape == (len(lengths), 1)
-    if (
-        not int64
-        or not shaped
-        or not bool((lengths > 0).all() & (last >= 0).all() & (last < vocab_size).all())
-    ):
-        raise _damaged(path, "last tokens or lengths")
+    """Removes the last tokens `[B, 1]` and the lengths `[B]` from the tensors, and returns them.
 
+    Raises ValueError if one is missing, or is not of that shape, int64 and in range.
+    """
+    last, lengths = (tensors.pop(name, torch.empty(0)) for name in ("last", "lengths"))
+    sound = (
+        last.dtype == lengths.dtype == torch.int64
+        and lengths.dim() == 1
+        and len(lengths) > 0
+        and last.shape == (len(lengths), 1)
+        and bool((lengths > 0).all() & (last >= 0).all() & (last < vocab_size).all())
+    )
+    if not sound:
+        raise _damaged(path, "last tokens or lengths")
     return last, lengths
 
 
+def _take_layer_tensor(
+    path: str | Path, tensors: dict[str, Tensor], i: int, name: str, shape: tuple[int, ...]
+) -> Tensor:
+    """Removes a tensor of layer `i` from the tensors, and returns it.
+
+    Raises ValueError if it is missing, has another shape, or has no floating-point numbers.
+    """
+    tensor = tensors.pop(f"layers.{i}.{name}", None)
+    if tensor is None or tensor.shape != shape:
+        has = "nothing" if tensor is None else list(tensor.shape)
+        raise ValueError(f"{path} has {has} for {name} of layer {i}, not {list(shape)}")
+    if not tensor.is_floating_point():
+        raise _damaged(path, f"{name} of layer {i}")
+    return tensor
+
+
 def _warn_about_bos(ids: Tensor, mask: Tensor | None, bos: int | None) -> None:
-    """Warns if a continuation starts with bos, which tokenizers add by default.
+    """Warns if a continuation `[B, T]` starts with bos, which tokenizers add by default.
 
     bos is not removed, because it may be intended: where it equals eos, it also starts a new text.
     """
     if bos is None or ids.shape[1] == 0:
         return
-    first = (
-        ids[:, :1]
-        if mask is None
-        else ids.gather(1, mask.int().argmax(1, keepdim=True).to(ids.device))
-    )
+    first = ids[:, :1]  # [B, 1]
+    if mask is not None:
+        # The maximum's first place is the first token that is no padding.
+        begins = mask.int().argmax(1, keepdim=True)  # [B, 1]
+        first = ids.gather(1, begins.to(ids.device))
     if bool((first == bos).any()):
         warnings.warn(
             f"the continuation of a state begins with bos ({bos}), like a new text; tokenise it with "
