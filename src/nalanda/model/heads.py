@@ -62,7 +62,8 @@ class NalandaForMaskedLM(LanguageModel):
             output_attentions=output_attentions,
             **foreign,
         )
-        h = out.last_hidden_state
+        h = out.last_hidden_state  # [B, T, D]
+
         loss = None
         if labels is not None:
             labels = self._checked_labels(labels, h, h.shape[1])
@@ -72,6 +73,7 @@ class NalandaForMaskedLM(LanguageModel):
             targets = labels[masked]
             count = len(targets) if num_items_in_batch is None else num_items_in_batch
             loss = mean_over(self._summed_loss(h[masked], targets, z_loss), count)
+
         logits = self.lm_head(h) if labels is None or not self.training else None
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
 
@@ -100,7 +102,7 @@ class Classifier(NalandaPreTrainedModel):
 
 
 class TextClassifier(Classifier):
-    """A `Classifier` of tokens. A subclass has the class of its output, and what of the text has scores."""
+    """A `Classifier` of tokens. A subclass names its output's class, and pools the states that get scores."""
 
     output: type
 
@@ -131,17 +133,19 @@ class TextClassifier(Classifier):
         )
         if input_ids is not None and attention_mask is None and not packed:
             attention_mask = self._mask_of(input_ids)
-        described = (attention_mask, position_ids, cu_seqlens)
+
         out = self.model(
             input_ids,
-            *described[:2],
+            attention_mask,
+            position_ids,
             inputs_embeds=inputs_embeds,
             cu_seqlens=cu_seqlens,
             use_cache=False,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        logits = self.score(self.dropout(self._pool(out.last_hidden_state, *described)))
+        pooled = self._pool(out.last_hidden_state, attention_mask, position_ids, cu_seqlens)
+        logits = self.score(self.dropout(pooled))
         loss = self._loss(logits, labels)
         return self.output(loss=loss, logits=logits, hidden_states=out.hidden_states)
 
@@ -152,8 +156,8 @@ class TextClassifier(Classifier):
         real = (input_ids != self.config.pad_token_id).int()
         return real.flip(1).cummax(1).values.flip(1).bool()  # the running maximum from the right
 
-    def _pool(self, h: Tensor, *described: Tensor | None) -> Tensor:
-        """What has scores, from hidden states `[B, T, D]` and attention_mask, position_ids, cu_seqlens."""
+    def _pool(self, h: Tensor, *packing: Tensor | None) -> Tensor:
+        """The states that get scores, from `[B, T, D]`. packing: attention_mask, position_ids, cu_seqlens."""
         raise NotImplementedError
 
 
@@ -178,18 +182,23 @@ class NalandaForSequenceClassification(TextClassifier):
             )
         return super()._mask_of(input_ids)
 
-    def _pool(self, h: Tensor, *described: Tensor | None) -> Tensor:
-        layout = Layout(h, *described)
+    def _pool(self, h: Tensor, *packing: Tensor | None) -> Tensor:
+        """States `[N, D]`: an encoder's mean over each sequence, a decoder's last token."""
+        layout = Layout(h, *packing)
         if layout.cu_seqlens is None:
             return h[:, -1] if self.config.is_decoder else h.mean(1)
-        cu, rows = layout.cu_seqlens.to(h.device), layout.pack(h)[0]
+
+        lengths = layout.cu_seqlens.diff().to(h.device)  # [N]
+        real = layout.pack(h)[0]  # [ΣT, D], the tokens without padding
         if bool((layout.cu_seqlens.diff() == 0).any()):
             raise ValueError("a sequence without a token has no class: leave it out")
         if self.config.is_decoder:
-            return rows[cu[1:] - 1]  # each document's last token
-        sequence = torch.arange(len(cu) - 1, device=h.device).repeat_interleave(cu.diff())
-        sums = at_least_fp32(rows.new_zeros(len(cu) - 1, h.shape[-1]))  # [N, D]
-        return (sums.index_add(0, sequence, rows.to(sums.dtype)) / cu.diff()[:, None]).to(h.dtype)
+            return real[lengths.cumsum(0) - 1]
+
+        sequence = torch.arange(len(lengths), device=h.device).repeat_interleave(lengths)  # [ΣT]
+        sums = at_least_fp32(real.new_zeros(len(lengths), h.shape[-1]))  # [N, D]
+        sums.index_add_(0, sequence, real.to(sums.dtype))
+        return (sums / lengths[:, None]).to(h.dtype)
 
 
 class NalandaForTokenClassification(TextClassifier):
@@ -197,5 +206,5 @@ class NalandaForTokenClassification(TextClassifier):
 
     output = TokenClassifierOutput
 
-    def _pool(self, h: Tensor, *described: Tensor | None) -> Tensor:
+    def _pool(self, h: Tensor, *packing: Tensor | None) -> Tensor:
         return h
