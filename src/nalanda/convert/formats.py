@@ -22,19 +22,28 @@ Config = dict[str, Any]
 # Keys that any config.json may hold beside the format's own fields.
 _INHERITED = {
     *PreTrainedConfig().to_dict(),
-    *("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"),
+    "architectures",
+    "auto_map",
+    "dtype",
+    "model_type",
+    "torch_dtype",
+    "transformers_version",
 }
 
 # Keys that transformers reads from every config, whether or not the model's class has them.
 _ALWAYS_READ = {
-    *("attention_chunk_size", "is_causal", "kv_sharing_modes", "layer_types", "per_layer_config"),
-    *(
-        "original_max_position_embeddings",
-        "partial_rotary_factor",
-        "rope_parameters",
-        "rope_scaling",
-    ),
-    *("quantization_config", "rope_theta", "sliding_window"),
+    "attention_chunk_size",
+    "is_causal",
+    "kv_sharing_modes",
+    "layer_types",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "per_layer_config",
+    "quantization_config",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
 }
 
 
@@ -49,8 +58,14 @@ class Field:
     only: tuple = ()
     """Values that NalandaConfig can express."""
 
+    @property
+    def option(self) -> str:
+        """The equivalent option of the mixer, or ""."""
+        return self.means[1:] if self.means.startswith(".") else ""
+
 
 def only(*values: Any) -> Field:
+    """A field that must have one of these values, the first by default."""
     return Field(values[0], only=values)
 
 
@@ -62,42 +77,54 @@ class Tensors:
     """Its name there."""
     ours: tuple[str, ...]
     """Names of our tensors; none: a constant."""
-    join: Callable[[list[Tensor]], Tensor] = lambda parts: parts[0]
+    join: Callable[[list[Tensor]], Tensor] = lambda ours: ours[0]
     """Makes it of ours."""
-    split: Callable[[Tensor, list[int]], list[Tensor]] = lambda tensor, rows: [tensor]
-    """Splits it into ours, which have that many rows each."""
+    split: Callable[[Tensor, list[int]], list[Tensor]] = lambda foreign, lengths: [foreign]
+    """Splits it into ours; lengths: their sizes along dim 0."""
     shape: tuple[int, ...] | None = None
-    """Its shape; None: the rows of ours together."""
+    """Its shape; None: that of ours, one after the other along dim 0."""
 
 
 def stacked(foreign: str, ours: tuple[str, ...]) -> Tensors:
-    """The rows of ours, one after the other."""
-    return Tensors(foreign, ours, torch.cat, lambda tensor, rows: list(tensor.split(rows)))
+    """A tensor that holds the rows of ours, one after the other."""
+    return Tensors(foreign, ours, torch.cat, lambda x, lengths: list(x.split(lengths)))
 
 
-def without_null_layer(kinds: list[str], files: dict[str, Any]) -> dict[str, Any] | None:
-    """The files without the last layer, if it is a null layer, see `null_layer`; kinds: of the layers."""
-    last = f"model.layers.{len(kinds) - 1}."
-    outputs = [
-        files.get(last + name) for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-    ]
+def drop_null_layer(
+    settings: Config, kinds: list[str], files: dict[str, Any]
+) -> tuple[Config, dict[str, Any]]:
+    """A config and tensors without the last layer, if it is a null layer (`null_layer`).
+
+    kinds: the layers' kinds, by the names of transformers.
+    """
     if kinds.count("full_attention") != 1 or kinds[-1] != "full_attention":
-        return None
+        return settings, files
+    layers = len(kinds) - 1
+    last = f"model.layers.{layers}."
     # Both branches of its residual stream end in these: with zeros it adds nothing.
-    if any(x is None or x.read().any() for x in outputs):
-        return None
-    return {name: tensor for name, tensor in files.items() if not name.startswith(last)}
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        output = files.get(last + name)
+        if output is None or output.read().any():
+            return settings, files
+
+    settings = settings | {"num_hidden_layers": layers, "layer_types": kinds[:-1]}
+    return settings, {name: x for name, x in files.items() if not name.startswith(last)}
 
 
 def null_layer(layer: str, foreign: Config, attention: dict[str, tuple[int, ...]]) -> list[Tensors]:
     """A layer of zeros, which is an exact identity, for engines whose caches need a layer of attention.
 
-    attention: the shapes of its attention's weights, by name.
+    layer: prefix of its tensors' names. attention: the shapes of its attention's weights, by name.
     """
     D, width = foreign["hidden_size"], foreign["intermediate_size"]
-    shapes = {f"self_attn.{name}": shape for name, shape in attention.items()}
-    shapes |= {"input_layernorm": (D,), "post_attention_layernorm": (D,)}
-    shapes |= {"mlp.gate_proj": (width, D), "mlp.up_proj": (width, D), "mlp.down_proj": (D, width)}
+    shapes = {
+        "input_layernorm": (D,),
+        "post_attention_layernorm": (D,),
+        "mlp.gate_proj": (width, D),
+        "mlp.up_proj": (width, D),
+        "mlp.down_proj": (D, width),
+        **{f"self_attn.{name}": shape for name, shape in attention.items()},
+    }
     dtype = getattr(torch, foreign.get("dtype") or "float32")
     return [
         Tensors(f"{layer}{name}.weight", (), lambda _, shape=shape: torch.zeros(shape, dtype=dtype))
@@ -134,31 +161,31 @@ class Format:
 
     def unread(self, settings: Config) -> list[str]:
         """The keys that have a value and no effect: private ones, and those that transformers ignores."""
-        # transformers ignores keys that the class of a config does not declare.
-        read = self.config and {
-            *self.config.__dataclass_fields__,
-            *self.config.attribute_map,
-            *_ALWAYS_READ,
-        }
-        return [
-            name
-            for name, value in settings.items()
-            if name not in self.fields.keys() | _INHERITED
-            and value not in (None, False)
-            and (name.startswith("_") or (read and name not in read))
-        ]
+        unread = []
+        for name, value in settings.items():
+            if name in self.fields.keys() | _INHERITED or value in (None, False):
+                continue
+            if name.startswith("_") or self._ignores(name):
+                unread.append(name)
+        return unread
+
+    def _ignores(self, name: str) -> bool:
+        """Whether transformers ignores this key: it does if the config's class does not declare it."""
+        if self.config is None or name in _ALWAYS_READ:
+            return False
+        return name not in {*self.config.__dataclass_fields__, *self.config.attribute_map}
 
     def ours(self, settings: Config) -> NalandaConfig:
         """The equivalent NalandaConfig. Raises InputError with the name of a field that it cannot express."""
         # What any config may hold is passed over, unless this format has a field of that name.
-        left_out = (_INHERITED | {*self.unread(settings)}) - self.fields.keys()
-        foreign = checked(
-            {n: value for n, value in settings.items() if n not in left_out}, self.fields
-        )
+        left_out = _INHERITED.union(self.unread(settings)) - self.fields.keys()
+        settings = {name: value for name, value in settings.items() if name not in left_out}
+        foreign = checked(settings, self.fields)
+
         ours: Config = {"mixer": self.mixer, "mixer_options": {}}
         for name, entry in self.fields.items():
-            if entry.means.startswith("."):
-                ours["mixer_options"][entry.means[1:]] = foreign[name]
+            if entry.option:
+                ours["mixer_options"][entry.option] = foreign[name]
             elif entry.means:
                 ours[entry.means] = foreign[name]
         self.read(foreign, ours)
@@ -171,16 +198,21 @@ class Format:
         """The equivalent config there. Raises InputError where reading it back would give a different model."""
         if not self.takes(set(config.layer_mixers)):
             raise InputError(f"mixer={config.mixer!r} cannot be expressed there")
+
         ours, foreign = resolved(config), {}
         for name, entry in self.fields.items():
-            table = ours["mixer_options"][self.mixer] if entry.means.startswith(".") else ours
-            foreign[name] = table[entry.means.lstrip(".")] if entry.means else entry.default
+            if entry.option:
+                foreign[name] = ours["mixer_options"][self.mixer][entry.option]
+            else:
+                foreign[name] = ours[entry.means] if entry.means else entry.default
         self.write(ours, foreign)
+
         # Read back and compare: a setting that this format has no field for comes back different.
         back = resolved(self.ours(foreign))
         options, options_back = ours.pop("mixer_options"), back.pop("mixer_options")
-        tables = [(mixer, options[mixer], options_back[mixer]) for mixer in options]
-        for mixer, before, after in [*tables, (self.mixer, ours, back)]:
+        pairs = [(mixer, options[mixer], options_back[mixer]) for mixer in options]
+        pairs.append((self.mixer, ours, back))
+        for mixer, before, after in pairs:
             for name, value in before.items():
                 if after[name] != value:
                     raise InputError(
@@ -194,8 +226,8 @@ class Format:
 
     def tensor(self, name: str, foreign: Config) -> str:
         """Their name of our tensor `name`."""
-        for part, replacement in self.names.items():
-            name = name.replace(part, replacement)
+        for pattern, replacement in self.names.items():
+            name = name.replace(pattern, replacement)
         # A norm of theirs that is not fused with a gate is called g_norm.
         fused = foreign.get("fuse_norm", True) and foreign.get("use_output_gate", True)
         return name if fused else name.replace("g_norm_swish_gate", "g_norm")
@@ -219,10 +251,12 @@ def checked(settings: Config, fields: dict[str, Field], prefix: str = "") -> Con
 
 def rope_settings(foreign: Config, *names: str) -> Config:
     """A copy of the first of these fields that has a value."""
-    name = next((name for name in names if foreign[name]), None)
-    if name and not isinstance(foreign[name], dict):
-        raise unsupported(name, foreign[name])
-    return dict(foreign[name]) if name else {}
+    for name in names:
+        if foreign[name]:
+            if not isinstance(foreign[name], dict):
+                raise unsupported(name, foreign[name])
+            return dict(foreign[name])
+    return {}
 
 
 def add_softmax(ours: Config, layers: list[int], options: Config) -> None:
@@ -230,18 +264,19 @@ def add_softmax(ours: Config, layers: list[int], options: Config) -> None:
 
     The options say `num_heads` and `head_dim` too, because the config's own are those of the other mixer.
     """
+    if not layers:
+        return
     recurrent = ours["mixer"]
-    if layers:
-        ours["mixer"] = [
-            "softmax" if i in layers else recurrent for i in range(ours["num_hidden_layers"])
-        ]
-        ours["mixer_options"] = {recurrent: ours["mixer_options"], "softmax": options}
+    ours["mixer"] = [
+        "softmax" if i in layers else recurrent for i in range(ours["num_hidden_layers"])
+    ]
+    ours["mixer_options"] = {recurrent: ours["mixer_options"], "softmax": options}
 
 
 def softmax_options(ours: Config) -> Config:
-    """The options of the `softmax` layers, empty without such; `ours` is as `resolved` returns it.
+    """The options of the `softmax` layers, empty without any; `ours` is as `resolved` returns it.
 
-    Raises InputError for one that no other library has.
+    Raises InputError for an option that no other library has.
     """
     options = ours["mixer_options"].get("softmax", {})
     if options and options["rope_theta"] is None:
@@ -250,30 +285,23 @@ def softmax_options(ours: Config) -> Config:
 
 
 def resolved(config: NalandaConfig) -> Config:
-    """Every setting that affects the model's output, with the defaults for those left open. `mixer_options`
-    has those of each mixer by its name."""
-    mixers, options = config.distinct_mixers(), {}
-    # Options stand under the names of mixers, or are for all of them.
-    by_name = MIXERS.keys() & config.mixer_options.keys()
-    for name, mixer in mixers.items():
-        keys = inspect.signature(type(mixer).__init__).parameters.values()
-        # The defaults first: an option left open equals one that is written out.
-        options[name] = {key.name: key.default for key in keys if key.kind is key.KEYWORD_ONLY}
-        options[name] |= config.mixer_options.get(name, {}) if by_name else config.mixer_options
-        # Resolved: None means as many as num_heads.
-        if "num_v_heads" in options[name]:
-            options[name]["num_v_heads"] = mixer.num_v_heads
-    if "softmax" in mixers:  # its sizes, the config's where it has none of its own
-        full: Any = mixers["softmax"]
-        sizes = {"num_heads": full.num_heads, "num_kv_heads": full.num_v_heads, "head_dim": full.K}
-        sizes |= {"value_dim": full.V, "rotary_dim": full.rotary_dim}
-        options["softmax"] = sizes | {n: x for n, x in options["softmax"].items() if n not in sizes}
+    """Every setting that affects the model's output, with the defaults for those left open.
+
+    `mixer_options` has those of each mixer by its name. key_dim and value_dim stand for expand_k, expand_v and
+    head_dim.
+    """
+    mixers: dict[str, Any] = config.distinct_mixers()
+    options = {name: _resolved_options(config, name, mixer) for name, mixer in mixers.items()}
     # The recurrent mixer has the config's own sizes; softmax only where it is alone.
     main = mixers[next(iter(mixers.keys() - {"softmax"}), "softmax")]
-    fields = [f.name for f in dataclasses.fields(config) if f.name in NalandaConfig.__annotations__]
-    # key_dim and value_dim stand for expand_k, expand_v and head_dim.
+
     left_out = {"expand_k", "expand_v", "head_dim", "initializer", "mixer"}
-    return {name: getattr(config, name) for name in fields if name not in left_out} | {
+    settings = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name in NalandaConfig.__annotations__ and field.name not in left_out
+    }
+    return settings | {
         "layers": config.layer_mixers,
         "key_dim": config.key_dim,
         "value_dim": config.value_dim,
@@ -282,6 +310,29 @@ def resolved(config: NalandaConfig) -> Config:
         "conv_size": main.conv_size,
         "use_gate": main.gated,
     }
+
+
+def _resolved_options(config: NalandaConfig, name: str, mixer: Any) -> Config:
+    """The options of one mixer, with the defaults, and the sizes that it takes from the config."""
+    # The defaults first: an option left open equals one that is written out.
+    parameters = inspect.signature(type(mixer).__init__).parameters.values()
+    options = {x.name: x.default for x in parameters if x.kind is x.KEYWORD_ONLY}
+    # Options stand under the names of mixers, or are for all of them.
+    by_name = MIXERS.keys() & config.mixer_options.keys()
+    options |= config.mixer_options.get(name, {}) if by_name else config.mixer_options
+
+    # None means as many as num_heads.
+    if "num_v_heads" in options:
+        options["num_v_heads"] = mixer.num_v_heads
+    if name == "softmax":
+        options |= {
+            "num_heads": mixer.num_heads,
+            "num_kv_heads": mixer.num_v_heads,
+            "head_dim": mixer.K,
+            "value_dim": mixer.V,
+            "rotary_dim": mixer.rotary_dim,
+        }
+    return options
 
 
 def attention_interval(config: NalandaConfig) -> int:
@@ -294,12 +345,13 @@ def attention_interval(config: NalandaConfig) -> int:
     if "gated_deltanet" not in mixers or mixers.keys() - {"gated_deltanet", "softmax"}:
         raise _not_in_gguf(f"mixer {' and '.join(mixers)}")
     delta, soft = mixers["gated_deltanet"], mixers.get("softmax")
-    # Settings of the whole model.
-    fields = {"use_bias": False, "position_embedding": "none", "scale_embeddings": False}
+
     # (setting, its value, the only value that llama.cpp computes)
-    needs = [(name, getattr(config, name), wanted) for name, wanted in fields.items()]
-    # Settings of Gated DeltaNet.
-    needs += [
+    needs = [
+        ("use_bias", config.use_bias, False),
+        ("position_embedding", config.position_embedding, "none"),
+        ("scale_embeddings", config.scale_embeddings, False),
+        # Settings of Gated DeltaNet.
         ("feature_map", delta.map_name, "silu"),
         ("feature_map_options", config.feature_map_options, {}),
         ("use_gate", delta.gated, True),
@@ -310,17 +362,17 @@ def attention_interval(config: NalandaConfig) -> int:
         ("conv_size", delta.conv_size or 0, 4),
         ("value_conv", delta.value_conv, 0),
     ]
-    # Settings of softmax attention.
     if soft:
-        needs += [("window", soft.reach, None), ("softmax's qk_norm", soft.qk_norm, True)]
-        needs += [("rope_scaling", soft.rope_scaling, None)]
         needs += [
+            ("window", soft.reach, None),
+            ("softmax's qk_norm", soft.qk_norm, True),
+            ("rope_scaling", soft.rope_scaling, None),
             ("softmax's gate", soft.gate, "channel"),
             ("softmax's conv_size", soft.conv_size or 0, 0),
         ]
-    for name, value, wanted in needs:
-        if value != wanted:
-            raise _not_in_gguf(f"{name}={value!r} (it needs {wanted!r})")
+    for name, value, needed in needs:
+        if value != needed:
+            raise _not_in_gguf(f"{name}={value!r} (it needs {needed!r})")
     if soft and soft.rope_theta is None:
         raise _not_in_gguf("rope_theta=None")
     for mixer in mixers.values():
@@ -328,6 +380,7 @@ def attention_interval(config: NalandaConfig) -> int:
             raise _not_in_gguf(
                 f"keys of {mixer.K} and values of {mixer.V} entries a head (they must be equal)"
             )
+
     # Softmax attention in every n-th layer, counted from 1, and nowhere else.
     layers = config.layer_mixers
     interval = layers.index("softmax") + 1 if soft else len(layers) + 1
@@ -336,9 +389,9 @@ def attention_interval(config: NalandaConfig) -> int:
     return interval
 
 
-def _not_in_gguf(what: str) -> InputError:
+def _not_in_gguf(setting: str) -> InputError:
     return InputError(
-        f"{what} cannot be expressed in GGUF; recipes that llama.cpp runs are gated_deltanet_340m_deploy and "
+        f"{setting} cannot be expressed in GGUF; recipes that llama.cpp runs are gated_deltanet_340m_deploy and "
         "hybrid_340m"
     )
 

@@ -5,6 +5,7 @@ counterpart here. A config has the published form, with `linear_attn_config`, or
 published one is written; transformers reads both.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,10 +17,10 @@ from nalanda.convert.formats import (
     Format,
     Tensors,
     checked,
+    drop_null_layer,
     null_layer,
     only,
     unsupported,
-    without_null_layer,
 )
 from nalanda.model import NalandaConfig
 
@@ -37,41 +38,38 @@ _TRANSFORMERS = {
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
 _UNUSED = {  # of latent attention and of experts
-    **{
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "kv_lora_rank": 512,
-        "q_lora_rank": None,
-    },
-    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": True},
-    **{"head_dim": 64, "rope_theta": 10000.0},
-    **{
-        "num_experts": 256,
-        "num_experts_per_token": 8,
-        "num_shared_experts": 1,
-        "moe_intermediate_size": 1024,
-    },
-    **{
-        "moe_renormalize": True,
-        "num_expert_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 2.446,
-    },
-    **{
-        "moe_router_activation_func": "sigmoid",
-        "use_grouped_topk": True,
-        "num_nextn_predict_layers": 0,
-    },
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "mla_use_nope": True,
+    "head_dim": 64,
+    "rope_theta": 10000.0,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 1024,
+    "moe_renormalize": True,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.446,
+    "moe_router_activation_func": "sigmoid",
+    "use_grouped_topk": True,
+    "num_nextn_predict_layers": 0,
 }
 _READ_ONLY = {  # of the other form, and of older releases
-    *(
-        "layer_types",
-        "mlp_layer_types",
-        *_TRANSFORMERS.values(),
-        "attention_bias",
-        "attention_dropout",
-    ),
-    *("qk_head_dim", "rope_scaling", "output_router_logits", "pretraining_tp"),
+    "layer_types",
+    "mlp_layer_types",
+    *_TRANSFORMERS.values(),
+    "attention_bias",
+    "attention_dropout",
+    "qk_head_dim",
+    "rope_scaling",
+    "output_router_logits",
+    "pretraining_tp",
 }
 
 
@@ -86,14 +84,7 @@ class KimiLinear(Format):
         files = {
             name.replace(".block_sparse_moe.", ".mlp."): tensor for name, tensor in files.items()
         }
-        kinds = _layer_types(settings)
-        if (fewer := without_null_layer(kinds, files)) is not None:
-            settings = settings | {"num_hidden_layers": len(kinds) - 1, "layer_types": kinds[:-1]}
-            settings["mlp_layer_types"] = (settings.get("mlp_layer_types") or [])[
-                : len(kinds) - 1
-            ] or None
-            files = fewer
-        return settings, files
+        return drop_null_layer(settings, _layer_types(settings), files)
 
     def foreign(self, config: NalandaConfig) -> Config:
         foreign = super().foreign(config)
@@ -103,27 +94,29 @@ class KimiLinear(Format):
         return foreign | {"num_hidden_layers": layers + 1, "first_k_dense_replace": layers + 1}
 
     def tensors(self, names: Iterable[str], foreign: Config) -> list[Tensors]:
-        found = []
+        decay_shape = (1, 1, _kda(foreign)["num_heads"], 1)
+        tensors = []
         for name in names:
+            tensor = Tensors(self.tensor(name, foreign), (name,))
             if name.endswith(".A_log"):  # [H] here
-                shape = (1, 1, _kda(foreign)["num_heads"], 1)
-                reshapes = (
-                    lambda parts, s=shape: parts[0].view(s),
-                    lambda whole, rows: [whole.view(-1)],
+                tensor = dataclasses.replace(
+                    tensor,
+                    join=lambda ours: ours[0].view(decay_shape),
+                    split=lambda foreign, lengths: [foreign.view(-1)],
+                    shape=decay_shape,
                 )
-                found.append(Tensors(self.tensor(name, foreign), (name,), *reshapes, shape))
-            else:
-                found.append(Tensors(self.tensor(name, foreign), (name,)))
+            tensors.append(tensor)
+
         kinds = _layer_types(foreign)
         if kinds[-1] == _FULL:
             # Weights of zeros that stand for none of ours, so that the null layer is written too.
-            found += null_layer(
-                f"model.layers.{len(kinds) - 1}.", foreign, _null_attention(foreign)
-            )
-        return found
+            layer = f"model.layers.{len(kinds) - 1}."
+            tensors += null_layer(layer, foreign, _null_attention(foreign))
+        return tensors
 
 
 def _null_attention(foreign: Config) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights of latent attention, by name."""
     D, H, latent = foreign["hidden_size"], foreign["num_attention_heads"], foreign["kv_lora_rank"]
     # K: entries without positions; shared: rotary ones, whose keys all heads share
     K, shared, V = foreign["qk_nope_head_dim"], foreign["qk_rope_head_dim"], foreign["v_head_dim"]
@@ -138,24 +131,25 @@ def _null_attention(foreign: Config) -> dict[str, tuple[int, ...]]:
 
 def _kda(foreign: Config) -> Config:
     """The sizes of the layers of KDA, in either form, and which layers they are."""
-    settings = foreign.get("linear_attn_config") or {}
-    older = {
+    published = foreign.get("linear_attn_config") or {}
+    of_transformers = {
         name: foreign[other]
         for name, other in _TRANSFORMERS.items()
         if foreign.get(other) is not None
     }
     # The published names overrule those of transformers.
-    return checked(older | settings, _KDA, "linear_attn_config.")
+    return checked(of_transformers | published, _KDA, "linear_attn_config.")
 
 
 def _layer_types(foreign: Config) -> list[str]:
-    layers, kda = foreign.get("num_hidden_layers", 27), _kda(foreign)
+    """The kind of each layer's mixer, by the names of transformers."""
     if foreign.get("layer_types"):
         return foreign["layer_types"]
-    full = kda["full_attn_layers"]  # counted from 1
-    if full is None:
-        return [_FULL if i and i % 4 == 0 else _LINEAR for i in range(layers)]
-    return [_FULL if i + 1 in full else _LINEAR for i in range(layers)]
+    numbers = range(1, foreign.get("num_hidden_layers", 27) + 1)
+    full = _kda(foreign)["full_attn_layers"]
+    if full is None:  # transformers' default: every fourth layer, the first apart
+        full = [n for n in numbers if n > 1 and n % 4 == 1]
+    return [_FULL if n in full else _LINEAR for n in numbers]
 
 
 def _read(foreign: Config, ours: Config) -> None:
@@ -164,17 +158,22 @@ def _read(foreign: Config, ours: Config) -> None:
         raise unsupported("full_attn_layers", full)
     if len(kinds) != layers:
         raise InputError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {layers}")
-    settings = foreign["mlp_layer_types"]
+
     # transformers lists the kind of each GLU; the published form counts the dense ones at the front.
-    sparse = (
-        "sparse" in settings
-        if settings
-        else foreign["num_experts"] and foreign["first_k_dense_replace"] < layers
-    )
+    if glus := foreign["mlp_layer_types"]:
+        sparse = "sparse" in glus
+    else:
+        sparse = foreign["num_experts"] and foreign["first_k_dense_replace"] < layers
     if sparse:
         raise unsupported("num_experts", foreign["num_experts"])
-    ours |= {"num_heads": kda["num_heads"], "head_dim": kda["head_dim"]}
-    ours |= {"conv_size": kda["short_conv_kernel_size"], "feature_map": "silu", "use_gate": True}
+
+    ours |= {
+        "num_heads": kda["num_heads"],
+        "head_dim": kda["head_dim"],
+        "conv_size": kda["short_conv_kernel_size"],
+        "feature_map": "silu",
+        "use_gate": True,
+    }
     ours["mixer_options"]["gate_bias"] = False
 
 

@@ -16,13 +16,13 @@ from nalanda.convert.formats import (
     Format,
     Tensors,
     add_softmax,
+    drop_null_layer,
     null_layer,
     only,
     rope_settings,
     softmax_options,
     stacked,
     unsupported,
-    without_null_layer,
 )
 from nalanda.model import NalandaConfig
 
@@ -33,27 +33,31 @@ _NULL_HEAD_DIM = 64  # of the null layer's only head: the least that engines hav
 
 
 def shifted(foreign: str, ours: str, dtype: torch.dtype) -> Tensors:
-    """A norm's weight w, which they store as w − 1. That is in fp32, where it is exact for all w ≥ ½ and for
-    all of bf16 but the tiniest; `dtype` is that of ours, where it can hold w."""
+    """A norm's weight w, which they store as w − 1.
 
-    def add(w: Tensor, rows: list[int]) -> list[Tensor]:
+    That is in fp32, where it is exact for all w ≥ ½ and for all of bf16 but the tiniest. `dtype` is that of
+    ours, where it can hold w.
+    """
+
+    def add(stored: Tensor, lengths: list[int]) -> list[Tensor]:
         # Theirs plus 1 is ours, in `dtype` only where that loses no bit.
-        wide = w.float() + 1
-        return [narrow if torch.equal((narrow := wide.to(dtype)).float(), wide) else wide]
+        wide = stored.float() + 1
+        narrow = wide.to(dtype)
+        return [narrow if torch.equal(narrow.float(), wide) else wide]
 
-    return Tensors(foreign, (ours,), lambda parts: parts[0].float() - 1, add)
+    return Tensors(foreign, (ours,), lambda weights: weights[0].float() - 1, add)
 
 
 def _per_head(foreign: str, ours: tuple[str, ...], heads: int) -> Tensors:
-    """Of each head, the rows of one of ours and then those of the other."""
+    """A tensor that holds, head by head, the outputs of each of ours."""
 
-    def join(parts: list[Tensor]) -> Tensor:
-        # [H, n, D] each; side by side [H, Σn, D], then [H·Σn, D]
-        return torch.cat([x.unflatten(0, (heads, -1)) for x in parts], 1).flatten(0, 1)
+    def join(weights: list[Tensor]) -> Tensor:
+        by_head = [x.unflatten(0, (heads, -1)) for x in weights]  # [H, n, D] each
+        return torch.cat(by_head, 1).flatten(0, 1)  # [H·Σn, D]
 
-    def split(whole: Tensor, rows: list[int]) -> list[Tensor]:
-        by_head = whole.unflatten(0, (heads, -1))  # [H, Σn, D]
-        return [x.flatten(0, 1) for x in by_head.split([n // heads for n in rows], 1)]
+    def split(stored: Tensor, lengths: list[int]) -> list[Tensor]:
+        by_head = stored.unflatten(0, (heads, -1))  # [H, Σn, D]
+        return [x.flatten(0, 1) for x in by_head.split([n // heads for n in lengths], 1)]
 
     return Tensors(foreign, ours, join, split)
 
@@ -65,10 +69,11 @@ class Qwen3_5(Format):
     """
 
     def text_model(self, settings: Config, files: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
-        """Of a multimodal model, its text model. Says on stderr what is dropped."""
+        """Of a multimodal model, its text model. Says on stderr how many tensors are dropped."""
         if "text_config" in settings:
             shared = {name: settings[name] for name in _SHARED if name in settings}
             settings = settings["text_config"] | shared
+
         # Tensors of images, and of predictions further ahead.
         dropped = [name for name in files if name.startswith(_DROPPED)]
         if dropped:
@@ -76,16 +81,13 @@ class Qwen3_5(Format):
                 f"dropped {len(dropped)} tensors that no text needs, {min(dropped)} for one",
                 file=sys.stderr,
             )
-        kept = {name: tensor for name, tensor in files.items() if name not in dropped}
-        kept = {
-            n.replace("model.language_model.", "model.", 1): tensor for n, tensor in kept.items()
+        text_files = {
+            name.replace("model.language_model.", "model.", 1): tensor
+            for name, tensor in files.items()
+            if name not in dropped
         }
         # A null layer came in by a conversion, and goes by this one.
-        types = _layer_types(settings)
-        if (fewer := without_null_layer(types, kept)) is not None:
-            settings = settings | {"num_hidden_layers": len(types) - 1, "layer_types": types[:-1]}
-            kept = fewer
-        return settings, kept
+        return drop_null_layer(settings, _layer_types(settings), text_files)
 
     def foreign(self, config: NalandaConfig) -> Config:
         foreign = super().foreign(config)
@@ -99,70 +101,85 @@ class Qwen3_5(Format):
         return foreign
 
     def tensors(self, names: Iterable[str], foreign: Config) -> list[Tensors]:
-        there = set(names)
+        names = set(names)
         dtype = getattr(torch, foreign.get("dtype") or foreign.get("torch_dtype") or "float32")
-        found = [
-            Tensors(n, (n,)) for n in ("model.embed_tokens.weight", "lm_head.weight") if n in there
-        ]
-        found.append(shifted("model.norm.weight", "model.norm.weight", dtype))
+        embeddings = {"model.embed_tokens.weight", "lm_head.weight"} & names
+        tensors = [Tensors(name, (name,)) for name in sorted(embeddings)]
+        tensors.append(shifted("model.norm.weight", "model.norm.weight", dtype))
         for i, kind in enumerate(_layer_types(foreign)):
             layer = f"model.layers.{i}."
             # A layer beyond ours is the null layer.
-            if layer + "mixer_norm.weight" in there:
-                found += _layer(layer, kind, foreign["num_attention_heads"], dtype)
+            if layer + "mixer_norm.weight" in names:
+                tensors += _layer(layer, kind, foreign["num_attention_heads"], dtype)
             else:
-                found += null_layer(layer, foreign, _null_attention(foreign))
-        return found
+                tensors += null_layer(layer, foreign, _null_attention(foreign))
+        return tensors
 
 
 def _layer(layer: str, kind: str, heads: int, dtype: torch.dtype) -> list[Tensors]:
-    ours, foreign = (
-        layer + "mixer.",
-        layer + ("linear_attn." if kind == "linear_attention" else "self_attn."),
-    )
+    """The tensors of a layer. layer: prefix of their names; kind: of its mixer; heads: of attention."""
+    ours = f"{layer}mixer."
+    foreign = f"{layer}{'linear_attn' if kind == 'linear_attention' else 'self_attn'}."
 
-    def of(*names: str) -> tuple[str, ...]:
+    def weights(*names: str) -> tuple[str, ...]:
         return tuple(f"{ours}{name}.weight" for name in names)
 
-    found = [
-        Tensors(f"{layer}mlp.{n}_proj.weight", (f"{layer}mlp.{n}_proj.weight",))
-        for n in ("gate", "up", "down")
+    tensors = [
+        shifted(f"{layer}input_layernorm.weight", f"{layer}mixer_norm.weight", dtype),
+        shifted(f"{layer}post_attention_layernorm.weight", f"{layer}mlp_norm.weight", dtype),
     ]
-    found.append(shifted(layer + "input_layernorm.weight", layer + "mixer_norm.weight", dtype))
-    found.append(
-        shifted(layer + "post_attention_layernorm.weight", layer + "mlp_norm.weight", dtype)
-    )
+    for name in ("gate", "up", "down"):
+        glu = f"{layer}mlp.{name}_proj.weight"
+        tensors.append(Tensors(glu, (glu,)))
+
     if kind == "full_attention":
-        same = {f"{n}_proj": f"{n}_proj" for n in "kvo"}
+        unchanged = {"k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "o_proj"}
         # One projection there has each head's query and output gate: [2·H·K, D].
-        found.append(_per_head(foreign + "q_proj.weight", of("q_proj", "g_proj"), heads))
-        found += [shifted(f"{foreign}{n}_norm.weight", *of(f"{n}_norm"), dtype=dtype) for n in "qk"]
+        tensors.append(_per_head(f"{foreign}q_proj.weight", weights("q_proj", "g_proj"), heads))
+        for norm in ("q_norm", "k_norm"):
+            tensors.append(shifted(f"{foreign}{norm}.weight", f"{ours}{norm}.weight", dtype))
     else:
-        same = {"in_proj_z": "g_proj", "in_proj_b": "b_proj", "in_proj_a": "a_proj"}
-        same |= {"norm": "o_norm", "out_proj": "o_proj"}
+        unchanged = {
+            "in_proj_z": "g_proj",
+            "in_proj_b": "b_proj",
+            "in_proj_a": "a_proj",
+            "norm": "o_norm",
+            "out_proj": "o_proj",
+        }
         # Rows of q, then of k, then of v; so too the filters [channels, 1, W].
-        found.append(stacked(foreign + "in_proj_qkv.weight", of("q_proj", "k_proj", "v_proj")))
-        found.append(stacked(foreign + "conv1d.weight", of("q_conv1d", "k_conv1d", "v_conv1d")))
-        found += [Tensors(foreign + n, (f"{ours}decay.{n}",)) for n in ("A_log", "dt_bias")]
-    return found + [Tensors(f"{foreign}{there}.weight", of(here)) for there, here in same.items()]
+        qkv = weights("q_proj", "k_proj", "v_proj")
+        filters = weights("q_conv1d", "k_conv1d", "v_conv1d")
+        tensors.append(stacked(f"{foreign}in_proj_qkv.weight", qkv))
+        tensors.append(stacked(f"{foreign}conv1d.weight", filters))
+        for name in ("A_log", "dt_bias"):
+            tensors.append(Tensors(foreign + name, (f"{ours}decay.{name}",)))
+
+    for name, our_name in unchanged.items():
+        tensors.append(Tensors(f"{foreign}{name}.weight", weights(our_name)))
+    return tensors
 
 
 def _null_attention(foreign: Config) -> dict[str, tuple[int, ...]]:
-    """The shapes of the weights of a layer of attention."""
+    """The shapes of the weights of softmax attention, by name."""
     D, K = foreign["hidden_size"], foreign["head_dim"]
     H, groups = foreign["num_attention_heads"], foreign["num_key_value_heads"]
     return {
-        **{"q_proj": (2 * H * K, D), "k_proj": (groups * K, D), "v_proj": (groups * K, D)},
-        **{"o_proj": (D, H * K), "q_norm": (K,), "k_norm": (K,)},
+        "q_proj": (2 * H * K, D),
+        "k_proj": (groups * K, D),
+        "v_proj": (groups * K, D),
+        "o_proj": (D, H * K),
+        "q_norm": (K,),
+        "k_norm": (K,),
     }
 
 
 def _layer_types(foreign: Config) -> list[str]:
+    """The kind of each layer's mixer, by the names of transformers."""
     if foreign.get("layer_types"):
         return foreign["layer_types"]
-    every = foreign.get("full_attention_interval") or 4
-    kinds = ("full_attention", "linear_attention")
-    return [kinds[bool((i + 1) % every)] for i in range(foreign.get("num_hidden_layers", 32))]
+    interval = foreign.get("full_attention_interval") or 4
+    numbers = range(1, foreign.get("num_hidden_layers", 32) + 1)
+    return ["linear_attention" if n % interval else "full_attention" for n in numbers]
 
 
 def _read(foreign: Config, ours: Config) -> None:
@@ -176,9 +193,11 @@ def _read(foreign: Config, ours: Config) -> None:
         raise InputError(
             f"layer_types names {len(types)} layers, num_hidden_layers is {foreign['num_hidden_layers']}"
         )
+
     K, V = foreign["linear_key_head_dim"], foreign["linear_value_head_dim"]
     # Our sizes of a head: K = head_dim, V = head_dim · expand_v.
     ours |= {"head_dim": K, "expand_v": V / K, "feature_map": "silu", "use_gate": True}
+
     if full := [i for i, kind in enumerate(types) if kind == "full_attention"]:
         rope = rope_settings(foreign, "rope_parameters")
         if (kind := rope.get("rope_type", "default")) != "default":
@@ -199,12 +218,16 @@ def _read(foreign: Config, ours: Config) -> None:
 def _write(ours: Config, foreign: Config) -> None:
     if not ours["conv_size"]:
         raise InputError("conv_size=0 of mixer 'gated_deltanet' cannot be expressed there")
-    null = {"head_dim": _NULL_HEAD_DIM, "rotary_dim": 16, "rope_theta": 10000.0}
     # The null layer's single head, where the model has no attention of its own.
-    full = softmax_options(ours) or {"num_heads": 1, "num_kv_heads": 1} | null
-    third = (
-        full["rotary_dim"] // 6
-    )  # of the rotary pairs; the axes of an image, which are equal in text
+    full = softmax_options(ours) or {
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "head_dim": _NULL_HEAD_DIM,
+        "rotary_dim": 16,
+        "rope_theta": 10000.0,
+    }
+    # A third of the rotary pairs for each axis of an image; the axes are equal in text.
+    third = full["rotary_dim"] // 6
     foreign |= {
         "layer_types": [_LAYER_TYPES[mixer] for mixer in ours["layers"]],
         "linear_key_head_dim": ours["key_dim"],
