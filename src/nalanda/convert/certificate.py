@@ -1,4 +1,4 @@
-"""What a conversion proves: source and target compute the same."""
+"""The proof of a conversion: source and target compute the same."""
 
 import dataclasses
 from pathlib import Path
@@ -26,13 +26,16 @@ too. The weights before rounding have TOLERANCE, and each rounded tensor is comp
 _FINER = {"q8": "f16", "q8_0": "f16", "f16": "f32", "bf16": "f32"}
 
 _TEXTS = [
-    *("naïve Größe ½ ™ ﬁn", "cafe\u0301 A\u030angstro\u0308m n\u0303", "I'm sure we'LL, DON'T x's"),
-    *(
-        "日本語の文章です。한국어 中文，测试",
-        "👍🏽 👩\u200d👩\u200d👧 🇫🇷 ❤️",
-        "0 7 42 1234567890 3.14 1,000,000 x2y ٣٤",
-    ),
-    *("a\n\nb\r\n\n\n  c\t\td \n", "  two  blanks   three ", " a", "\n"),
+    "naïve Größe ½ ™ ﬁn",
+    "cafe\u0301 A\u030angstro\u0308m n\u0303",
+    "I'm sure we'LL, DON'T x's",
+    "日本語の文章です。한국어 中文，测试",
+    "👍🏽 👩\u200d👩\u200d👧 🇫🇷 ❤️",
+    "0 7 42 1234567890 3.14 1,000,000 x2y ٣٤",
+    "a\n\nb\r\n\n\n  c\t\td \n",
+    "  two  blanks   three ",
+    " a",
+    "\n",
 ]
 _PLACES = ("{} word", "a {} b", "x  {}  y", "word{}word")  # of an added token
 
@@ -57,9 +60,9 @@ def unchecked(why: str) -> Certificate:
 def compare(
     source: Path, target: Path, libraries: list[str], rounded: tuple[str, Path] | None = None
 ) -> Certificate:
-    """Both models' log-probabilities for TOKENS tokens of a text, and their greedy continuations. Besides how
-    their tokenizers cut `probes`, and the ids of bos, eos and pad.
+    """Compares both models' log-probabilities for TOKENS tokens of a text, and their greedy continuations.
 
+    Besides, it compares the tokens that their tokenizers make of `probes`, and the ids of bos, eos and pad.
     Without a tokenizer the tokens are random. The models compute on the CPU, one after the other.
     libraries: of source and target; gguf and mlx have engines of their own, transformers computes the others.
     rounded: one of ROUNDED and the model that is `target` rounded to it, which is compared too.
@@ -69,6 +72,7 @@ def compare(
     """
     if "fla" in libraries:  # its kernels have no path in torch
         return unchecked("flash-linear-attention's models compute on GPUs only")
+
     ids, text = _sample(source if target.is_file() else target)
     texts = probes(tokenizer_of(source), text)
     try:
@@ -78,10 +82,10 @@ def compare(
     except ModuleNotFoundError as error:
         return unchecked(str(explained(error) or error))
     _check_tokenizers(texts, before, after, libraries[1] == "nalanda")
+
     # The rows of the card.
-    packages = [
-        f"{name} {version}" for name, version in versions().items() if name in ("nalanda", "torch")
-    ]
+    installed = versions()
+    packages = [f"{name} {installed[name]}" for name in installed if name in ("nalanda", "torch")]
     facts = {
         "compared on": f"{len(ids)} tokens, {'English' if text else 'random'}; on a CPU, in fp32",
         **_differences(before, after, "f32"),
@@ -99,16 +103,13 @@ def probes(tokenizer: PreTrainedTokenizerBase | None, *texts: str) -> list[str]:
     """Texts that tokenizers may cut in other ways; none without a tokenizer."""
     if tokenizer is None:
         return []
-    added = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-    return [
-        *filter(None, texts),
-        *_TEXTS,
-        *(place.format(token) for token in added for place in _PLACES),
-    ]
+    added = tokenizer.added_tokens_decoder.values()
+    in_place = [place.format(str(token)) for token in added for place in _PLACES]
+    return [*filter(None, texts), *_TEXTS, *in_place]
 
 
 def _check_tokenizers(texts: list[str], before: Computed, after: Computed, to_ours: bool) -> None:
-    """Raises InputError for a text of which they make other tokens, or another id of bos, eos or pad.
+    """Raises InputError for a text that they cut differently, or another id of bos, eos or pad.
 
     Two differences are expected: our config names the bos that the tokenizer writes, and a tokenizer without a
     pad token gets one, see `pad_batches`.
@@ -120,6 +121,7 @@ def _check_tokenizers(texts: list[str], before: Computed, after: Computed, to_ou
             expected = to_ours
         if first != second and not expected:
             raise InputError(f"source and target differ: {name} is {first} and {second}")
+
     if texts and before.cuts and not after.cuts:
         raise InputError("source and target differ: the target's tokenizer cannot be loaded")
     for text, first, second in zip(texts, before.cuts, after.cuts, strict=True):
@@ -133,30 +135,34 @@ def _check_tokenizers(texts: list[str], before: Computed, after: Computed, to_ou
 def _differences(before: Computed, after: Computed, dtype: str) -> dict[str, str]:
     """The rows of the card; raises InputError as `compare`."""
     assert before.logits is not None  # of transformers
-    scale, share = before.logits.abs().max().item(), ROUNDED.get(dtype, TOLERANCE)
+    scale = before.logits.abs().max().item()
+    share = ROUNDED.get(dtype, TOLERANCE)
     limit = share * scale
-    # [positions, vocabulary], only where the target's engine tells them
-    spread = before.logps[after.every - 1 :: after.every][: len(after.logps)]
-    logps = (spread.clamp(_LEAST) - after.logps.clamp(_LEAST)).abs().max().item()
-    unequal = (before.continuation != after.continuation).nonzero().flatten().tolist()
-    equal = unequal[0] if unequal else CONTINUATION
+
+    # [positions, vocabulary], only at the positions that the target's engine computes
+    expected = before.logps[after.every - 1 :: after.every][: len(after.logps)]
+    difference = (expected.clamp(_LEAST) - after.logps.clamp(_LEAST)).abs().max().item()
     rounding = f"rounding to {dtype}"
     finer = f": take --dtype {_FINER[dtype]}" if dtype in ROUNDED else ""
     # In this form NaN fails too.
-    if not logps <= limit:
+    if not difference <= limit:
         moved = f"{rounding} moves" if finer else "source and target differ:"
         raise InputError(
-            f"{moved} log-probabilities by {logps:.1e}, more than {limit:.1e}, which is "
+            f"{moved} log-probabilities by {difference:.1e}, more than {limit:.1e}, which is "
             f"{share:g} of the largest logit{finer}"
         )
+
     # Where the two best tokens are closer than the tolerance, either may win; later tokens then follow from it.
+    unequal = (before.continuation != after.continuation).nonzero().flatten().tolist()
+    equal = unequal[0] if unequal else CONTINUATION
     if unequal and before.margins[equal] > limit:
         changed = f"{rounding} changes" if finer else "source and target differ:"
         raise InputError(
             f"{changed} greedy token {equal + 1} of {CONTINUATION} with a cache{finer}"
         )
+
     facts = {
-        "largest difference of log-probabilities": f"{logps:.1e}, tolerance {limit:.1e} ({dtype}); after "
+        "largest difference of log-probabilities": f"{difference:.1e}, tolerance {limit:.1e} ({dtype}); after "
         f"{len(after.logps)} of the tokens"
     }
     if after.logits is not None:
@@ -165,10 +171,14 @@ def _differences(before: Computed, after: Computed, dtype: str) -> dict[str, str
 
 
 def compute(path: Path, library: str, ids: Tensor, texts: list[str]) -> Computed:
-    """What the library's engine computes from `ids` `[T]`, and the tokens of `texts`."""
-    known = {"gguf": engines.with_llama_cpp, "mlx": engines.with_mlx}
+    """Runs the library's engine on `ids` `[T]`, and its tokenizer on `texts`.
+
+    Raises:
+        InputError: the engine cannot compute.
+    """
+    compute_with = {"gguf": engines.with_llama_cpp, "mlx": engines.with_mlx}
     try:
-        return known.get(library, engines.with_transformers)(path, ids, texts)
+        return compute_with.get(library, engines.with_transformers)(path, ids, texts)
     except (InputError, ModuleNotFoundError):
         raise
     except Exception as error:  # engines share no exception class
@@ -179,34 +189,39 @@ def compute(path: Path, library: str, ids: Tensor, texts: list[str]) -> Computed
 
 
 def _sample(folder: Path) -> tuple[Tensor, str]:
-    """TOKENS ids for the model of `folder`, fewer if its context is shorter, and the text that begins with
-    them; empty if they are random."""
+    """TOKENS ids for the model of `folder`, fewer if its context is shorter, and the text that begins with them.
+
+    The text is empty if they are random.
+    """
     config = AutoConfig.from_pretrained(folder)
-    vocabulary, count = config.vocab_size, min(TOKENS, config.max_position_embeddings)
+    count = min(TOKENS, config.max_position_embeddings)
     if tokenizer := tokenizer_of(folder):
         text = topics["naming"]  # of Python's manual, as text of any kind will do
         ids = tokenizer(text, add_special_tokens=False).input_ids[:count]
         # The text may be too short, or have added tokens without an embedding.
-        if len(ids) == count and max(ids) < vocabulary:
+        if len(ids) == count and max(ids) < config.vocab_size:
             return torch.tensor(ids), text
-    return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0)), ""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(config.vocab_size, (count,), generator=generator), ""
 
 
 def card(name: str, source: str, libraries: list[str], certificate: Certificate) -> str:
     """The model card of a converted model."""
-    package = "mlx" if libraries[1] == "mlx" else "transformers"
+    target = libraries[1]
+    package = "mlx" if target == "mlx" else "transformers"
     about = ModelCardData(library_name=package, pipeline_tag="text-generation", model_name=name)
     table = "\n".join(f"| {key} | {value} |" for key, value in certificate.facts.items())
-    trust = ", trust_remote_code=True" * (libraries[1] == "nalanda")
-    known = "import fla  # makes its models known\n" * (libraries[1] == "fla")
-    code = f"""{known}from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("{name}"{trust})"""
-    if package == "mlx":
+    if target == "mlx":
         code = f"""from mlx_lm import generate, load
 
 model, tokenizer = load("{name}")
 print(generate(model, tokenizer, "Once"))"""
+    else:
+        registers = "import fla  # makes its models known\n" * (target == "fla")
+        trust = ", trust_remote_code=True" * (target == "nalanda")
+        code = f"""{registers}from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{name}"{trust})"""
     return f"""---
 {about.to_yaml()}
 ---

@@ -9,7 +9,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,18 +52,19 @@ _APART = {
 """Models of mixers like ours that differ elsewhere."""
 
 _SIDE_FILES = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *(
-        "chat_template*",
-        "additional_chat_templates",
-        "generation_config.json",
-        "LICENSE*",
-        "NOTICE*",
-    ),
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "additional_chat_templates",
+    "generation_config.json",
+    "LICENSE*",
+    "NOTICE*",
 )
-_COMPUTED = re.compile(
-    r"rotary(_emb)?\.inv_freq$"
-)  # saved by older releases, derived from rope_theta
+# Saved by older releases, derived from rope_theta.
+_COMPUTED = re.compile(r"rotary(_emb)?\.inv_freq$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +80,9 @@ class Stored:
 
     def read(self) -> torch.Tensor:
         with safe_open(self.file, "pt") as tensors:
-            return (
-                tensors.get_slice(self.name)[self.rows]
-                if self.rows
-                else tensors.get_tensor(self.name)
-            )
+            if self.rows is None:
+                return tensors.get_tensor(self.name)
+            return tensors.get_slice(self.name)[self.rows]
 
 
 def _read_tensors(folder: Path) -> dict[str, Stored]:
@@ -119,11 +117,11 @@ def _read_tensors(folder: Path) -> dict[str, Stored]:
 def _split_glu(stored: dict[str, Stored], width: int) -> None:
     """Splits gate_proj as flash-linear-attention first stored it: with up_proj's rows after its own."""
     # A copy of the items, since the loop adds to the table.
-    for name, both in list(stored.items()):
+    for name, gate_and_up in list(stored.items()):
         up = name.replace(".gate_proj.", ".up_proj.")
-        if up != name and up not in stored and both.shape[0] == 2 * width:
+        if up != name and up not in stored and gate_and_up.shape[0] == 2 * width:
             # Only the rows of each are named; the values are read when they are written.
-            half = dataclasses.replace(both, shape=(width, *both.shape[1:]))
+            half = dataclasses.replace(gate_and_up, shape=(width, *gate_and_up.shape[1:]))
             stored[name] = dataclasses.replace(half, rows=slice(0, width))
             stored[up] = dataclasses.replace(half, rows=slice(width, None))
 
@@ -133,19 +131,22 @@ class Part:
     """A tensor of ours within a stored one."""
 
     stored: Stored
-    split: Callable[[torch.Tensor], torch.Tensor]
+    layout: Tensors
+    """All of ours that the stored one holds."""
+    lengths: list[int]
+    """Their sizes along dim 0."""
+    index: int
+    """The number of this one among them."""
 
     def read(self) -> torch.Tensor:
-        return self.split(self.stored.read())
+        return self.layout.split(self.stored.read(), self.lengths)[self.index]
 
 
 def _shapes(config: NalandaConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of our tensors by name."""
     with torch.device("meta"):
-        shapes = {
-            n: tuple(t.shape)
-            for n, t in AutoModelForCausalLM.from_config(config).state_dict().items()
-        }
+        weights = AutoModelForCausalLM.from_config(config).state_dict()
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     if config.tie_word_embeddings:
         del shapes["lm_head.weight"]
     return shapes
@@ -166,9 +167,11 @@ def _match_tensors(
     shapes = _shapes(config)
     if config.tie_word_embeddings:
         # A file may have a tied matrix twice; then both must be equal, and one is dropped.
-        both = ("lm_head.weight", "model.embed_tokens.weight")
         head, embedding = (
-            stored.get(t.foreign) for n in both for t in tensors([n]) if t.ours == (n,)
+            stored.get(layout.foreign)
+            for name in ("lm_head.weight", "model.embed_tokens.weight")
+            for layout in tensors([name])
+            if layout.ours == (name,)
         )
         if head and embedding:
             if not torch.equal(head.read(), embedding.read()):
@@ -183,43 +186,42 @@ def _match_tensors(
         if tensor is None:
             raise InputError(f"tensor {layout.foreign} is missing")
 
-        # A stored tensor has the rows of all of ours that it holds.
-        rows = [shapes[name][0] for name in layout.ours]
-        shape = layout.shape or (sum(rows), *shapes[layout.ours[0]][1:])
+        # A stored tensor has all of ours that it holds, along dim 0.
+        lengths = [shapes[name][0] for name in layout.ours]
+        shape = layout.shape or (sum(lengths), *shapes[layout.ours[0]][1:])
         if tensor.shape != shape:
             raise InputError(
                 f"tensor {layout.foreign} is {list(tensor.shape)}, the config says {list(shape)}"
             )
         for i, name in enumerate(layout.ours):
-            parts[name] = Part(tensor, partial(_split_part, layout, rows, i))
-    # What no tensor of ours has taken would be lost.
+            parts[name] = Part(tensor, layout, lengths, i)
+    # A stored tensor that is left would be lost.
     if stored:
         raise InputError(f"{len(stored)} tensors have no counterpart, {min(stored)} for one")
     return parts
 
 
-def _split_part(tensor: Tensors, rows: list[int], i: int, stored: torch.Tensor) -> torch.Tensor:
-    return tensor.split(stored, rows)[i]
-
-
 def _save_tensors(parts: dict[str, Part], tensors: list[Tensors], folder: Path) -> None:
-    """Writes `tensors` from ours. Files keep their names and their tensors."""
+    """Writes `tensors`, made of ours (`parts`). Files keep their names and their tensors."""
     files: dict[str, list[Tensors]] = {}
     last = max(part.stored.file.name for part in parts.values())
     for tensor in tensors:
         # A constant comes from no file, and goes into the last.
         file = parts[tensor.ours[0]].stored.file.name if tensor.ours else last
         files.setdefault(file, []).append(tensor)
-    total = 0
+
+    total, file_of = 0, {}
     for file, group in sorted(files.items()):  # one file in memory at a time
-        content = {t.foreign: t.join([parts[n].read() for n in t.ours]).contiguous() for t in group}
+        content = {}
+        for tensor in group:
+            ours = [parts[name].read() for name in tensor.ours]
+            content[tensor.foreign] = tensor.join(ours).contiguous()
+            file_of[tensor.foreign] = file
         save_file(content, folder / file, metadata={"format": "pt"})
         total += sum(tensor.nbytes for tensor in content.values())
     if set(files) != {"model.safetensors"}:
-        places = dict(
-            sorted((tensor.foreign, file) for file, group in files.items() for tensor in group)
-        )
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        weight_map = dict(sorted(file_of.items()))
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -314,8 +316,10 @@ def convert(
 
 
 def _find_leading_bos(folder: Path, config: NalandaConfig) -> int | None:
-    """The bos token that the tokenizer puts in front of a text. Other libraries' configs name one that it
-    never writes, ours only one that it does."""
+    """The bos token that the tokenizer puts in front of a text.
+
+    Other libraries' configs name one that it never writes, ours only one that it does.
+    """
     tokenizer = tokenizer_of(folder)
     if tokenizer is None:
         return config.bos_token_id
@@ -332,10 +336,13 @@ def _copy_side_files(folder: Path, staging: Path) -> None:
 
 def _keep_tokenizer(folder: Path, staging: Path) -> None:
     """Names the class that the tokenizer of `folder` has, where the type of the model decides it."""
-    file, tokenizer = staging / "tokenizer_config.json", tokenizer_of(folder)
+    file = staging / "tokenizer_config.json"
+    tokenizer = tokenizer_of(folder)
     if tokenizer is None or not file.is_file():
         return
-    settings, name = json.loads(file.read_text(encoding="utf-8")), type(tokenizer).__name__
+
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    name = type(tokenizer).__name__
     # transformers may choose the class by model_type, which the conversion changes.
     declared = settings.get("tokenizer_class") or ""
     if name not in ("TokenizersBackend", declared.removesuffix("Fast")):
@@ -358,10 +365,9 @@ def local_folder(source: str) -> Path:
     """The folder of a model, downloaded if `source` is a hub id."""
     if Path(source).is_dir() or not is_hub_id(source):
         return Path(source).expanduser()
+    patterns = ["*.json", "*.safetensors", *_SIDE_FILES]
     with hub_errors(f"there is no folder {source}"):
-        return Path(
-            snapshot_download(source, allow_patterns=["*.json", "*.safetensors", *_SIDE_FILES])
-        )
+        return Path(snapshot_download(source, allow_patterns=patterns))
 
 
 @contextlib.contextmanager
@@ -381,23 +387,22 @@ def _choose_target(kind: str, config: NalandaConfig, to: str | None) -> str:
     Where no library can express the model, the first that has its mixers says why.
     """
     mixers = set(config.layer_mixers)
-    kinds = {"nalanda": "nalanda"} | {
-        library: name
-        for library, formats in LIBRARIES.items()
-        for name, format in formats.items()
-        if format.takes(mixers)
-    }
-    # A model is not converted to the library that it is of.
-    kinds = {library: name for library, name in kinds.items() if library != _library_of(kind)}
+    # The model_type that each library has for these mixers, but the library that the model is of.
+    kinds = {"nalanda": "nalanda"}
+    for library, formats in LIBRARIES.items():
+        for name, format in formats.items():
+            if format.takes(mixers):
+                kinds[library] = name
+    kinds.pop(_library_of(kind), None)
     if to in kinds:
         return kinds[to]
+
     # Those that can express the model itself, not only its mixers.
     able = [library for library, name in kinds.items() if _expresses(library, name, config)]
     if to is None and (kind != "nalanda" or (kinds and len(able) < 2)):
         return kinds[[*able, *kinds][0]]
-    if (
-        to is None and "qwen3_5" in able and _expresses("gguf", "", config)
-    ):  # which `write_gguf` makes
+    # `write_gguf` makes GGUF files, of the same models as Qwen3.5's.
+    if to is None and "qwen3_5" in able and _expresses("gguf", "", config):
         able.append("gguf")
     which = "choose one with --to" if to is None and kinds else f"not {to or 'another kind'}"
     raise InputError(
@@ -427,6 +432,7 @@ def _tensors_of(kind: str, config: Config) -> Callable[[Iterable[str]], list[Ten
 
 
 def _library_of(kind: str) -> str:
+    """The library of a model_type."""
     return next((library for library, formats in LIBRARIES.items() if kind in formats), kind)
 
 

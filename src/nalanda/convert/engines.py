@@ -1,4 +1,4 @@
-"""What computes converted models: transformers, llama.cpp and mlx-lm. Each on the CPU, from the same ids."""
+"""Engines that run converted models: transformers, llama.cpp and mlx-lm. Each on the CPU, from the same ids."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ _JSON = {"Content-Type": "application/json"}
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """What an engine computes for T ids."""
+    """The results of an engine for T ids."""
 
     logps: Tensor
     """Log-probabilities of the next token, [positions, vocabulary]."""
@@ -45,14 +45,14 @@ class Computed:
     engine: str
     """Its package, with the version."""
     cuts: list[list[int]]
-    """The ids of each probe, without bos; none without a tokenizer."""
+    """The ids of each probe, without bos; empty without a tokenizer."""
     special: dict[str, int | list[int] | None]
     """The ids of bos, eos and pad, those of the config (`config.`) and of the tokenizer (`tokenizer.`).
     Besides those that end a text, see `end_ids`."""
     logits: Tensor | None = None
-    """[positions, vocabulary], where it tells them."""
+    """[positions, vocabulary]; None where the engine does not return them."""
     every: int = 1
-    """The positions: each, or the last of so many ids."""
+    """Ids from one position to the next."""
 
 
 def _computed(
@@ -63,19 +63,24 @@ def _computed(
     tokenizer: Any,
     probes: list[str],
 ) -> Computed:
-    """steps: the logits `[vocabulary]` before each greedy token."""
+    """The results of logits `[T, vocabulary]`.
+
+    steps: the logits `[vocabulary]` before each greedy token.
+    """
     # values and indices [CONTINUATION, 2]: the greedy token and the next best
     top = torch.stack(steps).float().topk(2)
     margins = top.values[:, 0] - top.values[:, 1]
     special = {f"config.{name}": getattr(config, name, None) for name in _SPECIAL}
+    cuts = []
     if tokenizer:
         special |= {f"tokenizer.{name}": getattr(tokenizer, name) for name in _SPECIAL}
+        cuts = [tokenizer.encode(text, add_special_tokens=False) for text in probes]
     return Computed(
         logits.log_softmax(-1),
         top.indices[:, 0],
         margins,
         f"{package} {version(package)}",
-        [tokenizer.encode(text, add_special_tokens=False) for text in probes if tokenizer],
+        cuts,
         special,
         logits,
     )
@@ -88,16 +93,20 @@ def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     stands first if it is among them.
     """
     eos = tokenizer.eos_token_id if tokenizer else None
-    given = (
-        getattr(holder, "eos_token_id", None) for holder in (model.generation_config, model.config)
-    )
-    ids = next((ids for ids in (*given, eos) if ids is not None), [])
+    ids: Any = []
+    for holder in (model.generation_config, model.config, tokenizer):
+        if (eos_ids := getattr(holder, "eos_token_id", None)) is not None:
+            ids = eos_ids
+            break
     ids = ids if isinstance(ids, list) else [ids]
     return sorted(dict.fromkeys(ids), key=lambda i: i != eos)
 
 
 def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase | None:
-    """None too for one that cannot be loaded, such as one with code of its own, which is not run."""
+    """The tokenizer of a folder; None without one, or if it cannot be loaded.
+
+    One with code of its own cannot: the code is not run.
+    """
     if not any(folder.glob("tokenizer*")):
         return None
     try:
@@ -108,7 +117,7 @@ def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase | None:
 
 @torch.no_grad()
 def with_transformers(folder: Path, ids: Tensor, probes: list[str]) -> Computed:
-    """By the model of a folder, in fp32."""
+    """Runs the model of a folder in transformers, in fp32."""
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         take_torch_path(sys.modules[type(model).__module__])
@@ -133,7 +142,7 @@ def with_transformers(folder: Path, ids: Tensor, probes: list[str]) -> Computed:
 
 
 def with_mlx(folder: Path, ids: Tensor, probes: list[str]) -> Computed:
-    """By mlx-lm, in fp32."""
+    """Runs the model of a folder in mlx-lm, in fp32."""
     import mlx.core as mx  # pyrefly: ignore[missing-import]  (an extra)
     from mlx_lm.models.cache import make_prompt_cache  # pyrefly: ignore[missing-import]
 
@@ -146,13 +155,14 @@ def with_mlx(folder: Path, ids: Tensor, probes: list[str]) -> Computed:
         def logits(tokens: list[int], cache: list | None = None) -> Tensor:
             return torch.from_numpy(np.array(model(mx.array(tokens)[None], cache=cache)[0]))
 
-        every = logits(ids.tolist())  # [T, vocabulary]
-        cache, new, steps = make_prompt_cache(model), ids[:PROMPT].tolist(), []
+        all_logits = logits(ids.tolist())  # [T, vocabulary]
+        cache = make_prompt_cache(model)
+        unread, steps = ids[:PROMPT].tolist(), []
         while len(steps) < CONTINUATION:
-            steps.append(logits(new, cache)[-1])
+            steps.append(logits(unread, cache)[-1])
             # From the second pass on the cache has all tokens but this one.
-            new = [int(steps[-1].argmax())]
-    return _computed("mlx-lm", every, steps, SimpleNamespace(**config), tokenizer, probes)
+            unread = [int(steps[-1].argmax())]
+    return _computed("mlx-lm", all_logits, steps, SimpleNamespace(**config), tokenizer, probes)
 
 
 def with_llama_cpp(file: Path, ids: Tensor, probes: list[str]) -> Computed:
@@ -246,7 +256,7 @@ def _special_of_gguf(file: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what transformers says of a CPU, and mlx-lm of its work."""
+    """Silences warnings of transformers about a CPU, and mlx-lm's output."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -49,12 +49,8 @@ _RETENTION = _RECURRENT | {
 _FLA_NAMES = {"embed_tokens.": "embeddings.", ".mixer_norm.": ".attn_norm.", ".mixer.": ".attn."}
 _FUSED_NORM = _FLA_NAMES | {".o_norm.": ".g_norm_swish_gate."}
 _QK_EPS = 1e-5  # of the norms of q and k in a Transformer++, whatever norm_eps
-# qk_activation, and the equivalent feature map.
+# The feature map of each qk_activation.
 _MAPS = {"silu": "silu", "relu": "relu", "elu": "elu1", "identity": "identity"}
-
-
-def _heads(count: int) -> Field:
-    return Field(count, "num_heads")
 
 
 def _read_fla(foreign: Config, ours: Config) -> None:
@@ -67,44 +63,50 @@ def _read_fla(foreign: Config, ours: Config) -> None:
 
 
 def _read_attn(foreign: Config, ours: Config) -> None:
-    """`attn` is a table of the layers that are softmax attention and their options, or a list of tables."""
-    attn, layers, found = foreign["attn"], [], []
+    """Reads `attn`: a table of the layers that are softmax attention and their options, or a list of tables."""
+    attn = foreign["attn"]
     check_types({"attn": attn}, {"attn": dict | list[dict]})
+    layers, layer_options = [], []
     for table in [attn] if isinstance(attn, dict) else attn:
         table = checked(table, _ATTN, "attn.")
         check_types(table, {"layers": list[int], "num_heads": int}, "attn.")
         if (H := table["num_heads"]) < 1:
             raise unsupported("attn.num_heads", H)
         layers += table["layers"]
-        options = {known.means[1:]: table[name] for name, known in _SOFTMAX.items() if known.means}
-        found.append(options | {"num_heads": H, "head_dim": foreign["hidden_size"] // H})
+        options = {x.option: table[name] for name, x in _SOFTMAX.items() if x.option}
+        layer_options.append(options | {"num_heads": H, "head_dim": foreign["hidden_size"] // H})
+
     # A proper subset, without repetition: at least one layer keeps the other mixer.
     if not set(layers) < {*range(foreign["num_hidden_layers"])} or len(layers) > len(set(layers)):
         raise unsupported("attn.layers", layers)
-    if any(options != found[0] for options in found):
+    options = layer_options[0]
+    if any(others != options for others in layer_options):
         raise InputError("attn: all layers of softmax attention have the same options here")
-    if found[0]["rope_theta"] is None:
+    if options["rope_theta"] is None:
         raise unsupported("attn.rope_theta", None)
-    add_softmax(ours, layers, found[0])
+    add_softmax(ours, layers, options)
 
 
 def _write_fla(ours: Config, foreign: Config) -> None:
     options = softmax_options(ours)
     if options and "attn" in foreign:
         foreign["attn"] = {
-            name: options[known.means[1:]] if known.means else known.default
-            for name, known in _SOFTMAX.items()
+            name: options[field.option] if field.option else field.default
+            for name, field in _SOFTMAX.items()
         }
-        layers = [i for i, name in enumerate(ours["layers"]) if name == "softmax"]
-        foreign["attn"] |= {"layers": layers, "num_heads": options["num_heads"]}
+        foreign["attn"]["layers"] = [
+            i for i, name in enumerate(ours["layers"]) if name == "softmax"
+        ]
+        foreign["attn"]["num_heads"] = options["num_heads"]
 
 
 def _read_expanded(foreign: Config, ours: Config) -> None:
     """Here expand_k and expand_v multiply hidden_size, not head_dim."""
     _read_fla(foreign, ours)
     D, H = foreign["hidden_size"], foreign["num_heads"]
-    # K and V of a head, from the widths of all heads.
+    # The widths of a head, from those of all heads.
     K, V = (round(D * foreign[name]) // H for name in ("expand_k", "expand_v"))
+
     # Ours are ratios to head_dim, which is D / H by default: the same numbers if that is whole.
     if D % H:
         ours |= {"head_dim": K, "expand_v": V / K}
@@ -142,9 +144,8 @@ def _read_deltanet(foreign: Config, ours: Config) -> None:
 def _write_deltanet(ours: Config, foreign: Config) -> None:
     _write_expanded(ours, foreign)
     _write_conv(ours, foreign)
-    foreign["qk_activation"] = next(
-        (k for k, v in _MAPS.items() if v == ours["feature_map"]), "silu"
-    )
+    names = {feature_map: name for name, feature_map in _MAPS.items()}
+    foreign["qk_activation"] = names.get(ours["feature_map"], "silu")
 
 
 def _read_gated_deltanet(foreign: Config, ours: Config) -> None:
@@ -183,7 +184,7 @@ FORMATS = {
         "deltanet",
         _DELTA
         | {
-            "num_heads": _heads(16),
+            "num_heads": Field(16, "num_heads"),
             "expand_k": Field(1.0),
             "expand_v": Field(1.0),
             "use_gate": Field(False, "use_gate"),
@@ -202,7 +203,7 @@ FORMATS = {
         _DELTA
         | {
             "num_hidden_layers": Field(21, "num_hidden_layers"),
-            "num_heads": _heads(6),
+            "num_heads": Field(6, "num_heads"),
             "num_v_heads": Field(None, ".num_v_heads"),
             "head_dim": Field(256),
             "expand_v": Field(2.0),
@@ -218,7 +219,7 @@ FORMATS = {
         "kda",
         _DELTA
         | {
-            "num_heads": _heads(16),
+            "num_heads": Field(16, "num_heads"),
             "num_v_heads": Field(None, ".num_v_heads"),
             "head_dim": Field(128),
             "expand_v": Field(1.0),
@@ -237,7 +238,7 @@ FORMATS = {
         _DELTA
         | {
             "num_hidden_layers": Field(21, "num_hidden_layers"),
-            "num_heads": _heads(6),
+            "num_heads": Field(6, "num_heads"),
             "head_dim": Field(256),
             "expand_v": Field(2.0),
             "use_output_gate": Field(True, "use_gate"),
@@ -253,7 +254,7 @@ FORMATS = {
         "gla",
         _RETENTION
         | {
-            "num_heads": _heads(4),
+            "num_heads": Field(4, "num_heads"),
             "expand_k": Field(0.5),
             "expand_v": Field(1.0),
             "clamp_min": only(None),
@@ -270,7 +271,7 @@ FORMATS = {
         _RETENTION
         | {
             "hidden_ratio": Field(2),
-            "num_heads": _heads(8),
+            "num_heads": Field(8, "num_heads"),
             "expand_k": Field(1.0),
             "expand_v": Field(2.0),
         },
@@ -284,7 +285,7 @@ FORMATS = {
         _FLA
         | _SOFTMAX
         | {
-            "num_heads": _heads(32),
+            "num_heads": Field(32, "num_heads"),
             "qk_norm": Field(False, ".qk_norm"),
             "elementwise_affine": only(True),
         },

@@ -324,15 +324,18 @@ def _resolved_options(config: NalandaConfig, name: str, mixer: Any) -> Config:
     # None means as many as num_heads.
     if "num_v_heads" in options:
         options["num_v_heads"] = mixer.num_v_heads
-    if name == "softmax":
-        options |= {
-            "num_heads": mixer.num_heads,
-            "num_kv_heads": mixer.num_v_heads,
-            "head_dim": mixer.K,
-            "value_dim": mixer.V,
-            "rotary_dim": mixer.rotary_dim,
-        }
-    return options
+    if name != "softmax":
+        return options
+
+    sizes = {
+        "num_heads": mixer.num_heads,
+        "num_kv_heads": mixer.num_v_heads,
+        "head_dim": mixer.K,
+        "value_dim": mixer.V,
+        "rotary_dim": mixer.rotary_dim,
+    }
+    # Sizes stand first, because messages name the first difference, and a head's size explains it best.
+    return sizes | options | sizes
 
 
 def attention_interval(config: NalandaConfig) -> int:

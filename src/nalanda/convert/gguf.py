@@ -29,10 +29,8 @@ _BLOCK = {  # in every layer
     "post_attention_norm": "mlp_norm",
     **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
-_CERTIFICATE, _ROOM = (
-    "nalanda.certificate",
-    1024,
-)  # bytes; the file is written before it is compared
+_CERTIFICATE = "nalanda.certificate"
+_ROOM = 1024  # bytes for the certificate, since the file is written before it is compared
 _NULL_HEAD = 64  # a usual size, for which every backend has kernels
 
 
@@ -44,10 +42,10 @@ def write_gguf(
 
     dtype: of the matrices, one of `DTYPES`; q8_0 keeps those whose rows are no multiple of 32 in f16. Norms,
     decays and convolutions are always f32.
-    check: compare both models where llama.cpp is installed, see `certificate.compare`. What that found is
+    check: compare both models where llama.cpp is installed, see `certificate.compare`. The certificate is
     printed on stderr and stored in the file's metadata, as `nalanda.certificate`: no second file is needed.
-    A rounded file is compared beside one in f32, which is removed again: each of its tensors, exactly, and
-    what llama.cpp computes from both.
+    For a rounded file, one in f32 is written too and removed afterwards. Its tensors, rounded, must equal the
+    file's, and llama.cpp's results from both are compared.
 
     llama.cpp needs a layer of softmax attention for its cache. A model without any gets one more layer, whose
     output matrices are zero, so that it adds nothing.
@@ -72,24 +70,27 @@ def write_gguf(
             raise InputError(f"{source}: no {name} in it")
     if read_config(source).get("model_type") != "nalanda":
         raise InputError(f"{source}: not a model of ours; convert it to nalanda first")
+
     # Beside the target, which gets its name only when it is proved.
-    part, exact = (out.with_name(f".tmp-{name}{out.name}") for name in ("", "f32-"))
+    unproved = out.with_name(f".tmp-{out.name}")
+    exact = out.with_name(f".tmp-f32-{out.name}")
     try:
-        _write(source, part, dtype, title)
+        _write(source, unproved, dtype, title)
         proof = unchecked("asked for with --no-check")
         if check and dtype == "f32":
-            proof = compare(source, part, ["nalanda", "gguf"])
+            proof = compare(source, unproved, ["nalanda", "gguf"])
         elif check:
             _write(source, exact, "f32", title)
-            _check_rounded(exact, part)
-            proof = compare(source, exact, ["nalanda", "gguf"], (dtype, part))
+            _check_rounded(exact, unproved)
+            proof = compare(source, exact, ["nalanda", "gguf"], (dtype, unproved))
         print(proof, file=sys.stderr)
+
         # Over the blanks that `_write` left: no other byte of the file moves.
-        field = gguf.GGUFReader(part, "r+").fields[_CERTIFICATE]
+        field = gguf.GGUFReader(unproved, "r+").fields[_CERTIFICATE]
         field.parts[field.data[0]][:] = list(str(proof).encode().ljust(_ROOM))
-        rename_synced(part, out)
+        rename_synced(unproved, out)
     finally:
-        for file in (part, exact):
+        for file in (unproved, exact):
             file.unlink(missing_ok=True)
     return out
 
@@ -98,30 +99,32 @@ def _check_rounded(exact: Path, rounded: Path) -> None:
     """Raises InputError unless `rounded` has the fields of `exact`, and its tensors rounded."""
     import gguf  # pyrefly: ignore[missing-import]
 
-    files = [gguf.GGUFReader(path) for path in (exact, rounded)]
-    before, after = (
-        {
-            name: field.contents()
-            for name, field in file.fields.items()
-            if name != "general.file_type"
-        }
-        for file in files
-    )
+    before, after = gguf.GGUFReader(exact), gguf.GGUFReader(rounded)
+    fields, fields_after = _contents(before), _contents(after)
     different = [
-        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+        name for name in fields.keys() | fields_after if fields.get(name) != fields_after.get(name)
     ]
-    sources = {tensor.name: tensor.data for tensor in files[0].tensors}
-    for tensor in files[1].tensors:
+
+    exact_data = {tensor.name: tensor.data for tensor in before.tensors}
+    for tensor in after.tensors:
         kind = tensor.tensor_type
         # Both through the same rounding, so that the values must be equal bit by bit.
-        wanted = gguf.quants.dequantize(gguf.quants.quantize(sources[tensor.name], kind), kind)
-        if not np.array_equal(gguf.quants.dequantize(tensor.data, kind), wanted):
+        quantised = gguf.quants.quantize(exact_data[tensor.name], kind)
+        expected = gguf.quants.dequantize(quantised, kind)
+        if not np.array_equal(gguf.quants.dequantize(tensor.data, kind), expected):
             different.append(tensor.name)
     if different:
         raise InputError(f"source and target differ: {min(different)} is not the source's, rounded")
 
 
-def _write(source: Path, part: Path, dtype: str, title: str) -> None:
+def _contents(reader: Any) -> dict[str, Any]:
+    """The metadata of a file by name, without the type that says how it is rounded."""
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    del fields["general.file_type"]
+    return fields
+
+
+def _write(source: Path, out: Path, dtype: str, title: str) -> None:
     """Writes the file, with room for the certificate."""
     import gguf  # pyrefly: ignore[missing-import]
 
@@ -138,21 +141,23 @@ def _write(source: Path, part: Path, dtype: str, title: str) -> None:
         raise InputError(f"{source}: {first_line(error)}") from None
     if report["missing_keys"]:
         raise InputError(f"{source}: tensor {min(report['missing_keys'])} is missing")
-    writer = gguf.GGUFWriter(part, "qwen35")
+
+    writer = gguf.GGUFWriter(out, "qwen35")
     try:
-        # Metadata: place for the certificate, sizes, tokenizer.
+        # Metadata: room for the certificate, sizes, tokenizer.
         writer.add_name(title)
         writer.add_string(_CERTIFICATE, " " * _ROOM)
         writer.add_file_type(gguf.LlamaFileType[DTYPES[dtype]])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _add_sizes(writer, config, interval)
         add_tokenizer(writer, tokenizer, config, end_ids(model, tokenizer))
+
         # Tensors, each rounded on its own.
         for name, tensor in _tensors(config, model.state_dict()):
-            kind = _stored_as(tensor, name, dtype)
-            data = tensor.contiguous().numpy()
-            quantised = gguf.quants.quantize(data, gguf.GGMLQuantizationType[kind])
-            writer.add_tensor(name, quantised, raw_dtype=gguf.GGMLQuantizationType[kind])
+            kind = gguf.GGMLQuantizationType[_stored_as(tensor, name, dtype)]
+            quantised = gguf.quants.quantize(tensor.contiguous().numpy(), kind)
+            writer.add_tensor(name, quantised, raw_dtype=kind)
+
         # The header lists all tensors, so it is written after they are known.
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -162,8 +167,10 @@ def _write(source: Path, part: Path, dtype: str, title: str) -> None:
 
 
 def _add_sizes(writer: Any, config: NalandaConfig, interval: int) -> None:
+    """Writes the sizes. interval: from `attention_interval`."""
     mixers: dict[str, Any] = config.distinct_mixers()
     delta, soft = mixers["gated_deltanet"], mixers.get("softmax")
+
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -179,7 +186,9 @@ def _add_sizes(writer: Any, config: NalandaConfig, interval: int) -> None:
     rotary = soft.rotary_dim if soft else _NULL_HEAD
     writer.add_rope_dimension_count(rotary)
     # Qwen3.5 deals a position's three coordinates to the angles in turn. Those of text are equal.
-    writer.add_rope_dimension_sections([*((rotary // 2 + 2 - i) // 3 for i in range(3)), 0])
+    angles = rotary // 2
+    sections = [(angles + 2) // 3, (angles + 1) // 3, angles // 3, 0]
+    writer.add_rope_dimension_sections(sections)
     writer.add_rope_freq_base(soft.rope_theta if soft else 10000.0)
 
     # Gated DeltaNet in the terms of state-space models: groups are key heads, the step rank is value heads.
@@ -206,38 +215,39 @@ def _tensors(config: NalandaConfig, ours: dict[str, Tensor]) -> Iterator[tuple[s
         yield "output.weight", ours["lm_head.weight"]
     mixers: dict[str, Any] = config.distinct_mixers()
     for i, kind in enumerate(config.layer_mixers):
-        start = f"model.layers.{i}."
         # The layer's tensors by their names within it.
+        prefix = f"model.layers.{i}."
         layer = {
-            name.removeprefix(start).removesuffix(".weight"): tensor
+            name.removeprefix(prefix).removesuffix(".weight"): tensor
             for name, tensor in ours.items()
-            if name.startswith(start)
+            if name.startswith(prefix)
         }
         mixer = {
-            n.removeprefix("mixer."): tensor
-            for n, tensor in layer.items()
-            if n.startswith("mixer.")
+            name.removeprefix("mixer."): tensor
+            for name, tensor in layer.items()
+            if name.startswith("mixer.")
         }
-        write = _attention if kind == "softmax" else _delta
-        block = {foreign: layer[name] for foreign, name in _BLOCK.items()} | write(
-            mixer, mixers[kind]
-        )
-        yield from _named(i, block)
+        write_mixer = _attention if kind == "softmax" else _delta
+        block = {foreign: layer[name] for foreign, name in _BLOCK.items()}
+        yield from _named(i, block | write_mixer(mixer, mixers[kind]))
     if "softmax" not in mixers:
         # Behind the last layer, where `attention_interval` expects the first of attention.
         yield from _named(config.num_hidden_layers, _null(config))
 
 
 def _named(layer: int, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a layer by their full names."""
     for name, tensor in tensors.items():
-        yield f"blk.{layer}.{name}" + ".weight" * (name not in ("ssm_a", "ssm_dt.bias")), tensor
+        suffix = "" if name in ("ssm_a", "ssm_dt.bias") else ".weight"
+        yield f"blk.{layer}.{name}{suffix}", tensor
 
 
 def _delta(ours: dict[str, Tensor], mixer: Any) -> dict[str, Tensor]:
+    """The tensors of a layer's Gated DeltaNet."""
     groups, V = mixer.num_heads, mixer.V
 
     def tiled(x: Tensor, size: int = V, dim: int = 0) -> Tensor:
-        """Value heads by their place in the group: theirs number r·H + h has key head h; ours is h·R + r."""
+        """Value heads by their place in the group: theirs numbered r·H + h has key head h; ours is h·R + r."""
         # H·R·size → [H, R, size] → [R, H, size] → R·H·size along dim
         return x.unflatten(dim, (groups, -1, size)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
@@ -257,10 +267,11 @@ def _delta(ours: dict[str, Tensor], mixer: Any) -> dict[str, Tensor]:
 
 
 def _attention(ours: dict[str, Tensor], mixer: Any) -> dict[str, Tensor]:
-    # [H, K, D] each; side by side [H, 2K, D]
-    heads = [ours[name].unflatten(0, (mixer.num_heads, mixer.K)) for name in ("q_proj", "g_proj")]
+    """The tensors of a layer's softmax attention."""
+    heads = (mixer.num_heads, mixer.K)
+    q, gate = (ours[name].unflatten(0, heads) for name in ("q_proj", "g_proj"))  # [H, K, D] each
     return {
-        "attn_q": torch.cat(heads, 1).flatten(0, 1),  # each head's query, then its gate
+        "attn_q": torch.cat([q, gate], 1).flatten(0, 1),  # each head's query, then its gate
         "attn_k": ours["k_proj"],
         "attn_v": ours["v_proj"],
         "attn_q_norm": ours["q_norm"],
@@ -273,9 +284,16 @@ def _null(config: NalandaConfig) -> dict[str, Tensor]:
     """A layer of attention whose outputs are zero."""
     D, I, K = config.hidden_size, config.intermediate_size, _NULL_HEAD
     # Norms of ones and matrices of zeros: the layer adds exactly zero.
-    ones = {"attn_norm": D, "post_attention_norm": D, "attn_q_norm": K, "attn_k_norm": K}
-    zeros = {"attn_q": (2 * K, D), "attn_k": (K, D), "attn_v": (K, D), "attn_output": (D, K)}
-    zeros |= {"ffn_gate": (I, D), "ffn_up": (I, D), "ffn_down": (D, I)}
-    return {n: torch.ones(s) for n, s in ones.items()} | {
-        n: torch.zeros(s) for n, s in zeros.items()
+    return {
+        "attn_norm": torch.ones(D),
+        "post_attention_norm": torch.ones(D),
+        "attn_q_norm": torch.ones(K),
+        "attn_k_norm": torch.ones(K),
+        "attn_q": torch.zeros(2 * K, D),
+        "attn_k": torch.zeros(K, D),
+        "attn_v": torch.zeros(K, D),
+        "attn_output": torch.zeros(D, K),
+        "ffn_gate": torch.zeros(I, D),
+        "ffn_up": torch.zeros(I, D),
+        "ffn_down": torch.zeros(D, I),
     }

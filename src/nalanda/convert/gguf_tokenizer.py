@@ -38,12 +38,14 @@ def add_tokenizer(
     ends: the ids that end a text. llama.cpp stops at eos, at eot and at eom alike.
 
     Raises:
-        InputError: names what llama.cpp has no tokenizer for.
+        InputError: names the step or setting of the tokenizer that llama.cpp lacks.
     """
     spec = json.loads(fast_backend(tokenizer).to_str())
     model, added = spec["model"], tokenizer.added_tokens_decoder
+
     # By id; those of a padded vocabulary stay unused.
-    tokens, types = [f"[UNUSED{i}]" for i in range(config.vocab_size)], [UNUSED] * config.vocab_size
+    tokens = [f"[UNUSED{i}]" for i in range(config.vocab_size)]
+    types = [UNUSED] * config.vocab_size
     for token, i in tokenizer.get_vocab().items():
         tokens[i], types[i] = token, NORMAL
         if i in added:
@@ -52,6 +54,7 @@ def add_tokenizer(
             types[i] = BYTE
         if token == model.get("unk_token") or i == model.get("unk_id"):
             types[i] = UNKNOWN
+
     for token in added.values():
         # Flags by which a token takes the blanks around it, or must be a word of its own.
         for flag in ("lstrip", "rstrip", "single_word"):
@@ -60,21 +63,23 @@ def add_tokenizer(
                     f"llama.cpp's added tokens have no {flag}, which {str(token)!r} has: "
                     "set it to false in tokenizer.json if your texts need none"
                 )
+
     # The steps before the model tell which of llama.cpp's tokenizers it is.
-    stages = {name: _steps(spec, name) for name in ("normalizer", "pre_tokenizer")}
+    normalizer = _steps(spec["normalizer"], "normalizers")
+    pre_tokenizer = _steps(spec["pre_tokenizer"], "pretokenizers")
+    byte_level = any(step["type"] == "ByteLevel" for step in pre_tokenizer)
     if model["type"] == "Unigram":
         add = _add_unigram
-    elif model["type"] == "BPE" and any(
-        step["type"] == "ByteLevel" for step in stages["pre_tokenizer"]
-    ):
+    elif model["type"] == "BPE" and byte_level:
         add = _add_byte_level
     elif model["type"] == "BPE" and model["byte_fallback"]:
         add = _add_sentencepiece
     else:
         raise InputError(f"llama.cpp has no tokenizer like this {model['type']}")
-    add(writer, model, tokens, **stages)
+    add(writer, model, tokens, normalizer, pre_tokenizer)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
+
     # Special tokens.
     if len(ends) > len(_ENDS):
         raise InputError(
@@ -88,25 +93,26 @@ def add_tokenizer(
             getattr(writer, f"add_{role}_token_id")(i)
     writer.add_add_bos_token(config.bos_token_id is not None and tokenizer.bos_token_id is not None)
     writer.add_add_eos_token(False)
+
     template = getattr(tokenizer, "chat_template", None)
-    # Of several templates, the default one.
-    if template := template.get("default") if isinstance(template, dict) else template:
+    if isinstance(template, dict):
+        template = template.get("default")
+    if template:
         writer.add_chat_template(template)
 
 
-def _steps(spec: Spec, stage: str) -> list[Spec]:
-    first = spec[stage]
-    if not first:
+def _steps(stage: Spec | None, key: str) -> list[Spec]:
+    """The steps of a stage of a tokenizer.json, which has several of them under `key`."""
+    if not stage:
         return []
-    inner = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}[stage]
-    return first[inner] if first["type"] == "Sequence" else [first]
+    return stage[key] if stage["type"] == "Sequence" else [stage]
 
 
 def _refused(step: Spec) -> InputError:
-    return InputError(f"llama.cpp's tokenizers have no step {_shown(step)}")
+    return InputError(f"llama.cpp's tokenizers have no step {_as_json(step)}")
 
 
-def _shown(step: Spec) -> str:
+def _as_json(step: Spec) -> str:
     return json.dumps(step, ensure_ascii=False)
 
 
@@ -114,32 +120,36 @@ def _add_byte_level(
     writer: Any, model: Spec, tokens: list[str], normalizer: list[Spec], pre_tokenizer: list[Spec]
 ) -> None:
     """BPE over bytes, as GPT-2's and Qwen's."""
-    pattern, own = None, False
     if normalizer:
         raise InputError(
-            f"llama.cpp's byte-level BPE has no step {_shown(normalizer[0])}: if your texts need none, "
+            f"llama.cpp's byte-level BPE has no step {_as_json(normalizer[0])}: if your texts need none, "
             "remove it from tokenizer.json, with tokenizer_class: TokenizersBackend in tokenizer_config.json"
         )
+
+    pattern, byte_level_splits = None, False
     for step in pre_tokenizer:
         if step["type"] == "ByteLevel" and not step["add_prefix_space"]:
-            own = step["use_regex"]
+            byte_level_splits = step["use_regex"]
         elif step["type"] == "Split" and step["behavior"] == "Isolated" and pattern is None:
             pattern = step["pattern"].get("Regex", "")
         else:
             raise _refused(step)
+
     pre = _SPLITS.get(pattern)
     # Exactly one of the two cuts a text into words: ByteLevel's own pattern, or a Split before it.
-    if (
-        pre is None
-        or own == (pattern is not None)
-        or model["ignore_merges"] != (pre == "llama-bpe")
-    ):
+    splits_once = byte_level_splits == (pattern is None)
+    if pre is None or not splits_once or model["ignore_merges"] != (pre == "llama-bpe"):
         raise _refused({"pre_tokenizer": pre_tokenizer, "ignore_merges": model["ignore_merges"]})
     if not model["merges"]:
         raise InputError("llama.cpp has no tokenizer like this BPE: it has no merges")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
+    writer.add_token_merges([" ".join(pair) for pair in _merges(model)])
+
+
+def _merges(model: Spec) -> list[tuple[str, ...]]:
+    """The pairs that a BPE merges, in order. Older files have each as one string."""
+    return [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
 
 
 def _add_sentencepiece(
@@ -156,19 +166,18 @@ def _add_sentencepiece(
             prefix, spaces = prefix or step["prepend_scheme"] != "never", True
         else:
             raise _refused(step)
-    merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+
+    merges = _merges(model)
     # The merges of one piece must follow one another, since a piece has one score.
-    made = [piece for piece, _ in itertools.groupby(left + right for left, right in merges)]
+    pieces = [piece for piece, _ in itertools.groupby(left + right for left, right in merges)]
     # SentencePiece merges the pair of the highest score first, so early merges score higher.
-    scores, known, vocabulary = (
-        {piece: -float(i) for i, piece in enumerate(made)},
-        set(merges),
-        model["vocab"],
-    )
-    # SentencePiece joins any two pieces whose union is a token, so each such pair must be a merge.
+    scores = {piece: -float(i) for i, piece in enumerate(pieces)}
+
+    # It joins any two pieces whose union is a token, so each such pair must be a merge.
+    vocabulary, merged = model["vocab"], set(merges)
     pairs = ((piece[:i], piece[i:]) for piece in scores for i in range(1, len(piece)))
-    missing = any(a in vocabulary and b in vocabulary and (a, b) not in known for a, b in pairs)
-    if missing or not spaces or len(scores) != len(made) or not vocabulary.keys() >= set(_BYTES):
+    missing = any(a in vocabulary and b in vocabulary and (a, b) not in merged for a, b in pairs)
+    if missing or not spaces or len(scores) != len(pieces) or not vocabulary.keys() >= set(_BYTES):
         raise InputError(
             "llama.cpp has no tokenizer like this BPE: its merges, spaces or bytes are not SentencePiece's"
         )
@@ -198,7 +207,7 @@ def _add_unigram(
             prefix = step["prepend_scheme"] != "never"
         else:
             raise _refused(step)
-    # Without it blanks would not become ▁, as llama.cpp makes them.
+    # Without this step blanks would not become ▁, as llama.cpp makes them.
     if prefix is None:
         raise InputError("llama.cpp's unigram tokenizer needs the step Metaspace")
     # The vocabulary is a list of pairs (piece, log-probability).

@@ -10,8 +10,8 @@ from nalanda.common.errors import InputError, explained
 from nalanda.convert.engines import quiet
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8": None}
-"""What is stored, with mlx's name of the dtype. q8: 8 bits in groups of 64, where rows are such; the rest
-keeps its dtype."""
+"""mlx's name of each dtype that weights may be stored in. q8: 8 bits in groups of 64, where the width of a
+matrix allows it; the rest keeps its dtype."""
 
 _DECAY = ("A_log", "dt_bias")  # stay fp32, as in ours
 _ROUNDED = "rounded"
@@ -56,7 +56,8 @@ def to_mlx(folder: Path, dtype: str | None) -> tuple[str, Path] | None:
 
     def narrowed(name: str, x: Any) -> Any:
         """Norms come in fp32. Like decays, they may have digits that the model's dtype has not."""
-        return y if mx.array_equal(y := x.astype(narrow), x) else x
+        y = x.astype(narrow)
+        return y if mx.array_equal(y, x) else x
 
     with quiet(), mx.stream(mx.cpu):
         model, config = _load(folder)
@@ -65,6 +66,7 @@ def to_mlx(folder: Path, dtype: str | None) -> tuple[str, Path] | None:
         _replace(folder, folder / "exact")
         if dtype in (None, "f32"):
             return None
+
         rounded = folder / _ROUNDED
         shutil.copytree(folder, rounded, ignore=shutil.ignore_patterns("*.safetensors*", _ROUNDED))
         _save(*_rounded(folder, dtype), rounded)
@@ -80,8 +82,8 @@ def check_rounded(folder: Path, dtype: str, rounded: Path) -> None:
     with quiet(), mx.stream(mx.cpu):
         for file in rounded.glob("model*.safetensors"):
             stored.update(mx.load(str(file)))  # pyrefly: ignore[no-matching-overload]
-        wanted: Any = tree_flatten(_rounded(folder, dtype)[0].parameters())
-        for name, x in wanted:
+        expected: Any = tree_flatten(_rounded(folder, dtype)[0].parameters())
+        for name, x in expected:
             if not mx.array_equal(stored[name], x):
                 raise InputError(
                     f"source and target differ: {name} is not the source's, rounded to {dtype}"
@@ -105,6 +107,7 @@ def _add(file: Path, **settings: Any) -> dict[str, Any]:
 
 
 def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The model of a folder, whose weights are read when they are used, and its config."""
     from mlx_lm.utils import load_model  # pyrefly: ignore[missing-import]
 
     return load_model(folder, lazy=True)
@@ -119,6 +122,7 @@ def _cast(model: Any, cast: Callable[[str, Any], Any]) -> Any:
 
 
 def _rounded(folder: Path, dtype: str) -> tuple[Any, dict[str, Any]]:
+    """The rounded model of a folder, and its config."""
     import mlx.core as mx  # pyrefly: ignore[missing-import]
     from mlx_lm.utils import quantize_model  # pyrefly: ignore[missing-import]
 
@@ -126,7 +130,11 @@ def _rounded(folder: Path, dtype: str) -> tuple[Any, dict[str, Any]]:
     if dtype == "q8":
         return quantize_model(model, config, 64, 8)
     narrow = getattr(mx, DTYPES[dtype] or "")
-    return _cast(model, lambda name, x: x if name.endswith(_DECAY) else x.astype(narrow)), config
+
+    def rounded(name: str, x: Any) -> Any:
+        return x if name.endswith(_DECAY) else x.astype(narrow)
+
+    return _cast(model, rounded), config
 
 
 def _save(model: Any, config: dict[str, Any], folder: Path) -> None:
