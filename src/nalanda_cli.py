@@ -14,42 +14,39 @@ try:
     import nalanda_options as opt
     from nalanda_typer import (
         add_version_option,
+        allow_options,
         command,
         group,
         loading_torch,
         print_next,
         resolve_models,
         run_command,
-        typed_options,
         under_way,
     )
 except KeyboardInterrupt:  # before `main` can handle it
     sys.stderr.write("nalanda: interrupted\n")
     raise SystemExit(130) from None
 
-PANELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "nalanda": {
-        "Train a model": ("info", "data", "train"),
-        "Look at runs": ("runs", "plot", "verify"),
-        "Evaluate a model": ("eval", "perplexity"),
-        "Use a model": ("generate",),
-        "Convert a model": ("export", "convert"),
-        "Tune the kernels": ("tune",),
-    },
-    "data": {"Commands": ("prepare", "inspect")},
+PANELS: dict[str, tuple[str, ...]] = {
+    "Train a model": ("info", "data", "train"),
+    "Look at runs": ("runs", "plot", "verify"),
+    "Evaluate a model": ("eval", "perplexity"),
+    "Use a model": ("generate",),
+    "Convert a model": ("export", "convert"),
+    "Tune the kernels": ("tune",),
 }
 """The commands by what a person wants to do, in the order of the help."""
 
 app = group(
-    PANELS["nalanda"],
     """Pretrain linear-attention language models, evaluate them, and generate text.
 
     nalanda train demo                          train a first, small model
     nalanda generate runs/demo/final "def "     continue a text with it
     nalanda COMMAND --help                      examples and options of a command
     """,
+    PANELS,
 )
-data = group(PANELS["data"], "Tokenise a corpus before training, and check the result.")
+data = group("Tokenise a corpus before training, and check the result.")
 app.add_typer(data, name="data")
 add_version_option(app)
 
@@ -73,7 +70,6 @@ def train(
         return
     from nalanda.common.errors import InputError
     from nalanda.config.load import load_config
-    from nalanda.config.model_folder import architecture
 
     if recipe is None:
         raise InputError(
@@ -84,8 +80,7 @@ def train(
         from nalanda.train.loop import train
 
     run = train(config)
-    encoder = architecture(run / "final").endswith("MaskedLM")
-    print_next("train an encoder" if encoder else "train", of=run, run=run)
+    print_next("train", of=run, run=run)
 
 
 @command(app)
@@ -116,13 +111,8 @@ def eval(
         from nalanda_eval.harness import evaluate
         from nalanda_eval.report import print_results
 
-        from nalanda.common.progress import first_process
-
-    results = evaluate(resolved, names, options, loading)
-    if first_process():
-        print_results(results)
-        named = models or []
-        print_next("eval", of=resolved[0], models=named, model=named[0])
+    print_results(evaluate(resolved, names, options, loading))
+    print_next("eval", of=resolved[0], models=models)
 
 
 @command(app)
@@ -148,9 +138,7 @@ def perplexity(
     result = perplexity(resolved, text, options, loading)
     if "directory" in result:  # of a launch's processes, the first
         print_perplexity(result)
-        print_next(
-            "perplexity", of=resolved[0], models=models, model=models[0], output=options.output
-        )
+        print_next("perplexity", of=resolved[0], models=models, output=options.output)
 
 
 @command(app)
@@ -232,7 +220,6 @@ def export(
     Safetensors, config, code, tokenizer, recipe and model card, in the form of transformers and the hub. The
     card has scores if `nalanda eval` wrote a results.json into the run's folder.
     """
-    from nalanda.config.model_folder import architecture
     from nalanda.train.checkpoint_dir import find_checkpoint
     from nalanda.train.resolve import exported
 
@@ -256,8 +243,7 @@ def export(
 
     # A checkpoint that was copied out of its run has no tokenizer.
     if (folder / "tokenizer_config.json").is_file():
-        encoder = architecture(folder).endswith("MaskedLM")
-        print_next("write an encoder" if encoder else "write a model", of=out, folder=out)
+        print_next("write a model", of=out, folder=out)
 
 
 @command(app)
@@ -279,8 +265,6 @@ def convert(
     models compute on a CPU, and no folder is made if they differ; the differences go into its README.md.
     llama.cpp and mlx-lm compute their own files.
     """
-    from nalanda.config.model_folder import architecture
-
     resolved = resolve_models([source])[0]
     if dtype is not None and to not in ("gguf", "mlx"):
         raise typer.BadParameter("--dtype is for --to gguf and mlx; elsewhere weights keep theirs")
@@ -297,12 +281,7 @@ def convert(
     print(result)
 
     # What comes next depends on the library that reads the result.
-    if to in ("fla", "gguf", "mlx"):
-        done = f"convert to {to}"
-    elif architecture(Path(destination)).startswith("Nalanda"):
-        done = "write a model"
-    else:
-        done = "convert"
+    done = f"convert to {to}" if to in ("fla", "gguf", "mlx") else "convert"
     print_next(done, of=resolved, folder=destination)
 
 
@@ -392,20 +371,16 @@ def prepare(
     """
     with under_way("loading"):
         from nalanda.common.errors import InputError
-        from nalanda.data.inspect import print_token_set
+        from nalanda.data.inspect import print_megatron, print_token_set
         from nalanda.data.make_set import make_token_set, settings_to_train
         from nalanda.data.megatron import write_megatron
 
     if format not in ("nalanda", "megatron"):
         raise InputError(f"--format {format}: is unknown; there are nalanda and megatron")
-    # This only writes a prepared set in another form: options for tokenising do not apply.
     if format == "megatron":
-        for name, option in typed_options(context).items():
-            if name not in ("source", "output", "format"):
-                raise InputError(f"{option}: a prepared set is written as it is; leave it out")
-        for split, (count, tokens) in write_megatron(source, output).items():
-            line = f"{output}/{split}: {count:,} documents, {tokens:,} tokens"
-            print(line if count else f"no {split}")
+        # Options for tokenising do not apply.
+        allow_options(context, ("source", "output", "format"), "a prepared set is written as it is")
+        print_megatron(write_megatron(source, output), output)
         return
 
     index = make_token_set(

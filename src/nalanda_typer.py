@@ -24,11 +24,13 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 class Panels(typer.core.TyperGroup):
     """Lists commands by panel. Plain text, which is the same on a terminal and in a file."""
 
-    panels: dict[str, tuple[str, ...]]
+    panels: dict[str, tuple[str, ...]] | None
+    """Names of commands by title; by default one panel with all."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        width = max(len(name) for names in self.panels.values() for name in names)
-        for title, names in self.panels.items():
+        width = max(map(len, self.commands))
+        panels = self.panels or {"Commands": tuple(self.commands)}
+        for title, names in panels.items():
             rows = []
             for name in names:
                 summary = self.commands[name].get_short_help_str(formatter.width)
@@ -37,8 +39,8 @@ class Panels(typer.core.TyperGroup):
                 formatter.write_dl(rows)
 
 
-def group(panels: dict[str, tuple[str, ...]], help: str) -> typer.Typer:
-    """A group of commands, listed in `panels`: names of commands by title."""
+def group(help: str, panels: dict[str, tuple[str, ...]] | None = None) -> typer.Typer:
+    """A group of commands, listed in panels as `Panels.panels` says."""
     return typer.Typer(
         cls=type("Panels", (Panels,), {"panels": panels}),
         help=keep_example_lines(help),
@@ -125,14 +127,15 @@ def describe_misuse(error: UsageError, name: str) -> str:
     return f"{path}: {message}"
 
 
-def typed_options(context: typer.Context) -> dict[str, str]:
-    """The parameters that were typed on the command line, by name, each as its option is written."""
-    typed = {}
+def allow_options(context: typer.Context, names: tuple[str, ...], why: str) -> None:
+    """Raises `InputError` for a parameter that was typed on the command line and is not one of `names`."""
+    from nalanda.common.errors import InputError
+
     for parameter in context.command.params:
-        origin = context.get_parameter_source(parameter.name or "")
-        if origin and origin.name == "COMMANDLINE":
-            typed[parameter.name or ""] = parameter.opts[0]
-    return typed
+        name = parameter.name or ""
+        origin = context.get_parameter_source(name)
+        if origin and origin.name == "COMMANDLINE" and name not in names:
+            raise InputError(f"{parameter.opts[0]}: {why}; leave it out")
 
 
 def under_way(what: str, stream: TextIO | None = None) -> contextlib.AbstractContextManager:

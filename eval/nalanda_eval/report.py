@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nalanda.common.progress import first_process
 from nalanda_eval.needles import NEEDLES, short_length
 
 # The zero-shot suite of NaLaFormer's table 4, and LAMBADA's accuracy: task, metric, column.
@@ -245,7 +246,9 @@ def markdown_table(header: list[str], lines: list[list[str]], left: int = 2) -> 
 
 
 def print_results(results: dict[str, Any], console: Console | None = None) -> None:
-    """Print the tables."""
+    """Print the tables, on the first process of a launch."""
+    if not first_process():
+        return
     console = console or Console(emoji=False)
     for header, published, ours in filter(None, (suite(results, name) for name in SUITES)):
         table = _make_table([title.replace(" ", "\n") for title in header], left=1)

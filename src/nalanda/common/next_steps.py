@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from nalanda.common.progress import first_process
 
@@ -44,11 +45,12 @@ LOADING = ("nalanda generate", "nalanda eval", "nalanda perplexity")
 """Those that load a model."""
 
 
-def next_steps(done: str, of: object = None, **values: object) -> list[str]:
+def next_steps(done: str, of: object = None, **values: Any) -> list[str]:
     """The commands after `done`, with `values` in them, quoted for a shell. A list is several words.
 
     of: the folder of a run or model, whose data choose the prompt and the tasks.
     """
+    done = _name_by_model(done, values)
     recipe = ""
     if of is not None and (file := Path(str(of)) / "config.yaml").is_file():
         recipe = file.read_text("utf-8", "replace")
@@ -60,6 +62,8 @@ def next_steps(done: str, of: object = None, **values: object) -> list[str]:
     values = {"settings": []} | values  # `settings`: keys that a recipe must set for a prepared set
     values["prompt"] = "def read_lines(path):" if on_python else "Once upon a time"
     values["tasks"] = tasks
+    if models := values.get("models"):
+        values["model"] = models[0]
     if "run" in values:
         run = values["run"]
         if _is_text(recipe) and not on_python:
@@ -78,6 +82,20 @@ def next_steps(done: str, of: object = None, **values: object) -> list[str]:
     return commands
 
 
+def _name_by_model(done: str, values: dict[str, Any]) -> str:
+    """`done` as NEXT names it for the model that was written: an encoder, or one of ours that was converted."""
+    folder = Path(values["run"], "final") if "run" in values else Path(values.get("folder", ""))
+    file = folder / "config.json"
+    if done not in ("train", "write a model", "convert") or not file.is_file():
+        return done
+    # The class of the model, such as NalandaForCausalLM.
+    name = str((json.loads(file.read_text("utf-8")).get("architectures") or [""])[0])
+    if done == "convert":
+        return "write a model" if name.startswith("Nalanda") else done
+    encoders = {"train": "train an encoder", "write a model": "write an encoder"}
+    return encoders[done] if name.endswith("MaskedLM") else done
+
+
 def _loading_code(done: str, folder: str, trust: bool) -> str:
     """Python that loads the model of `folder`."""
     library = {"convert": "", "convert to fla": "import fla; "}.get(done, "import nalanda; ")
@@ -86,7 +104,7 @@ def _loading_code(done: str, folder: str, trust: bool) -> str:
     return library + LOAD.format(folder=json.dumps(folder), head=head, trust=argument)
 
 
-def _fill_template(template: str, values: dict[str, object]) -> list[str]:
+def _fill_template(template: str, values: dict[str, Any]) -> list[str]:
     """The words of a command with `values` in them; a list stands for several words."""
     words: list[str] = []
     for word in template.split():
@@ -110,7 +128,7 @@ def _is_text(recipe: str) -> bool:
     return source.exists() and not (source / "index.json").exists()
 
 
-def print_next_steps(done: str, **values: object) -> None:
+def print_next_steps(done: str, **values: Any) -> None:
     """Prints the next steps to stderr, on the first process of a launch.
 
     A script of several commands, such as the demo, sets NALANDA_NEXT_STEPS=0.

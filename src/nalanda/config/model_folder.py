@@ -54,12 +54,6 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def architecture(folder: Path) -> str:
-    """The class of the model in `folder`, such as `NalandaForCausalLM`; "" if its config names none."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return str((config.get("architectures") or [""])[0])
-
-
 def check_name(name: str, *, hub: bool = True) -> None:
     """Raises `InputError` for a folder without a complete model, or an id without a model on the hub.
 

@@ -38,6 +38,13 @@ class ByteProgress(Progress):
         self.advance(weight - before[0], f"{self.text / 1e6:,.0f} MB of text, {speed:.1f} MB/s")
 
 
+def print_megatron(written: dict[str, tuple[int, int]], directory: str | os.PathLike) -> None:
+    """Prints the totals that `write_megatron` returned."""
+    for split, (documents, tokens) in written.items():
+        line = f"{directory}/{split}: {documents:,} documents, {tokens:,} tokens"
+        print(line if documents else f"no {split}")
+
+
 def print_token_set(index: dict, directory: str | os.PathLike) -> None:
     """Prints the totals of a set, and its sources with their shares."""
     from rich import box
