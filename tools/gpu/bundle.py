@@ -114,7 +114,6 @@ def compile_all(bundle: Path, cache: Path, end: float) -> list[str]:
         path = [str(ROOT / "lab"), str(ROOT / "tests" / "helpers"), f"{folder}/peers"]
         variables = {
             "NALANDA_TEST_DEVICE": "cpu:0",  # not "cpu": that is the interpreter
-            "NALANDA_ARCH": "sm_90",
             "TRITON_CACHE_DIR": str(cache),
             "TRITON_STORE_BINARY_ONLY": "1",
         }
