@@ -29,7 +29,8 @@ from nalanda.data.tokenizer import build_tokenizer
 from nalanda.inference.load import bos_token, choose_device, load_model
 from nalanda.model import build_feature_map
 from nalanda.train.build import build_model
-from nalanda.train.resolve import is_model, resolve
+from nalanda.train.resolve import resolve
+from nalanda_lab.names import is_model
 from nalanda_lab.plots import draw_analysis
 
 WINDOWS = [i / 50 for i in range(51)]

@@ -59,7 +59,7 @@ def analyze(
     Measures their entropy, sign, locality and rank, and the spread of gradients; writes figures and a JSON
     file. A recipe means the model that its run has trained, or an untrained one.
     """
-    from nalanda.train.resolve import is_model
+    from nalanda_lab.names import is_model
 
     if is_model(model):
         model = resolve_models([model])[0]

@@ -1,7 +1,8 @@
-"""Names of models stand in tables as they are."""
+"""Names of models: they stand in tables as they are, and differ from names of recipes."""
 
 import pytest
 from nalanda_lab import lra
+from nalanda_lab.names import is_model
 from nalanda_lab.plots import print_analysis
 from nalanda_lab.recall_report import print_recall
 from nalanda_lab.synthetic import TASKS
@@ -28,3 +29,13 @@ def test_names_of_models_are_no_markup(name, capsys, monkeypatch):
     }
     print_analysis(facts | {"notes": [], "figures": []}, "d")
     assert capsys.readouterr().out.count(name) == 4
+
+
+def test_a_recipes_name_is_no_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "mine"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.json").write_text("{}")
+    (tmp_path / "runs" / "recipe.yaml").write_text("")
+    names = ("demo", "mine", "other", "runs/demo", "runs/recipe.yaml", "owner/name")
+    assert [name for name in names if is_model(name)] == ["mine", "runs/demo", "owner/name"]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from nalanda.common.errors import InputError
 from nalanda.common.progress import first_process
-from nalanda.config.load import is_recipe
 from nalanda.config.model_folder import check_name
 from nalanda.train.checkpoint_dir import (
     checkpoint_folders,
@@ -78,14 +77,6 @@ def exported(name: str) -> Path:
     """The source of `nalanda export`: a checkpoint `step-N` itself, else the run."""
     path = Path(name).expanduser()
     return path if path.name.startswith("step-") else run_of(name)
-
-
-def is_model(name: str) -> bool:
-    """Whether a command that also takes recipes gets a run, a model folder or a hub id."""
-    if is_recipe(name):
-        return False
-    path = find_run(name)
-    return path.is_dir() or ("/" in name and not path.is_file())
 
 
 def find_run(name: str) -> Path:
