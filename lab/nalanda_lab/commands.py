@@ -338,6 +338,24 @@ def lra(
 
 
 @app.command()
+def imitate(
+    steps: Annotated[int, Option(min=1, help="training steps of each head")] = 600,
+    json: Json = None,
+) -> None:
+    """Test which feature maps let ‖q‖ set how sharp a head is.
+
+    \b
+    nalanda-lab imitate
+
+    Each map imitates a softmax head of random keys, with 3 seeds, in two minutes on one core.
+    """
+    with loading_torch():
+        from nalanda_lab.imitate import imitate
+
+    imitate(steps=steps, json=json)
+
+
+@app.command()
 def kernels(
     what: Annotated[str, Argument(metavar="static|traffic", help="compile, or count bytes moved")],
     arch: Annotated[list[str] | None, Option(help="for static: sm_80, sm_90, sm_100")] = None,
