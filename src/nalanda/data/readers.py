@@ -16,7 +16,7 @@ import tarfile
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,7 +38,8 @@ DAMAGE = (EOFError, OSError, struct.error, zlib.error, lzma.LZMAError, tarfile.T
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 """The last bytes of an Arrow stream."""
 
-Rows = Iterator[tuple[Document | Left, int]]
+Documents = Iterator[tuple[Document | Left, int]]
+"""Documents, each with the number of its row."""
 
 
 class Reader(Protocol):
@@ -355,24 +356,44 @@ def split_table(blocks: Iterable[bytes], fields: Fields) -> Iterator[bytes | Lef
         yield piece.take()
 
 
-def _number_pieces(
-    path: Path, pieces: Iterator[bytes | Left], fields: Fields, what: str
-) -> Iterator[tuple[int, str, bytes | Left]]:
-    """The pieces of a file, each with its number and with the words that name it in messages."""
-    row = 0
-    while True:
-        where = f"{path}, {what} {row + 1}"
+def _parse_pieces(
+    path: Path,
+    pieces: Iterator[bytes | Left],
+    fields: Fields,
+    start: int,
+    what: str,
+    parse: Callable[[bytes, Fields, str], Document | Left | None] = document_in,
+) -> Documents:
+    """The documents of a file's pieces behind the first `start`.
+
+    what: the word for a piece in messages. parse: makes the document of a piece, or None of a blank one; its
+    last argument names the piece in messages.
+    """
+    for row in itertools.count(1):
+        where = f"{path}, {what} {row}"
         try:
             piece = next(pieces, None)
         except DAMAGE as error:
             raise InputError(f"{where}: corrupt or truncated ({first_line(error)})") from None
         if piece is None:
             return
-        row += 1
-        yield row, where, fields.oversized(where) if isinstance(piece, Left) else piece
+
+        # Before `start` too, a piece that is refused is refused.
+        if isinstance(piece, Left):
+            piece = fields.oversized(where)
+        if row <= start:
+            continue
+        if isinstance(piece, Left):
+            yield piece, row
+        elif (document := parse(piece, fields, where)) is not None:
+            yield document, row
 
 
-def read_txt(path: Path, fields: Fields, start: int) -> Rows:
+def _parse_line(line: bytes, fields: Fields, where: str) -> Document | Left | None:
+    return document_in(line, fields, where) if line.strip() else None
+
+
+def read_txt(path: Path, fields: Fields, start: int) -> Documents:
     """The whole file as one document."""
     if start:
         return
@@ -409,79 +430,72 @@ def _decode_text(content: bytes, fields: Fields, where: str, line: str = "") -> 
         )
 
 
-def read_jsonl(path: Path, fields: Fields, start: int) -> Rows:
+def read_jsonl(path: Path, fields: Fields, start: int) -> Documents:
+    """JSON Lines: an object a line."""
     lines = (
         Left.OVERSIZED if line is None else line
         for line, _ in split_lines(read_blocks(path, fields), fields)
     )
-    for row, where, line in _number_pieces(path, lines, fields, "line"):
-        if row <= start:
-            continue
-        if isinstance(line, Left):
-            yield line, row
-        elif line.strip():
-            yield document_in(line, fields, where), row
+    return _parse_pieces(path, lines, fields, start, "line", _parse_line)
 
 
-def read_json(path: Path, fields: Fields, start: int) -> Rows:
+def read_json(path: Path, fields: Fields, start: int) -> Documents:
     """An array of objects, or JSON Lines by the name of .json; the first character tells."""
     if not _is_array(path, fields):
         yield from read_jsonl(path, fields, start)
         return
     values = split_array(read_blocks(path, fields), fields)
-    for row, where, value in _number_pieces(path, values, fields, "item"):
-        if row > start:
-            yield value if isinstance(value, Left) else document_in(value, fields, where), row
+    yield from _parse_pieces(path, values, fields, start, "item")
 
 
 def _is_array(path: Path, fields: Fields) -> bool:
-    try:
+    """Whether the first character of a JSON file begins an array."""
+    with suppress(*DAMAGE):  # reading the documents finds the damage again
         for block in read_blocks(path, fields):
             if begin := block.removeprefix(codecs.BOM_UTF8).lstrip():
                 return begin[:1] == b"["
-    except DAMAGE:  # reading it says so
-        pass
     return False
 
 
-def read_csv(path: Path, fields: Fields, start: int) -> Rows:
+def read_csv(path: Path, fields: Fields, start: int) -> Documents:
     """A table whose first row names the columns."""
     # The library refuses cells above a limit of its own, which is 128 KiB at first.
     if csv.field_size_limit() < fields.max_bytes:
         csv.field_size_limit(fields.max_bytes)
-    rows = split_table(read_blocks(path, fields), fields)
+    lines = split_table(read_blocks(path, fields), fields)
     try:
-        header = next(rows, b"")
+        header = next(lines, b"")
         names = _split_cells(
             b"" if isinstance(header, Left) else header.removeprefix(codecs.BOM_UTF8)
         )
     except (*DAMAGE, csv.Error, UnicodeDecodeError) as error:
         raise InputError(f"{path}, line 1: corrupt or truncated ({first_line(error)})") from None
 
-    for row, where, line in _number_pieces(path, rows, fields, "row"):
-        if row <= start:
-            continue
-        if isinstance(line, Left):
-            yield line, row
-        elif line.strip():
-            try:
-                # A row may lack its last cells, or have some without a name.
-                record = dict(zip(names, _split_cells(line), strict=False))
-            except (csv.Error, UnicodeDecodeError) as error:
-                what = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not CSV"
-                yield fields.unusable(where, f"{what} ({first_line(error)})"), row
-                continue
-            yield document_of(record, fields, where), row
+    def parse(line: bytes, fields: Fields, where: str) -> Document | Left | None:
+        if not line.strip():
+            return None
+        try:
+            cells = _split_cells(line)
+        except UnicodeDecodeError as error:
+            return fields.unusable(where, f"not UTF-8 ({first_line(error)})")
+        except csv.Error as error:
+            return fields.unusable(where, f"not CSV ({first_line(error)})")
+        # A row may lack its last cells, or have some without a name.
+        return document_of(dict(zip(names, cells, strict=False)), fields, where)
+
+    yield from _parse_pieces(path, lines, fields, start, "row", parse)
 
 
 def _split_cells(line: bytes) -> list[str]:
+    """The cells of a row. Raises `csv.Error` or `UnicodeDecodeError`."""
     return next(csv.reader([line.removesuffix(b"\r").decode()]), [])
 
 
 # ------------------------------ tables by columns
 
 
-def read_parquet(path: Path, fields: Fields, start: int) -> Rows:
+def read_parquet(path: Path, fields: Fields, start: int) -> Documents:
+    """A Parquet file, by batches of a row group."""
     import pyarrow
     from pyarrow import parquet
 
@@ -500,18 +514,20 @@ def read_parquet(path: Path, fields: Fields, start: int) -> Rows:
                 return
             columns = [name for name in (fields.text, fields.source) if _has_field(kind, name)]
             for group in range(file.num_row_groups):
-                rows = file.metadata.row_group(group).num_rows
-                if row + rows <= start:
-                    row += rows
+                count = file.metadata.row_group(group).num_rows
+                if row + count <= start:
+                    row += count
                     continue
+
                 stated = _count_column_bytes(file, group, fields.text)
                 # No value is larger than its column, so only large columns need a look at each value.
                 large = stated > fields.max_bytes
                 # A lone row is as large as its column, overhead apart: it is left out without being read.
-                if large and rows == 1 and stated > fields.max_bytes + BLOCK:
+                if large and count == 1 and stated > fields.max_bytes + BLOCK:
                     row += 1
                     yield fields.oversized(f"{path}, row {row}"), row
                     continue
+
                 # No row exceeds its column, so a batch has at most 4 · max_bytes of text.
                 at_once = max(1, min(256, 4 * fields.max_bytes // max(1, stated)))
                 reader: Any = nullcontext(file)
@@ -524,9 +540,8 @@ def read_parquet(path: Path, fields: Fields, start: int) -> Rows:
                         # Rows up to `start`, in the group or the batch where it lies.
                         passed = min(batch.num_rows, max(0, start - row))
                         row += passed
-                        for document in _documents_of_batch(
-                            batch.slice(passed), fields, path, row, large
-                        ):
+                        batch = batch.slice(passed)
+                        for document in _documents_of_batch(batch, fields, path, row, large):
                             row += 1
                             yield document, row
     except (pyarrow.ArrowException, UnicodeDecodeError, *DAMAGE) as error:
@@ -546,7 +561,7 @@ def _count_column_bytes(file: Any, group: int, name: str) -> int:
     return total
 
 
-def read_arrow(path: Path, fields: Fields, start: int) -> Rows:
+def read_arrow(path: Path, fields: Fields, start: int) -> Documents:
     """An Arrow file or stream, as `save_to_disk` of the datasets library writes them."""
     import pyarrow
 
@@ -569,17 +584,19 @@ def read_arrow(path: Path, fields: Fields, start: int) -> Rows:
                 batch = next(batches, None)
                 if batch is None:
                     break
+
+                # Rows up to `start`, where it lies in this batch.
                 passed = min(batch.num_rows, max(0, start - row))
                 row += passed
+                batch = batch.slice(passed)
                 if not has_text:
-                    end = row + batch.num_rows - passed
-                    yield from _without_text(path, kind, fields, end, row)
-                    row = end
+                    yield from _without_text(path, kind, fields, row + batch.num_rows, row)
+                    row += batch.num_rows
                     continue
-                for first in range(passed, batch.num_rows, 256):
-                    rows = batch.slice(first, 256)
-                    large = rows.nbytes > fields.max_bytes
-                    for document in _documents_of_batch(rows, fields, path, row, large):
+                for first in range(0, batch.num_rows, 256):
+                    piece = batch.slice(first, 256)
+                    large = piece.nbytes > fields.max_bytes
+                    for document in _documents_of_batch(piece, fields, path, row, large):
                         row += 1
                         yield document, row
     except (pyarrow.ArrowException, UnicodeDecodeError, *DAMAGE) as error:
@@ -597,19 +614,18 @@ def _open_batches(handle: Any, fields: Fields) -> tuple[Any, Iterator[Any]]:
     schema = opened.schema
     # A file's messages begin behind ARROW1 and two bytes of padding.
     _check_expansion(handle, 8 if is_file else 0, max(WINDOW, 4 * fields.max_bytes))
-    columns = set()
-    for name in (fields.text, fields.source):
-        columns |= {name, name.split(".")[0]}  # of a field of a struct, the struct
+    columns = {fields.text, fields.source}
+    columns |= {name.split(".")[0] for name in columns}  # of a field of a struct, the struct
     numbers = [number for number, name in enumerate(schema.names) if name in columns]
     options = ipc.IpcReadOptions(included_fields=numbers)
     handle.seek(0)
 
-    def of_file() -> Iterator[Any]:
+    def read_file() -> Iterator[Any]:
         reader = ipc.open_file(handle, options=options)
         for number in range(reader.num_record_batches):
             yield reader.get_batch(number)
 
-    def of_stream() -> Iterator[Any]:
+    def read_stream() -> Iterator[Any]:
         yield from ipc.open_stream(handle, options=options)
 
         # The library takes a stream that was cut between two messages for a whole one.
@@ -617,7 +633,7 @@ def _open_batches(handle: Any, fields: Fields) -> tuple[Any, Iterator[Any]]:
         if handle.read_at(len(END_OF_STREAM), end) != END_OF_STREAM:
             raise EOFError("the stream has no end")
 
-    return schema, of_file() if is_file else of_stream()
+    return schema, read_file() if is_file else read_stream()
 
 
 def _check_expansion(handle: Any, start: int, most: int) -> None:
@@ -645,7 +661,10 @@ def _check_expansion(handle: Any, start: int, most: int) -> None:
 
 
 def _expanded_bytes(data: bytes, message: Any) -> int:
-    """Bytes that the compressed buffers of a batch make. (data: a flatbuffer, by Arrow's Message.fbs)"""
+    """Bytes of a batch's compressed buffers once they are expanded.
+
+    data: the batch's header, a flatbuffer of Arrow's Message.fbs.
+    """
 
     def number(kind: str, offset: int) -> int:
         return struct.unpack_from(f"<{kind}", data, offset)[0]
@@ -703,10 +722,10 @@ def _find_field(struct: Any, path: str, child: Callable[[Any, int], Any]) -> Any
     return _find_field(child(struct, number), rest, child)
 
 
-def _without_text(path: Path, kind: Any, fields: Fields, rows: int, start: int) -> Rows:
-    """The rows of a table without the column."""
+def _without_text(path: Path, kind: Any, fields: Fields, end: int, start: int) -> Documents:
+    """Documents for the rows behind `start` up to `end` of a table without the text's column."""
     names = {kind.field(i).name: None for i in range(kind.num_fields)}
-    for row in range(start + 1, rows + 1):
+    for row in range(start + 1, end + 1):
         yield document_of(names, fields, f"{path}, row {row}"), row
 
 
@@ -724,7 +743,7 @@ def _documents_of_batch(
         )
 
     texts, sources = column(fields.text), column(fields.source)
-    # The batch at once; one by one where a text may be too large or is not UTF-8.
+    # The batch at once, if no text may be too large.
     if not large:
         try:
             values = texts.to_pylist()
@@ -738,6 +757,7 @@ def _documents_of_batch(
                 yield document_of(record, fields, f"{path}, row {row}")
             return
 
+    # Else one by one.
     for i, value in enumerate(texts):
         row += 1
         where = f"{path}, row {row}"
@@ -796,7 +816,7 @@ class _Forward:
         return self.last
 
 
-def read_tar(path: Path, fields: Fields, start: int) -> Rows:
+def read_tar(path: Path, fields: Fields, start: int) -> Documents:
     """A webdataset: text is in a sample's .txt, or in a field of its .json, which also names the source."""
     for row, sample in _read_samples(path, fields, start):
         where = f"{path}, row {row}"
@@ -804,30 +824,24 @@ def read_tar(path: Path, fields: Fields, start: int) -> Rows:
             yield fields.oversized(where), row
             continue
 
-        if "json" not in sample:
-            record: Any = {}
-        elif isinstance(record := _parse_json(sample["json"]), Exception):
-            yield fields.unusable(where, f"not JSON, or cut short ({first_line(record)})"), row
+        try:
+            record: Any = json.loads(sample["json"]) if "json" in sample else {}
+        except (ValueError, RecursionError) as error:
+            yield fields.unusable(where, f"not JSON, or cut short ({first_line(error)})"), row
             continue
 
         # The text is in .txt, and .json only names the source; or .json has both.
         if "txt" in sample:
             document = _decode_text(sample["txt"], fields, where)
             if isinstance(document, Document):
-                named = {fields.source: field_of(record, fields.source)}
-                document = document_of({**named, fields.text: document.text}, fields, where)
+                source = field_of(record, fields.source)
+                record = {fields.source: source, fields.text: document.text}
+                document = document_of(record, fields, where)
             yield document, row
         elif sample:
             yield document_of(record, fields, where), row
         else:
             yield fields.unusable(where, "a sample without .txt and .json"), row
-
-
-def _parse_json(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        return error
 
 
 def _read_samples(path: Path, fields: Fields, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -894,8 +908,9 @@ FIRST = {".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"}
 
 def register_reader(suffix: str, read: Reader) -> None:
     """Adds the reader of another suffix. Raises ValueError for a suffix that is taken, or is not one."""
-    now = READERS.get(suffix.lower(), read)
-    if now is not read and (suffix.lower() in FIRST or now not in FORMATS.values()):
+    registered = READERS.get(suffix.lower(), read)
+    may_replace = suffix.lower() not in FIRST and registered in FORMATS.values()
+    if registered is not read and not may_replace:
         raise ValueError(f"register_reader({suffix!r}): the suffix is taken; choose another")
     if not suffix.startswith(".") or suffix == "." or not callable(read):
         raise ValueError(
