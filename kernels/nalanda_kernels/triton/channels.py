@@ -35,9 +35,9 @@ def thirds(x):
 
 
 @triton.jit
-def load_decays(g, row, rows, h, HV, F: tl.constexpr, i_f, BT: tl.constexpr, BC: tl.constexpr):
+def load_decays(g, row, real, h, HV, F: tl.constexpr, i_f, BT: tl.constexpr, BC: tl.constexpr):
     """The log-decays of a tile in thirds; at least −104.5, where e^g is 0 in fp32, because 0 · ∞ is NaN."""
-    x = load_rows(g, row, rows, h, HV, F, i_f, BT, BC).to(tl.float32)
+    x = load_rows(g, row, real, h, HV, F, i_f, BT, BC).to(tl.float32)
     return thirds(tl.where(x < -104.5, -104.5, x))
 
 
@@ -72,7 +72,7 @@ def load_keys(
     k,
     erase,
     row,
-    rows,
+    real,
     h,
     H,
     HV,
@@ -83,10 +83,10 @@ def load_keys(
     BC: tl.constexpr,
 ):
     """A tile of k, and of the keys that the delta rule reads with, erase ⊙ k."""
-    x = load_rows(k, row, rows, h // (HV // H), H, F, i_f, BT, BC)
+    x = load_rows(k, row, real, h // (HV // H), H, F, i_f, BT, BC)
     if ERASE:
         # erase is by head of v, k by head of q.
-        e = load_rows(erase, row, rows, h, HV, F, i_f, BT, BC).to(tl.float32)
+        e = load_rows(erase, row, real, h, HV, F, i_f, BT, BC).to(tl.float32)
         return x, (x.to(tl.float32) * e).to(x.dtype)
     return x, x
 
@@ -125,7 +125,7 @@ def prepare_channels(
     """
     LEVELS: tl.constexpr = 4 + (BT > 16) + (BT > 32)  # log₂ BT
     i_c, h = tl.program_id(0), tl.program_id(1)
-    row, rows = load_chunk(start, count, i_c, BT)
+    row, real = load_chunk(start, count, i_c, BT)
     t = tl.arange(0, BT)
     i, j = t[:, None], t[None, :]
     p = tl.zeros([BT, BT], tl.float32)
@@ -134,15 +134,15 @@ def prepare_channels(
     # A tile of BC channels at a time: what they add to P and A, and their decays.
     for i_f in range(0, tl.cdiv(F, BC)):
         # Tiles [BT, BC].
-        q_tile = load_rows(q, row, rows, h // (HV // H), H, F, i_f, BT, BC)
-        k_tile, read = load_keys(k, erase, row, rows, h, H, HV, F, ERASE, i_f, BT, BC)
-        g1, g2, g3 = load_decays(g, row, rows, h, HV, F, i_f, BT, BC)
+        q_tile = load_rows(q, row, real, h // (HV // H), H, F, i_f, BT, BC)
+        k_tile, read = load_keys(k, erase, row, real, h, H, HV, F, ERASE, i_f, BT, BC)
+        g1, g2, g3 = load_decays(g, row, real, h, HV, F, i_f, BT, BC)
 
         # From the chunk's start to a token.
         factor = tl.exp(sums(j <= i, g1, g2, g3))
-        store_rows(q_in, q_tile.to(tl.float32) * factor, row, rows, h, HV, F, i_f, BT, BC)
+        store_rows(q_in, q_tile.to(tl.float32) * factor, row, real, h, HV, F, i_f, BT, BC)
         if DELTA:
-            store_rows(reads, read.to(tl.float32) * factor, row, rows, h, HV, F, i_f, BT, BC)
+            store_rows(reads, read.to(tl.float32) * factor, row, real, h, HV, F, i_f, BT, BC)
 
         # Through the whole chunk; padding does not decay.
         c = i_f * BC + tl.arange(0, BC)
@@ -152,7 +152,7 @@ def prepare_channels(
 
         # From a token to the chunk's end.
         factor = tl.exp(sums(j > i, g1, g2, g3))
-        store_rows(k_out, k_tile.to(tl.float32) * factor, row, rows, h, HV, F, i_f, BT, BC)
+        store_rows(k_out, k_tile.to(tl.float32) * factor, row, real, h, HV, F, i_f, BT, BC)
 
         # Pairs i = j, then i > j span by span.
         if PAIRS:
@@ -179,7 +179,7 @@ def prepare_channels(
         tl.store(square_at(scores, i_c, h, HV, BT), (p * scale).to(scores.dtype.element_ty))
         if DELTA:
             # β is the writer's, as in `prepare`.
-            a = unit_lower_inverse(a * load_gate(beta, row, rows, h, HV, BT)[None, :], BT)
+            a = unit_lower_inverse(a * load_gate(beta, row, real, h, HV, BT)[None, :], BT)
             tl.store(square_at(inverse, i_c, h, HV, BT), a.to(inverse.dtype.element_ty))
 
 
@@ -225,7 +225,7 @@ def channel_gradients(
     LEVELS: tl.constexpr = 4 + (BT > 16) + (BT > 32)
     i_f, i_c = tl.program_id(0) % tl.cdiv(F, BC), tl.program_id(0) // tl.cdiv(F, BC)
     h = tl.program_id(1)
-    row, rows = load_chunk(start, count, i_c, BT)
+    row, real = load_chunk(start, count, i_c, BT)
     t, c = tl.arange(0, BT), i_f * BC + tl.arange(0, BC)
     i, j = t[:, None], t[None, :]
 
@@ -244,31 +244,31 @@ def channel_gradients(
         after = tl.load(d_s + at, mask=inside, other=0.0)
 
         # dO S⊤ for q.
-        x = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV)
+        x = load_rows(d_o, row, real, h, HV, V, i_v, BT, BV)
         dq = tl.dot(x, tl.trans(before), dq, input_precision=PREC)
         # E dS'⊤ for what is written.
-        x = load_rows(e, row, rows, h, HV, V, i_v, BT, BV)
+        x = load_rows(e, row, real, h, HV, V, i_v, BT, BV)
         d_written = tl.dot(x, tl.trans(after), d_written, input_precision=PREC)
         if DELTA:
             # dV S⊤ for what reads S in the error.
-            x = load_rows(d_v, row, rows, h, HV, V, i_v, BT, BV)
+            x = load_rows(d_v, row, real, h, HV, V, i_v, BT, BV)
             d_read = tl.dot(x, tl.trans(before), d_read, input_precision=PREC)
 
         carried += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
 
     # From here on x is q, [BT, BC].
-    x = load_rows(q, row, rows, h // (HV // H), H, F, i_f, BT, BC)
-    k_tile, read = load_keys(k, erase, row, rows, h, H, HV, F, ERASE, i_f, BT, BC)
+    x = load_rows(q, row, real, h // (HV // H), H, F, i_f, BT, BC)
+    k_tile, read = load_keys(k, erase, row, real, h, H, HV, F, ERASE, i_f, BT, BC)
 
     dtype = x.dtype
     x, written, read = x.to(tl.float32), k_tile.to(tl.float32), read.to(tl.float32)
     b = tl.full([BT], 1.0, tl.float32)
     if DELTA:
-        b = load_gate(beta, row, rows, h, HV, BT)
+        b = load_gate(beta, row, real, h, HV, BT)
         written *= b[:, None]
 
     # Reads of S, through the decay from the chunk's start.
-    g1, g2, g3 = load_decays(g, row, rows, h, HV, F, i_f, BT, BC)
+    g1, g2, g3 = load_decays(g, row, real, h, HV, F, i_f, BT, BC)
     factor = tl.exp(sums(j <= i, g1, g2, g3))
     dq *= factor * scale
     # A term times its gradient is the gradient of the term's log-decay.
@@ -322,18 +322,18 @@ def channel_gradients(
         # g_u is in the factor of each t with u between t and its border.
         dg += sums(between(j, i, n), s1, s2, s3)
 
-    store_rows(d_q, dq, row, rows, h, HV, F, i_f, BT, BC)
+    store_rows(d_q, dq, row, real, h, HV, F, i_f, BT, BC)
     k_tile = k_tile.to(tl.float32)
 
     # w = βk and r = erase ⊙ k, so dk = β dw + erase ⊙ dr.
     dk = d_written
     if DELTA:
         shares = (i_f.to(tl.int64) * tokens + row + t) * HV + h
-        tl.store(d_beta + shares, tl.sum(d_written * k_tile, 1), mask=rows)
+        tl.store(d_beta + shares, tl.sum(d_written * k_tile, 1), mask=real)
         dk *= b[:, None]
         if ERASE:
-            store_rows(d_erase, d_read * k_tile, row, rows, h, HV, F, i_f, BT, BC)
-            d_read *= load_rows(erase, row, rows, h, HV, F, i_f, BT, BC).to(tl.float32)
+            store_rows(d_erase, d_read * k_tile, row, real, h, HV, F, i_f, BT, BC)
+            d_read *= load_rows(erase, row, real, h, HV, F, i_f, BT, BC).to(tl.float32)
         dk += d_read
-    store_rows(d_k, dk, row, rows, h, HV, F, i_f, BT, BC)
-    store_rows(d_g, dg, row, rows, h, HV, F, i_f, BT, BC)
+    store_rows(d_k, dk, row, real, h, HV, F, i_f, BT, BC)
+    store_rows(d_g, dg, row, real, h, HV, F, i_f, BT, BC)

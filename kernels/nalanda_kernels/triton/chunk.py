@@ -50,7 +50,7 @@ class Readout:
 
 @triton.jit
 def load_chunk(start, count, i_c, BT: tl.constexpr):
-    """First token of the chunk as int64, and the mask of its real rows [BT]."""
+    """First token of the chunk as int64, and the mask of its real tokens [BT]."""
     return tl.load(start + i_c), tl.arange(0, BT) < tl.load(count + i_c)
 
 
@@ -58,7 +58,7 @@ def load_chunk(start, count, i_c, BT: tl.constexpr):
 def load_features(
     x,
     row,
-    rows,
+    real,
     h,
     H,
     K: tl.constexpr,
@@ -74,7 +74,7 @@ def load_features(
     """
 
     c = tl.arange(0, BK)
-    m = rows[:, None] & (c < K)[None, :]  # [BT, BK]
+    m = real[:, None] & (c < K)[None, :]  # [BT, BK]
 
     if MAP.name == "stored":
         # x [tokens, H, halves · K]; with swap the second half is read as the first.
@@ -95,44 +95,44 @@ def load_features(
 
 
 @triton.jit
-def load_rows(x, row, rows, h, H, V: tl.constexpr, i_v, BT: tl.constexpr, BV: tl.constexpr):
+def load_rows(x, row, real, h, H, V: tl.constexpr, i_v, BT: tl.constexpr, BV: tl.constexpr):
     """[BT, BV] of a tensor [tokens, H, V]."""
     c = i_v * BV + tl.arange(0, BV)
     p = x + ((row + tl.arange(0, BT)) * H + h)[:, None] * V + c[None, :]
     # Padding is 0, so it adds nothing to products and sums.
-    return tl.load(p, mask=rows[:, None] & (c < V)[None, :], other=0.0)
+    return tl.load(p, mask=real[:, None] & (c < V)[None, :], other=0.0)
 
 
 @triton.jit
-def store_rows(x, tile, row, rows, h, H, V: tl.constexpr, i_v, BT: tl.constexpr, BV: tl.constexpr):
+def store_rows(x, tile, row, real, h, H, V: tl.constexpr, i_v, BT: tl.constexpr, BV: tl.constexpr):
     """Stores a tile [BT, BV] into a tensor [tokens, H, V]."""
     c = i_v * BV + tl.arange(0, BV)
     p = x + ((row + tl.arange(0, BT)) * H + h)[:, None] * V + c[None, :]
-    tl.store(p, tile.to(x.dtype.element_ty), mask=rows[:, None] & (c < V)[None, :])
+    tl.store(p, tile.to(x.dtype.element_ty), mask=real[:, None] & (c < V)[None, :])
 
 
 @triton.jit
-def load_gate(x, row, rows, h, H, BT: tl.constexpr):
+def load_gate(x, row, real, h, H, BT: tl.constexpr):
     """[BT] in fp32 of a tensor [tokens, H]."""
-    return tl.load(x + (row + tl.arange(0, BT)) * H + h, mask=rows, other=0.0).to(tl.float32)
+    return tl.load(x + (row + tl.arange(0, BT)) * H + h, mask=real, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_gamma(g, row, rows, h, H, BT: tl.constexpr):
+def load_gamma(g, row, real, h, H, BT: tl.constexpr):
     """γ [BT], the cumulative sum of g, in fp64.
 
     After a strong decay γ is large, and differences of γ still need the digits of weak decays. g is at least
     −104.5, where e^g is 0 in fp32, because −∞ − (−∞) is NaN.
     """
-    gates = load_gate(g, row, rows, h, H, BT)
+    gates = load_gate(g, row, real, h, H, BT)
     return tl.cumsum(tl.where(gates < -104.5, -104.5, gates).to(tl.float64), 0)
 
 
 @triton.jit
-def load_decays(g, row, rows, h, H, GATED: tl.constexpr, BT: tl.constexpr):
+def load_decays(g, row, real, h, H, GATED: tl.constexpr, BT: tl.constexpr):
     """e^γ and e^{γ_C − γ} [BT], and e^{γ_C}, in fp32; 1 without gates."""
     if GATED:
-        gamma = load_gamma(g, row, rows, h, H, BT)
+        gamma = load_gamma(g, row, real, h, H, BT)
     else:
         gamma = tl.zeros([BT], tl.float32)
     last = tl.min(gamma, 0)  # γ never rises, and padding does not change it
@@ -208,9 +208,9 @@ def swapped(h, READ: tl.constexpr):
 
 
 @triton.jit
-def tokens_read(positions, P, row, rows, BT: tl.constexpr):
+def tokens_read(positions, P, row, real, BT: tl.constexpr):
     """t of each token in fp32, from 1; 1 for padding. Rows of a batch share P positions."""
-    position = tl.load(positions + (row + tl.arange(0, BT)) % P, mask=rows, other=0)
+    position = tl.load(positions + (row + tl.arange(0, BT)) % P, mask=real, other=0)
     return (position + 1).to(tl.float32)
 
 
@@ -343,32 +343,32 @@ def prepare(
     It also stores what later passes read: φ(k), unless k is "stored" already, and the chunk's sum for z.
     """
     i_c, h = tl.program_id(0), tl.program_id(1)
-    row, rows = load_chunk(start, count, i_c, BT)
+    row, real = load_chunk(start, count, i_c, BT)
     hk = h // (HV // H)  # HV / H heads of v share a head of q and k
 
-    k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)  # [BT, BK] each
+    k1, k2 = load_features(k, row, real, hk, H, K, MAP, False, BT, BK)  # [BT, BK] each
     t = tl.arange(0, BT)
 
     # φ(k) for the passes to come; one head of v stores it for its group.
     if MAP.name != "stored":
         c = tl.arange(0, BK)
-        m = rows[:, None] & (c < K)[None, :] & (h % (HV // H) == 0)
+        m = real[:, None] & (c < K)[None, :] & (h % (HV // H) == 0)
         at = k_features + ((row + t) * H + hk)[:, None] * (K * MAP.halves) + c[None, :]
         tl.store(at, k1, mask=m)
         if MAP.halves == 2:
             tl.store(at + K, k2, mask=m)
 
-    q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK, swapped(h, READ))
+    q1, q2 = load_features(q, row, real, hk, H, K, MAP, True, BT, BK, swapped(h, READ))
     # z after the chunk is e^{γ_C} z + Σ_t e^{γ_C − γ_t} k_t; here the second term.
     if READ.name != "":
         weights = tl.full([BT], 1.0, tl.float32)
         if GATED:
-            _, weights, _ = load_decays(g, row, rows, h, HV, True, BT)
+            _, weights, _ = load_decays(g, row, real, h, HV, True, BT)
         store_sum(z_sums, k1, k2, weights, i_c * HV + h, K, MAP.halves, BK)
 
     # Δ_ij = e^{γ_i − γ_j} for i ≥ j, [BT, BT].
     if GATED:
-        delta = decays(load_gamma(g, row, rows, h, HV, BT), BT)
+        delta = decays(load_gamma(g, row, real, h, HV, BT), BT)
     else:
         delta = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
 
@@ -385,7 +385,7 @@ def prepare(
             a = tl.dot(k2, tl.trans(k2), a, input_precision=PREC)
         a = tl.where(t[:, None] > t[None, :], a * delta, 0.0)
         # β is the writer's, because E has no β yet.
-        a *= load_gate(beta, row, rows, h, HV, BT)[None, :]
+        a *= load_gate(beta, row, real, h, HV, BT)[None, :]
         a = unit_lower_inverse(a, BT)
         tl.store(square_at(inverse, i_c, h, HV, BT), a.to(inverse.dtype.element_ty))
 
@@ -503,20 +503,20 @@ def states(
 
         # The keys that write (k) and read (r), and how S decays through the chunk.
         row = bos + i * BT
-        rows = row + tl.arange(0, BT) < bos + length
+        real = row + tl.arange(0, BT) < bos + length
         # With CHANNELS these are 1: k and `reads` have their decays already.
-        decay_in, decay_out, decay_all = load_decays(g, row, rows, h, HV, GATED, BT)
+        decay_in, decay_out, decay_all = load_decays(g, row, real, h, HV, GATED, BT)
         total *= decay_all
-        k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
+        k1, k2 = load_features(k, row, real, hk, H, K, MAP, False, BT, BK)
         r1, r2, decay1, decay2 = k1, k2, decay_all, decay_all
         if CHANNELS:
             decay1, decay2 = load_channel_decays(channel_decays, index, K, MAP.halves, BK)
             if DELTA:
-                r1, r2 = load_features(reads, row, rows, hk, H, K, MAP, False, BT, BK)
+                r1, r2 = load_features(reads, row, real, hk, H, K, MAP, False, BT, BK)
 
         # What is written, [BT, BV].
         # Columns past V are 0, as M needs.
-        v_new = load_rows(v, row, rows, h, HV, V, i_v, BT, BV)
+        v_new = load_rows(v, row, real, h, HV, V, i_v, BT, BV)
         dtype = v_new.dtype
         if DELTA:
             # E = (I + A)⁻¹ (V − eᵞ K S), [BT, BV].
@@ -527,8 +527,8 @@ def states(
             error = apply(tl.load(square_at(inverse, chunk + i, h, HV, BT)), residual, PREC)
             if not AFFINE:
                 # Only now β and the decay: `outputs` and the backward need E without them.
-                store_rows(e, error, row, rows, h, HV, V, i_v, BT, BV)
-            decay_out *= load_gate(beta, row, rows, h, HV, BT)
+                store_rows(e, error, row, real, h, HV, V, i_v, BT, BV)
+            decay_out *= load_gate(beta, row, real, h, HV, BT)
             v_new = (error * decay_out[:, None]).to(dtype)
         else:
             if READ.name == "mala":
@@ -667,10 +667,10 @@ def outputs(
     """
     i_v, i_c = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     h = tl.program_id(1)
-    row, rows = load_chunk(start, count, i_c, BT)
+    row, real = load_chunk(start, count, i_c, BT)
 
     # S of earlier chunks: scale · eᵞ Q S, transposed [BV, BT].
-    q1, q2 = load_features(q, row, rows, h // (HV // H), H, K, MAP, True, BT, BK, swapped(h, READ))
+    q1, q2 = load_features(q, row, real, h // (HV // H), H, K, MAP, True, BT, BK, swapped(h, READ))
     o1, inside = state_tile(i_c * HV + h, 0, K, V, MAP.halves, i_v, BK, BV)
     s1 = tl.load(s + o1, mask=inside, other=0.0)
     o_tile = tl.dot(tl.trans(s1), tl.trans(q1), input_precision=PREC)
@@ -680,7 +680,7 @@ def outputs(
     o_tile *= scale
     if GATED:
         # fp32 is enough for eᵞ alone: without differences, −∞ gives 0 and no NaN.
-        grown = tl.exp(tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0))
+        grown = tl.exp(tl.cumsum(load_gate(g, row, real, h, HV, BT), 0))
         o_tile *= grown[None, :]
 
     # Tokens of this chunk: P, and the readout.
@@ -695,8 +695,8 @@ def outputs(
         if GATED:
             d *= grown
         d += tl.sum(p.to(tl.float32), 1)
-        tl.store(den + (row + tl.arange(0, BT)) * HV + h, d, mask=rows & (i_v == 0))
-        _, _, weight, share = weigh(d, tokens_read(positions, P, row, rows, BT), READ)
+        tl.store(den + (row + tl.arange(0, BT)) * HV + h, d, mask=real & (i_v == 0))
+        _, _, weight, share = weigh(d, tokens_read(positions, P, row, real, BT), READ)
         if READ.name == "mala":
             t, c = tl.arange(0, BT), i_v * BV + tl.arange(0, BV)
             # a u: for earlier chunks in O⊤; in this one v_j is in u_i for i ≥ j, so a_i joins P_ij.
@@ -706,13 +706,13 @@ def outputs(
 
     if DELTA:
         # P diag(β) E; under linear attention e is v.
-        p = (p.to(tl.float32) * load_gate(beta, row, rows, h, HV, BT)[None, :]).to(dtype)
-    error = load_rows(e, row, rows, h, HV, V, i_v, BT, BV)
+        p = (p.to(tl.float32) * load_gate(beta, row, real, h, HV, BT)[None, :]).to(dtype)
+    error = load_rows(e, row, real, h, HV, V, i_v, BT, BV)
     o_tile = tl.dot(tl.trans(error), tl.trans(p), o_tile, input_precision=PREC)
 
     if READ.name != "":
         o_tile *= weight[None, :]
-    store_rows(o, tl.trans(o_tile), row, rows, h, HV, V, i_v, BT, BV)
+    store_rows(o, tl.trans(o_tile), row, real, h, HV, V, i_v, BT, BV)
 
 
 # -------------------------------------------------------------------------------------------------- backward
@@ -753,21 +753,21 @@ def readout_gradients(
     The formulas are those of this module's docstring. All other gradients follow from these.
     """
     i_c, h = tl.program_id(0), tl.program_id(1)
-    row, rows = load_chunk(start, count, i_c, BT)
+    row, real = load_chunk(start, count, i_c, BT)
     gates = (row + tl.arange(0, BT)) * HV + h
-    t = tokens_read(positions, P, row, rows, BT)
-    inverse, c, weight, share = weigh(tl.load(den + gates, mask=rows, other=0.0), t, READ)
+    t = tokens_read(positions, P, row, real, BT)
+    inverse, c, weight, share = weigh(tl.load(den + gates, mask=real, other=0.0), t, READ)
 
     # by_o = dO·O and by_u = dO·u, [BT].
     by_o = tl.zeros([BT], tl.float32)
     by_u = tl.zeros([BT], tl.float32)
     for i_v in range(0, tl.cdiv(V, BV)):
         # Tiles [BT, BV] of dO, O, and for MALA u up to each token.
-        d_out = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV).to(tl.float32)
-        by_o += tl.sum(d_out * load_rows(o, row, rows, h, HV, V, i_v, BT, BV).to(tl.float32), 1)
+        d_out = load_rows(d_o, row, real, h, HV, V, i_v, BT, BV).to(tl.float32)
+        by_o += tl.sum(d_out * load_rows(o, row, real, h, HV, V, i_v, BT, BV).to(tl.float32), 1)
 
         if READ.name == "mala":
-            x = load_rows(v, row, rows, h, HV, V, i_v, BT, BV)
+            x = load_rows(v, row, real, h, HV, V, i_v, BT, BV)
             j = i_v * BV + tl.arange(0, BV)
             at = (i_c.to(tl.int64) * HV + h) * V + j
             u = tl.load(us + at, mask=j < V, other=0.0)[None, :] + tl.cumsum(x.to(tl.float32), 0)
@@ -775,21 +775,21 @@ def readout_gradients(
             # du = Σ_t a_t dR_t with dR = w dO: u before the chunk is in the u of all its tokens.
             tl.store(du_sums + at, tl.sum(d_out * (weight * share)[:, None], 0), mask=j < V)
 
-        store_rows(d_r, d_out * weight[:, None], row, rows, h, HV, V, i_v, BT, BV)
+        store_rows(d_r, d_out * weight[:, None], row, real, h, HV, V, i_v, BT, BV)
 
     # dO·R, and the gradient of d.
     # R is not kept: R = O/w − a u.
     by_r = by_o / weight - share * by_u
     d = -by_r * inverse * inverse - c / t * by_u
-    tl.store(d_den + gates, d, mask=rows)
+    tl.store(d_den + gates, d, mask=real)
     if READ.name == "mala":
-        tl.store(shares + gates, share, mask=rows)
+        tl.store(shares + gates, share, mask=real)
 
     # The chunk's sum for the gradient of z.
     # z before the chunk reaches token t through e^{γ_t}.
     if GATED:
-        d *= tl.exp(tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0))
-    q1, q2 = load_features(q, row, rows, h // (HV // H), H, K, MAP, True, BT, BK, swapped(h, READ))
+        d *= tl.exp(tl.cumsum(load_gate(g, row, real, h, HV, BT), 0))
+    q1, q2 = load_features(q, row, real, h // (HV // H), H, K, MAP, True, BT, BK, swapped(h, READ))
     store_sum(dz_sums, q1, q2, d, i_c * HV + h, K, MAP.halves, BK)
 
 
@@ -901,14 +901,14 @@ def state_gradients(
                 tl.store(d_zs + oz + K, z2, mask=mz)
 
         row = bos + i * BT
-        rows = row + tl.arange(0, BT) < end
-        d_out = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV)
+        real = row + tl.arange(0, BT) < end
+        d_out = load_rows(d_o, row, real, h, HV, V, i_v, BT, BV)
         dtype = d_out.dtype
-        decay_in, decay_out, decay_all = load_decays(g, row, rows, h, HV, GATED, BT)
+        decay_in, decay_out, decay_all = load_decays(g, row, real, h, HV, GATED, BT)
         total *= decay_all
 
         # The gradient of what k wrote, [BT, BV].
-        k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
+        k1, k2 = load_features(k, row, real, hk, H, K, MAP, False, BT, BK)
         # From later chunks, through dS after this one.
         d_new = tl.dot(k1, s1.to(dtype), input_precision=PREC)
         if MAP.halves == 2:
@@ -918,7 +918,7 @@ def state_gradients(
         p = tl.load(square_at(scores, chunk + i, h, HV, BT))
         if READ.name == "mala":
             # v_j is in u_i for i ≥ j: within the chunk a_i joins P_ij, later tokens come by du.
-            t, share = tl.arange(0, BT), load_gate(shares, row, rows, h, HV, BT)
+            t, share = tl.arange(0, BT), load_gate(shares, row, real, h, HV, BT)
             p = tl.where(t[:, None] >= t[None, :], p.to(tl.float32) + share[:, None], 0.0).to(
                 p.dtype
             )
@@ -930,10 +930,10 @@ def state_gradients(
 
         if DELTA:
             # dE [BT, BV], then dV = (I + A)⁻⊤ dE.
-            d_new = (d_new * load_gate(beta, row, rows, h, HV, BT)[:, None]).to(dtype)
+            d_new = (d_new * load_gate(beta, row, real, h, HV, BT)[:, None]).to(dtype)
             d_new = apply(tl.trans(tl.load(square_at(inverse, chunk + i, h, HV, BT))), d_new, PREC)
         if not AFFINE:
-            store_rows(d_v, d_new, row, rows, h, HV, V, i_v, BT, BV)
+            store_rows(d_v, d_new, row, real, h, HV, V, i_v, BT, BV)
 
         # dS before the chunk: its decay, what k read of it, and what q read.
         decay1, decay2 = decay_all, decay_all
@@ -941,7 +941,7 @@ def state_gradients(
             decay1, decay2 = load_channel_decays(channel_decays, index, K, MAP.halves, BK)
             if DELTA:
                 # The keys that read S are others than those that wrote.
-                k1, k2 = load_features(reads, row, rows, hk, H, K, MAP, False, BT, BK)
+                k1, k2 = load_features(reads, row, real, hk, H, K, MAP, False, BT, BK)
         s1 *= decay1
         s2 *= decay2
 
@@ -954,7 +954,7 @@ def state_gradients(
 
         # O has scale · eᵞ Q S.
         d_out = (d_out.to(tl.float32) * (decay_in * scale)[:, None]).to(dtype)
-        q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK, swapped(h, READ))
+        q1, q2 = load_features(q, row, real, hk, H, K, MAP, True, BT, BK, swapped(h, READ))
         if READ.name != "":
             z1 = z1 * decay_all + tl.load(dz_sums + oz, mask=mz, other=0.0)
             if MAP.halves == 2:
@@ -1015,32 +1015,32 @@ def pair_gradients(
     gradients, without β and decays, and KK⊤'s without its transpose.
     """
     i_c, h = tl.program_id(0), tl.program_id(1)
-    row, rows = load_chunk(start, count, i_c, BT)
+    row, real = load_chunk(start, count, i_c, BT)
     t = tl.arange(0, BT)
     pairs_o = tl.zeros([BT, BT], tl.float32)  # dO E⊤
     pairs_v = tl.zeros([BT, BT], tl.float32)  # dV E⊤
 
     for i_v in range(0, tl.cdiv(V, BV)):
-        error = tl.trans(load_rows(e, row, rows, h, HV, V, i_v, BT, BV))  # [BV, BT]
-        d_out = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV)
+        error = tl.trans(load_rows(e, row, real, h, HV, V, i_v, BT, BV))  # [BV, BT]
+        d_out = load_rows(d_o, row, real, h, HV, V, i_v, BT, BV)
         pairs_o = tl.dot(d_out, error, pairs_o, input_precision=PREC)
         if DELTA:
-            d_out = load_rows(d_v, row, rows, h, HV, V, i_v, BT, BV)
+            d_out = load_rows(d_v, row, real, h, HV, V, i_v, BT, BV)
             pairs_v = tl.dot(d_out, error, pairs_v, input_precision=PREC)
 
     if READ.name != "":
         # d_i is the sum of P_ij over j, so each pair of row i has its gradient.
-        pairs_o += load_gate(d_den, row, rows, h, HV, BT)[:, None]
+        pairs_o += load_gate(d_den, row, real, h, HV, BT)[:, None]
 
     if GATED:
-        delta = decays(load_gamma(g, row, rows, h, HV, BT), BT)
+        delta = decays(load_gamma(g, row, real, h, HV, BT), BT)
     else:
         delta = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
 
     # With CHANNELS `channel_gradients` multiplies the keys by β.
     b = tl.full([BT], 1.0, tl.float32)
     if DELTA and not CHANNELS:
-        b = load_gate(beta, row, rows, h, HV, BT)
+        b = load_gate(beta, row, real, h, HV, BT)
 
     # dP = Δ ∘ dO E⊤ · β · scale, the gradient of QK⊤.
     at = square_at(d_scores, i_c, h, HV, BT)
@@ -1060,7 +1060,7 @@ def pair_gradients(
         # That of KK⊤, with its transpose, and what β and Δ share of these pairs.
         if DELTA:
             d_kk = tl.where(t[:, None] > t[None, :], pairs_v * delta, 0.0)
-            k1, k2 = load_features(k, row, rows, h // (HV // H), H, K, MAP, False, BT, BK)
+            k1, k2 = load_features(k, row, real, h // (HV // H), H, K, MAP, False, BT, BK)
             kk = tl.dot(k1, tl.trans(k1), input_precision=PREC)
             if MAP.halves == 2:
                 kk = tl.dot(k2, tl.trans(k2), kk, input_precision=PREC)
@@ -1071,14 +1071,14 @@ def pair_gradients(
             at = square_at(d_keys, i_c, h, HV, BT)
             tl.store(at, (d_kk + tl.trans(d_kk)).to(d_keys.dtype.element_ty))
             # Over the readers i of a writer j.
-            tl.store(d_beta + gates, tl.sum(pairs, 0), mask=rows)
+            tl.store(d_beta + gates, tl.sum(pairs, 0), mask=real)
 
         if GATED:
             # g_t is in γ_i − γ_j for j < t ≤ i; pairs i = j have no decay.
             pairs = tl.where(t[:, None] > t[None, :], pairs * b[None, :], 0.0)
             pairs = tl.cumsum(pairs, 0, reverse=True)  # Σ over i ≥ t
             pairs = tl.where(t[:, None] > t[None, :], pairs, 0.0)  # and over j < t
-            tl.store(d_g + gates, tl.sum(pairs, 1), mask=rows)
+            tl.store(d_g + gates, tl.sum(pairs, 1), mask=real)
 
 
 @triton.jit
@@ -1127,9 +1127,9 @@ def input_gradients(
     """
     half, i_c = tl.program_id(0) % MAP.halves, tl.program_id(0) // MAP.halves
     h = tl.program_id(1)
-    row, rows = load_chunk(start, count, i_c, BT)
+    row, real = load_chunk(start, count, i_c, BT)
     hk = h // (HV // H)
-    decay_in, decay_out, decay_all = load_decays(g, row, rows, h, HV, GATED, BT)
+    decay_in, decay_out, decay_all = load_decays(g, row, real, h, HV, GATED, BT)
 
     # [BT, BK], and `carried`, S·dS' of each feature [BK].
     dq = tl.zeros([BT, BK], tl.float32)
@@ -1142,7 +1142,7 @@ def input_gradients(
         # z is one more column of S, with v = 1, whose output gradient is d_den.
         z = tl.load(zs + oz, mask=mz, other=0.0)
         dz = tl.load(d_zs + oz, mask=mz, other=0.0)
-        dq += load_gate(d_den, row, rows, h, HV, BT)[:, None] * z[None, :]
+        dq += load_gate(d_den, row, real, h, HV, BT)[:, None] * z[None, :]
         dk += dz[None, :]
         carried += z * dz
 
@@ -1152,27 +1152,27 @@ def input_gradients(
         before = tl.load(s + at, mask=inside, other=0.0)
         after = tl.load(d_s + at, mask=inside, other=0.0)
         dq = tl.dot(
-            load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV),
+            load_rows(d_o, row, real, h, HV, V, i_v, BT, BV),
             tl.trans(before),
             dq,
             input_precision=PREC,
         )
         dk = tl.dot(
-            load_rows(e, row, rows, h, HV, V, i_v, BT, BV),
+            load_rows(e, row, real, h, HV, V, i_v, BT, BV),
             tl.trans(after),
             dk,
             input_precision=PREC,
         )
 
         if DELTA:
-            x = load_rows(d_v, row, rows, h, HV, V, i_v, BT, BV)
+            x = load_rows(d_v, row, real, h, HV, V, i_v, BT, BV)
             dk_read = tl.dot(x, tl.trans(before), dk_read, input_precision=PREC)
         if GATED:
             # S' has e^{γ_C} S, so every g_t of the chunk gets e^{γ_C} S·dS'.
             carried += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
     d_p = tl.load(square_at(d_scores, i_c, h, HV, BT))
 
-    k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
+    k1, k2 = load_features(k, row, real, hk, H, K, MAP, False, BT, BK)
     if MAP.halves == 2:
         k1 = tl.where(half == 0, k1, k2)
 
@@ -1191,13 +1191,13 @@ def input_gradients(
             dk_read *= decay_in[:, None]
             reads -= tl.sum(dk_read * k1.to(tl.float32), 1)
             # Before β, k·dk of the writes is β's share; with β it is the decay's.
-            tl.store(d_beta + gates, writes, mask=rows)
-            b = load_gate(beta, row, rows, h, HV, BT)
+            tl.store(d_beta + gates, writes, mask=real)
+            b = load_gate(beta, row, real, h, HV, BT)
             writes *= b
             dk = dk * b[:, None] - dk_read
 
     swap = swapped(h, READ)
-    q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK, swap)
+    q1, q2 = load_features(q, row, real, hk, H, K, MAP, True, BT, BK, swap)
     if MAP.halves == 2:
         # q1 is half `half` of the queries as read, after a mirrored head's swap.
         q1 = tl.where(half == 0, q1, q2)
@@ -1211,16 +1211,16 @@ def input_gradients(
             t[:, None] > t[None, :], writes[None, :], 0.0
         )  # no difference of sums: the token's own write may be far larger
         d_gamma = tl.cumsum(reads, 0, reverse=True) + tl.sum(earlier, 1)
-        tl.store(d_g + gates, d_gamma + decay_all * tl.sum(carried, 0), mask=rows)
+        tl.store(d_g + gates, d_gamma + decay_all * tl.sum(carried, 0), mask=real)
 
     # Pairs within the chunk.
     dq = tl.dot(d_p, k1, dq, input_precision=PREC)
-    store_gradient(d_q, dq, q, row, rows, h, H, HV, half ^ swap, K, MAP, True, BT, BK)
+    store_gradient(d_q, dq, q, row, real, h, H, HV, half ^ swap, K, MAP, True, BT, BK)
     dk = tl.dot(tl.trans(d_p), q1, dk, input_precision=PREC)
     if DELTA:
         # The gradient of KK⊤ is stored with its transpose.
         dk = tl.dot(tl.load(square_at(d_keys, i_c, h, HV, BT)), k1, dk, input_precision=PREC)
-    store_gradient(d_k, dk, k, row, rows, h, H, HV, half, K, MAP, False, BT, BK)
+    store_gradient(d_k, dk, k, row, real, h, H, HV, half, K, MAP, False, BT, BK)
 
 
 @triton.jit
@@ -1229,7 +1229,7 @@ def store_gradient(
     dx,
     x,
     row,
-    rows,
+    real,
     h,
     H,
     HV,
@@ -1242,7 +1242,7 @@ def store_gradient(
 ):
     """Stores the gradient of one half of the features; with one half, of the raw x."""
     t, c = tl.arange(0, BT), tl.arange(0, BK)
-    m = rows[:, None] & (c < K)[None, :]
+    m = real[:, None] & (c < K)[None, :]
     if MAP.halves == 1 and MAP.name != "stored":
         hk = h // (HV // H)
         raw = tl.load(x + ((row + t) * H + hk)[:, None] * K + c[None, :], mask=m, other=0.0).to(

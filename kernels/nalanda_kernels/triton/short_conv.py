@@ -41,16 +41,16 @@ def load_taps(weight, c, D: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def load_input(x, state, stride, row, rows, n, first, end, c, D: tl.constexpr, W: tl.constexpr):
+def load_input(x, state, stride, row, real, n, first, end, c, D: tl.constexpr, W: tl.constexpr):
     """[BT, BD] of x at `row` [BT]; up to W − 1 places before the sequence, of the state; elsewhere 0."""
     m = (c < D)[None, :]
-    inside = rows & (row >= first) & (row < end)
+    inside = real & (row >= first) & (row < end)
     y = tl.load(x + row[:, None] * stride + c[None, :], mask=inside[:, None] & m, other=0.0)
 
     if state is not None:
         # The state's last row W − 2 is the token before the sequence.
         past = row - first + (W - 1)
-        inside = rows & (past >= 0) & (row < first)
+        inside = real & (past >= 0) & (row < first)
         p = state + (n * (W - 1) + past)[:, None] * D + c[None, :]
         y += tl.load(p, mask=inside[:, None] & m, other=0.0).to(tl.float32)
     return y
@@ -127,20 +127,20 @@ def forward_block(
     for i_t in range(0, count, BT):
         t = i_t + tl.arange(0, BT)
         # row counts over the batch, t over the block.
-        row, rows = start + t, t < count
+        row, real = start + t, t < count
 
         # [BT, BD]
         z = tl.zeros([BT, BD], dtype=tl.float32)
         for i in tl.static_range(W):
             # Places before the sequence come from the state, or are 0.
             z += w[i] * load_input(
-                x, state, stride, row + (i - W + 1), rows, n, first, end, c, D, W
+                x, state, stride, row + (i - W + 1), real, n, first, end, c, D, W
             )
 
         if SILU:
             z = z * tl.sigmoid(z)
         p = y + row[:, None] * D + c[None, :]
-        tl.store(p, z.to(y.dtype.element_ty), mask=rows[:, None] & (c < D)[None, :])
+        tl.store(p, z.to(y.dtype.element_ty), mask=real[:, None] & (c < D)[None, :])
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def d_input(
     d_y,
     stride,
     row,
-    rows,
+    real,
     n,
     first,
     end,
@@ -173,14 +173,14 @@ def d_input(
     # SiLU's z at row + s needs x up to row + s; dweight alone x up to `row`.
     for j in tl.static_range(2 * W - 1 if SILU else W if DW else 0):
         inputs = inputs + (  # noqa: RUF005
-            load_input(x, state, stride, row + (j - W + 1), rows, n, first, end, c, D, W),
+            load_input(x, state, stride, row + (j - W + 1), real, n, first, end, c, D, W),
         )
 
     dx = tl.zeros([BT, BD], dtype=tl.float32)
     dw = ()
     for s in tl.static_range(W):
         # dz is 0 after the sequence, and before its first token.
-        inside = rows & (row + s >= first) & (row + s < end)
+        inside = real & (row + s >= first) & (row + s < end)
         p = d_y + (row + s)[:, None] * D + c[None, :]
         dz = tl.load(p, mask=inside[:, None] & (c < D)[None, :], other=0.0).to(tl.float32)
 
@@ -280,12 +280,12 @@ def backward_block(
 
     for i_t in range(0, count, BT):
         t = i_t + tl.arange(0, BT)
-        row, rows = start + t, t < count
+        row, real = start + t, t < count
         dx, dw_tile = d_input(
-            x, w, state, d_y, stride, row, rows, n, first, end, c, D, W, SILU, True, BT, BD
+            x, w, state, d_y, stride, row, real, n, first, end, c, D, W, SILU, True, BT, BD
         )
         p = d_x + row[:, None] * ALL + c[None, :]
-        tl.store(p, dx.to(d_x.dtype.element_ty), mask=rows[:, None] & (c < D)[None, :])
+        tl.store(p, dx.to(d_x.dtype.element_ty), mask=real[:, None] & (c < D)[None, :])
 
         # Tuples cannot be changed: a new one for each step.
         total = ()
@@ -315,10 +315,10 @@ def state_kernel(
 ):
     """dstate [N, W−1, D]; a tile's row is one place of one sequence."""
     i = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
-    n, rows = i // (W - 1), i < N * (W - 1)
+    n, real = i // (W - 1), i < N * (W - 1)
     # [BT], each row's own sequence.
-    first = tl.load(bounds + n, mask=rows, other=0)
-    end = tl.load(bounds + n + 1, mask=rows, other=0)
+    first = tl.load(bounds + n, mask=real, other=0)
+    end = tl.load(bounds + n + 1, mask=real, other=0)
 
     # The place, counted over the batch; it lies before its sequence.
     row, i_c = first - (W - 1) + i % (W - 1), tl.program_id(1)
@@ -336,7 +336,7 @@ def state_kernel(
                 d_y[p],
                 stride[p],
                 row,
-                rows,
+                real,
                 n,
                 first,
                 end,
@@ -351,7 +351,7 @@ def state_kernel(
 
             at = d_state[p] + i[:, None] * D[p] + c[None, :]
             tl.store(
-                at, dx.to(d_state[p].dtype.element_ty), mask=rows[:, None] & (c < D[p])[None, :]
+                at, dx.to(d_state[p].dtype.element_ty), mask=real[:, None] & (c < D[p])[None, :]
             )
         i_c -= tl.cdiv(D[p], BD)
 
@@ -403,15 +403,15 @@ def _tile_sizes(kernel: str, D: int, W: int, silu: bool) -> dict[str, int]:
 
 
 def _launch(
-    kernel, name: str, rows: int, weights: Sequence[Tensor], silu: Sequence[bool], **values
+    kernel, name: str, count: int, weights: Sequence[Tensor], silu: Sequence[bool], **values
 ):
-    """Launches a kernel of all convolutions for so many rows. name: as in `_tiles`."""
+    """Launches a kernel of all convolutions over so many blocks, or places of a state. name: as in `_tiles`."""
     widths, W = tuple(map(len, weights)), weights[0].shape[1]
     tiles = _tile_sizes(name, max(widths), W, any(silu))
     # All convolutions take tiles for the widest, so that their blocks can be counted together.
     blocks = sum(triton.cdiv(D, tiles["BD"]) for D in widths)
 
-    grid = (rows if name != "state" else triton.cdiv(rows, tiles["BT"]), blocks)
+    grid = (count if name != "state" else triton.cdiv(count, tiles["BT"]), blocks)
     kernel[grid](**values, weight=tuple(weights), D=widths, W=W, SILU=tuple(silu), **tiles)
 
 
@@ -484,9 +484,9 @@ def _backward(
     d_states = [torch.empty_like(state) for state in states]
     if states:
         N = len(states[0])
-        rows = N * (W - 1)
+        count = N * (W - 1)
         more = {"d_state": tuple(d_states), "bounds": bounds, "N": N}
-        _launch(state_kernel, "state", rows, weights, silu, **shared, **more)
+        _launch(state_kernel, "state", count, weights, silu, **shared, **more)
     # [blocks, W, ΣD] to [ΣD, W]; the order of the sum is fixed.
     d_weight = d_weight.sum(0).T.to(weights[0].dtype).contiguous()
     return d_x, d_weight, d_states
