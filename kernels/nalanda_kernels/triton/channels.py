@@ -229,11 +229,11 @@ def channel_gradients(
     t, c = tl.arange(0, BT), i_f * BC + tl.arange(0, BC)
     i, j = t[:, None], t[None, :]
 
-    # [BT, BC] each. carried: S · dS' of each channel [BC].
+    # [BT, BC] each. state_products: S · dS' of each channel [BC].
     dq = tl.zeros([BT, BC], tl.float32)
     d_written = tl.zeros([BT, BC], tl.float32)  # of βk as what is written
     d_read = tl.zeros([BT, BC], tl.float32)  # of erase ⊙ k as what is read
-    carried = tl.zeros([BC], tl.float32)
+    state_products = tl.zeros([BC], tl.float32)
 
     for i_v in range(0, tl.cdiv(V, BV)):
         v = i_v * BV + tl.arange(0, BV)
@@ -254,7 +254,7 @@ def channel_gradients(
             x = load_rows(d_v, row, real, h, HV, V, i_v, BT, BV)
             d_read = tl.dot(x, tl.trans(before), d_read, input_precision=PREC)
 
-        carried += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
+        state_products += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
 
     # From here on x is q, [BT, BC].
     x = load_rows(q, row, real, h // (HV // H), H, F, i_f, BT, BC)
@@ -283,7 +283,7 @@ def channel_gradients(
     dg = sums(j >= i, s1, s2, s3)
 
     # S itself through the whole chunk, and writes, through the decay to its end.
-    dg += (carried * tl.sum(tl.where(i == BT - 1, factor, 0.0), 0))[None, :]
+    dg += (state_products * tl.sum(tl.where(i == BT - 1, factor, 0.0), 0))[None, :]
     d_written *= tl.exp(sums(j > i, g1, g2, g3))
     # And in that of every write at t < u.
     s1, s2, s3 = thirds(written * d_written)

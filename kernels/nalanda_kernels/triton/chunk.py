@@ -1131,11 +1131,11 @@ def input_gradients(
     hk = h // (HV // H)
     decay_in, decay_out, decay_all = load_decays(g, row, real, h, HV, GATED, BT)
 
-    # [BT, BK], and `carried`, S·dS' of each feature [BK].
+    # [BT, BK], and `state_products`, S·dS' of each feature [BK].
     dq = tl.zeros([BT, BK], tl.float32)
     dk = tl.zeros([BT, BK], tl.float32)  # through what k writes to the next state
     dk_read = tl.zeros([BT, BK], tl.float32)  # through what k reads of the last state
-    carried = tl.zeros([BK], tl.float32)
+    state_products = tl.zeros([BK], tl.float32)
 
     if READ.name != "":
         oz, mz = vector_at(i_c * HV + h, half, K, MAP.halves, BK)
@@ -1144,7 +1144,7 @@ def input_gradients(
         dz = tl.load(d_zs + oz, mask=mz, other=0.0)
         dq += load_gate(d_den, row, real, h, HV, BT)[:, None] * z[None, :]
         dk += dz[None, :]
-        carried += z * dz
+        state_products += z * dz
 
     for i_v in range(0, tl.cdiv(V, BV)):
         at, inside = state_tile(i_c * HV + h, half, K, V, MAP.halves, i_v, BK, BV)
@@ -1169,7 +1169,7 @@ def input_gradients(
             dk_read = tl.dot(x, tl.trans(before), dk_read, input_precision=PREC)
         if GATED:
             # S' has e^{γ_C} S, so every g_t of the chunk gets e^{γ_C} S·dS'.
-            carried += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
+            state_products += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
     d_p = tl.load(square_at(d_scores, i_c, h, HV, BT))
 
     k1, k2 = load_features(k, row, real, hk, H, K, MAP, False, BT, BK)
@@ -1211,7 +1211,7 @@ def input_gradients(
             t[:, None] > t[None, :], writes[None, :], 0.0
         )  # no difference of sums: the token's own write may be far larger
         d_gamma = tl.cumsum(reads, 0, reverse=True) + tl.sum(earlier, 1)
-        tl.store(d_g + gates, d_gamma + decay_all * tl.sum(carried, 0), mask=real)
+        tl.store(d_g + gates, d_gamma + decay_all * tl.sum(state_products, 0), mask=real)
 
     # Pairs within the chunk.
     dq = tl.dot(d_p, k1, dq, input_precision=PREC)

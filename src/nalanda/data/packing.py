@@ -83,10 +83,9 @@ class StreamRows:
         self.training, self.before = training, before
         buffer = data.shuffle_buffer if training else 0
         self.stream = partial(DocumentStream, corpus, seed=seed, buffer_size=buffer, epochs=epochs)
-        carried = int(self.joined)  # the token in front of the text
         self.start = {
             "documents": self.stream().state_dict(),
-            "carried": carried,
+            "carried": int(self.joined),  # the token in front of the text
             "done": 0,
             "rows": 0,
         }
