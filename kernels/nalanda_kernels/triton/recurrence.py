@@ -85,7 +85,7 @@ class Inputs(NamedTuple):
         return States(self.initial, self.z_initial, self.u_initial)
 
 
-class Rule(NamedTuple):
+class Request(NamedTuple):
     """The options of a call, as an op's user gives them. chunk_size is ignored: block sizes come from a table."""
 
     feature_map: Any = None
@@ -941,7 +941,7 @@ def delta_rule(
     if write is not None:
         v = (v * write).to(v.dtype)
     inputs = Inputs(q, k, v, beta, g, erase, initial_state, cu_seqlens=cu_seqlens)
-    o, final = _chunkwise(inputs, Rule(**options))
+    o, final = _chunkwise(inputs, Request(**options))
     return o, final.s
 
 
@@ -950,7 +950,7 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """See `nalanda.model.ops.linear_attention`."""
     inputs = Inputs(q, k, v, None, g, None, initial_state, cu_seqlens=cu_seqlens)
-    o, final = _chunkwise(inputs, Rule(**options))
+    o, final = _chunkwise(inputs, Request(**options))
     return o, final.s
 
 
@@ -1002,8 +1002,8 @@ def normalized_attention(
     root = q.shape[3] ** -0.5 if magnitude == "code" else 1.0
     read = Readout("mala" if magnitude else "mean", magnitude or "", root, mirrored)
     inputs = Inputs(q, k, v, None, g, None, *starts, positions, cu_seqlens)
-    rule = Rule(feature_map, scale=1.0, output_final_state=output_final_state, read=read)
-    o, final = _chunkwise(inputs, rule)
+    request = Request(feature_map, scale=1.0, output_final_state=output_final_state, read=read)
+    o, final = _chunkwise(inputs, request)
 
     if final.s is None or final.z is None:
         return o, None, None
@@ -1026,18 +1026,18 @@ def _split_state(state: Tensor | None, total: Tensor | None, weighted: bool) -> 
     return States(S, z, total.squeeze(2).float())
 
 
-def _chunkwise(inputs: Inputs, rule: Rule) -> tuple[Tensor, States]:
+def _chunkwise(inputs: Inputs, request: Request) -> tuple[Tensor, States]:
     """o in v's dtype, and the final states or None. Without β it is linear attention."""
-    v, g, erase, read = inputs.v, inputs.g, inputs.erase, rule.read
+    v, g, erase, read = inputs.v, inputs.g, inputs.erase, request.read
     dtype = _computed_dtype(inputs)
     channels = erase is not None or (g is not None and g.ndim == 4)
     if channels and read != _PLAIN:
         raise Unsupported("a decay for each key channel under a readout")
 
-    q, k, map = _choose_map(inputs.q.to(dtype), inputs.k.to(dtype), rule, stored=channels)
+    q, k, map = _choose_map(inputs.q.to(dtype), inputs.k.to(dtype), request, stored=channels)
     # Features of a head; a map that kernels apply doubles K or keeps it.
     F = q.shape[3] * (1 if map.name == "stored" else map.halves)
-    scale = F**-0.5 if rule.scale is None else float(rule.scale)
+    scale = F**-0.5 if request.scale is None else float(request.scale)
     if channels:
         # Gates by channel [B, T, HV, F]: without g no decay, with g by head the same for all channels.
         g = v.new_zeros(v.shape[:3], dtype=torch.float32) if g is None else g
@@ -1047,11 +1047,11 @@ def _chunkwise(inputs: Inputs, rule: Rule) -> tuple[Tensor, States]:
     *tensors, cu_seqlens = inputs._replace(q=q, k=k, v=v.to(dtype), g=g)
     # Kernels compute addresses from shapes alone.
     tensors = [x if x is None else x.contiguous() for x in tensors]
-    options = map.text(), read.text(), scale, rule.output_final_state, rule.allow_neg_eigval
+    options = map.text(), read.text(), scale, request.output_final_state, request.allow_neg_eigval
     # Eager calls avoid the operator's overhead.
     call = _forward_op if torch.compiler.is_compiling() else _Chunkwise.apply
     o, *finals = call(*tensors, cu_seqlens, *options)[: _FINALS.stop]
-    return o.to(v.dtype), States(*finals) if rule.output_final_state else States()
+    return o.to(v.dtype), States(*finals) if request.output_final_state else States()
 
 
 def _computed_dtype(inputs: Inputs) -> torch.dtype:
@@ -1077,26 +1077,26 @@ def _check_features(
         raise ValueError(f"initial_state: K = {K}; q and k have {F} features after their map")
 
 
-def _choose_map(q: Tensor, k: Tensor, rule: Rule, stored: bool) -> tuple[Tensor, Tensor, Map]:
+def _choose_map(q: Tensor, k: Tensor, request: Request, stored: bool) -> tuple[Tensor, Tensor, Map]:
     """q and k as the kernels read them: raw if the kernels can form the features, else features ("stored").
 
     More than 128 features are two halves, because one tile of them would fill a program's registers. Under a
     mirrored readout they must be two halves. stored: the kernels read features.
     """
-    mirrored, K = rule.read.mirrored, q.shape[3]
+    mirrored, K = request.read.mirrored, q.shape[3]
     try:
-        map, parameters = describe(rule.feature_map, rule.qk_norm, K)
+        map, parameters = describe(request.feature_map, request.qk_norm, K)
         # `Map()` is q and k as they are, which need no formed features.
         one_tile = map.halves == 1 and map != Map()
         # A separate launch forms what the chunk kernels cannot: parameters, channels, one wide tile.
         if stored or parameters or (one_tile and (mirrored or K > 128)):
             # torch.compile fuses the map's own code.
             mapped = map_in_torch if torch.compiler.is_compiling() else map_features
-            q, k = mapped(q, k, rule.feature_map, rule.qk_norm)
+            q, k = mapped(q, k, request.feature_map, request.qk_norm)
             map = Map()
     except Unsupported:
         map = Map()
-        q, k = map_in_torch(q, k, rule.feature_map, rule.qk_norm)
+        q, k = map_in_torch(q, k, request.feature_map, request.qk_norm)
 
     if map != Map():
         if K > 256:
