@@ -121,7 +121,7 @@ def prepare_channels(
 
         q_in = eᵞ ⊙ q,    k_out = e^{γ_C − γ} ⊙ k,    reads = eᵞ ⊙ erase ⊙ k,    channel_decays = e^{γ_C}
 
-    PAIRS: whether P and (I + A)⁻¹ are wanted; the backward has them already.
+    PAIRS: whether P and (I + L)⁻¹ are wanted; the backward has them already.
     """
     LEVELS: tl.constexpr = 4 + (BT > 16) + (BT > 32)  # log₂ BT
     i_c, h = tl.program_id(0), tl.program_id(1)
@@ -129,9 +129,9 @@ def prepare_channels(
     t = tl.arange(0, BT)
     i, j = t[:, None], t[None, :]
     p = tl.zeros([BT, BT], tl.float32)
-    a = tl.zeros([BT, BT], tl.float32)
+    lower = tl.zeros([BT, BT], tl.float32)
 
-    # A tile of BC channels at a time: what they add to P and A, and their decays.
+    # A tile of BC channels at a time: what they add to P and L, and their decays.
     for i_f in range(0, tl.cdiv(F, BC)):
         # Tiles [BT, BC].
         q_tile = load_rows(q, row, real, h // (HV // H), H, F, i_f, BT, BC)
@@ -173,14 +173,17 @@ def prepare_channels(
                 p += tl.where(paired(i, j, n), tl.dot(late, early, input_precision=PREC), 0.0)
                 if DELTA:
                     late = (read.to(tl.float32) * factor).to(q_tile.dtype)
-                    a += tl.where(paired(i, j, n), tl.dot(late, early, input_precision=PREC), 0.0)
+                    lower += tl.where(
+                        paired(i, j, n), tl.dot(late, early, input_precision=PREC), 0.0
+                    )
 
     if PAIRS:
         tl.store(square_at(scores, i_c, h, HV, BT), (p * scale).to(scores.dtype.element_ty))
         if DELTA:
             # β is the writer's, as in `prepare`.
-            a = unit_lower_inverse(a * load_gate(beta, row, real, h, HV, BT)[None, :], BT)
-            tl.store(square_at(inverse, i_c, h, HV, BT), a.to(inverse.dtype.element_ty))
+            lower *= load_gate(beta, row, real, h, HV, BT)[None, :]
+            solved = unit_lower_inverse(lower, BT)
+            tl.store(square_at(inverse, i_c, h, HV, BT), solved.to(inverse.dtype.element_ty))
 
 
 @triton.jit
@@ -291,7 +294,7 @@ def channel_gradients(
 
     # Gradients of the pairs, [BT, BT]; without the delta rule d_keys is d_scores, and unused.
     d_p = tl.load(square_at(d_scores, i_c, h, HV, BT))
-    d_a = tl.load(square_at(d_keys, i_c, h, HV, BT))
+    d_lower = tl.load(square_at(d_keys, i_c, h, HV, BT))
 
     # Pairs i = j, then i > j span by span. A pair shares its decay among the tokens between.
     diagonal = tl.sum(tl.where(i == j, d_p.to(tl.float32), 0.0), 1)[:, None]
@@ -308,9 +311,9 @@ def channel_gradients(
         shared = x * d_pair
         d_pair = tl.dot(tl.trans(block), late, input_precision=PREC)
         if DELTA:
-            # And A's pairs: dA_ij w_j to what reads, dA_ij r_i to what is written.
+            # And L's pairs: dL_ij w_j to what reads, dL_ij r_i to what is written.
             late = (read * factor).to(dtype)
-            block = tl.where(paired(i, j, n), d_a, 0.0).to(dtype)
+            block = tl.where(paired(i, j, n), d_lower, 0.0).to(dtype)
             d_pair = tl.dot(tl.trans(block), late, d_pair, input_precision=PREC)
             through = factor * tl.dot(block, early, input_precision=PREC)
             d_read += through

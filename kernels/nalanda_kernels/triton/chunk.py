@@ -238,24 +238,24 @@ def decays(gamma, BT: tl.constexpr):
 
 
 @triton.jit
-def diagonal_blocks(a, below: tl.constexpr, BT: tl.constexpr, S: tl.constexpr):
-    """The diagonal blocks [S, S] of a [BT, BT], `below` (0 or 1) blocks below the diagonal: [BT/S, S, S]."""
+def diagonal_blocks(lower, below: tl.constexpr, BT: tl.constexpr, S: tl.constexpr):
+    """The diagonal blocks [S, S] of L [BT, BT], `below` (0 or 1) blocks below the diagonal: [BT/S, S, S]."""
     N: tl.constexpr = BT // S
     n = tl.arange(0, N)
     # Axes [block row, row, block column, column]; one block column is left in each block row.
     on_block = n[:, None, None, None] == (n + below)[None, None, :, None]
-    return tl.sum(tl.where(on_block, tl.reshape(a, [N, S, N, S]), 0.0), 2)
+    return tl.sum(tl.where(on_block, tl.reshape(lower, [N, S, N, S]), 0.0), 2)
 
 
 @triton.jit
-def doubled(inverse, a, BT: tl.constexpr, S: tl.constexpr):
+def doubled(inverse, lower, BT: tl.constexpr, S: tl.constexpr):
     """Inverses of blocks of 2S from those of S: [[X, 0], [Y, Z]]⁻¹ = [[X⁻¹, 0], [−Z⁻¹YX⁻¹, Z⁻¹]]."""
     P: tl.constexpr = BT // (2 * S)
     # X⁻¹ and Z⁻¹ of each pair, [P, S, S].
     x, z = tl.split(tl.permute(tl.reshape(inverse, [P, 2, S, S]), (0, 2, 3, 1)))
     # Y is in the pair's lower block row; the first block of a pair is for a later doubling.
     _, y = tl.split(
-        tl.permute(tl.reshape(diagonal_blocks(a, 1, BT, S), [P, 2, S, S]), (0, 2, 3, 1))
+        tl.permute(tl.reshape(diagonal_blocks(lower, 1, BT, S), [P, 2, S, S]), (0, 2, 3, 1))
     )
 
     # −Z⁻¹YX⁻¹; the compiler refuses a batch of one.
@@ -271,14 +271,14 @@ def doubled(inverse, a, BT: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def unit_lower_inverse(a, BT: tl.constexpr):
-    """(I + a)⁻¹ in fp32 for strictly lower triangular a [BT, BT], BT ≤ 64.
+def unit_lower_inverse(lower, BT: tl.constexpr):
+    """(I + L)⁻¹ in fp32 for strictly lower triangular L [BT, BT], BT ≤ 64.
 
     Substitution inverts blocks of 16, row i of all blocks at once; then pairs of blocks are joined. Tensor
     cores are not used: their fp32 products cost more in registers than they save in time.
     """
     r = tl.arange(0, 16)
-    blocks = diagonal_blocks(a, 0, BT, 16)  # [BT/16, 16, 16]
+    blocks = diagonal_blocks(lower, 0, BT, 16)  # [BT/16, 16, 16]
     inverse = tl.where(r[:, None] == r[None, :], 1.0, 0.0)[None, :, :] + tl.zeros_like(blocks)
 
     # Row i of an inverse is that of I, less line i of the block times the rows above.
@@ -288,15 +288,15 @@ def unit_lower_inverse(a, BT: tl.constexpr):
         inverse -= tl.where(is_row, tl.sum(line[:, :, None] * inverse, 1)[:, None, :], 0.0)
 
     if BT > 16:
-        inverse = doubled(inverse, a, BT, 16)
+        inverse = doubled(inverse, lower, BT, 16)
     if BT > 32:
-        inverse = doubled(inverse, a, BT, 32)
+        inverse = doubled(inverse, lower, BT, 32)
     return tl.reshape(inverse, [BT, BT])
 
 
 @triton.jit
 def apply(inverse, x, PREC: tl.constexpr):
-    """(I + A)⁻¹ x in fp32. An inverse in fp32 beside 16-bit x is taken as a sum of two of x's type.
+    """(I + L)⁻¹ x in fp32. An inverse in fp32 beside 16-bit x is taken as a sum of two of x's type.
 
     Its rows of alternating ±β cancel where a token repeats and β is near 2. Rounded to 16 bits they cancel
     only in part, and the rest would lengthen the state from chunk to chunk.
@@ -338,8 +338,9 @@ def prepare(
 ):
     """Computes the parts of a chunk that do not need S.
 
-        P = scale · tril(Δ QK⊤),        (I + A)⁻¹ with A = tril(Δ KK⊤, −1) diag β
+        P = scale · tril(Δ QK⊤),        (I + L)⁻¹ with L = tril(Δ KK⊤, −1) diag β
 
+    L scales columns by β. The A of torch's chunk form and of fla, diag β tril(Δ KK⊤, −1), scales rows.
     It also stores what later passes read: φ(k), unless k is "stored" already, and the chunk's sum for z.
     """
     i_c, h = tl.program_id(0), tl.program_id(1)
@@ -380,14 +381,14 @@ def prepare(
 
     # A_ij = β_j Δ_ij k_i·k_j for i > j.
     if DELTA:
-        a = tl.dot(k1, tl.trans(k1), input_precision=PREC)
+        lower = tl.dot(k1, tl.trans(k1), input_precision=PREC)
         if MAP.halves == 2:
-            a = tl.dot(k2, tl.trans(k2), a, input_precision=PREC)
-        a = tl.where(t[:, None] > t[None, :], a * delta, 0.0)
+            lower = tl.dot(k2, tl.trans(k2), lower, input_precision=PREC)
+        lower = tl.where(t[:, None] > t[None, :], lower * delta, 0.0)
         # β is the writer's, because E has no β yet.
-        a *= load_gate(beta, row, real, h, HV, BT)[None, :]
-        a = unit_lower_inverse(a, BT)
-        tl.store(square_at(inverse, i_c, h, HV, BT), a.to(inverse.dtype.element_ty))
+        lower *= load_gate(beta, row, real, h, HV, BT)[None, :]
+        solved = unit_lower_inverse(lower, BT)
+        tl.store(square_at(inverse, i_c, h, HV, BT), solved.to(inverse.dtype.element_ty))
 
 
 @triton.jit
@@ -432,7 +433,7 @@ def states(
 ):
     """Runs through the chunks of a sequence; stores S before each chunk, and the error E of its prediction of v.
 
-        E = (I + A)⁻¹ (V − eᵞ K S),        S ← e^{γ_C} S + (e^{γ_C − γ} β K)⊤ E
+        E = (I + L)⁻¹ (V − eᵞ K S),        S ← e^{γ_C} S + (e^{γ_C − γ} β K)⊤ E
 
     Linear attention has E = V and β = 1. If the readout needs them, also z = Σk, with the decay of S, and u = Σv.
 
@@ -519,7 +520,7 @@ def states(
         v_new = load_rows(v, row, real, h, HV, V, i_v, BT, BV)
         dtype = v_new.dtype
         if DELTA:
-            # E = (I + A)⁻¹ (V − eᵞ K S), [BT, BV].
+            # E = (I + L)⁻¹ (V − eᵞ K S), [BT, BV].
             read = tl.dot(r1, s1.to(dtype), input_precision=PREC)
             if MAP.halves == 2:
                 read = tl.dot(r2, s2.to(dtype), read, input_precision=PREC)
@@ -839,9 +840,9 @@ def state_gradients(
 ):
     """Runs through the chunks of a sequence backwards: gradients of S, z and u after each chunk, and of v.
 
-        dV = (I + A)⁻⊤ β (e^{γ_C − γ} K dS + P⊤ dO),        dS ← e^{γ_C} dS + (scale · eᵞ Q)⊤ dO − (eᵞ K)⊤ dV
+        dV = (I + L)⁻⊤ β (e^{γ_C − γ} K dS + P⊤ dO),        dS ← e^{γ_C} dS + (scale · eᵞ Q)⊤ dO − (eᵞ K)⊤ dV
 
-    Linear attention has dV without (I + A)⁻⊤ and β, and dS without its last term. The pass starts from gradients
+    Linear attention has dV without (I + L)⁻⊤ and β, and dS without its last term. The pass starts from gradients
     of the last state and ends with those of the first. AFFINE and CHANNELS: as in `states`; q has its decays too.
     """
     W: tl.constexpr = V + K * MAP.halves if AFFINE and DELTA else V  # columns of the state
@@ -929,7 +930,7 @@ def state_gradients(
         d_new = tl.dot(tl.trans(p), d_out, d_new, input_precision=PREC)
 
         if DELTA:
-            # dE [BT, BV], then dV = (I + A)⁻⊤ dE.
+            # dE [BT, BV], then dV = (I + L)⁻⊤ dE.
             d_new = (d_new * load_gate(beta, row, real, h, HV, BT)[:, None]).to(dtype)
             d_new = apply(tl.trans(tl.load(square_at(inverse, chunk + i, h, HV, BT))), d_new, PREC)
         if not AFFINE:
@@ -1048,7 +1049,7 @@ def pair_gradients(
 
     if CHANNELS:
         if DELTA:
-            # dA = −dV E⊤ for i > j.
+            # dL = −dV E⊤ for i > j.
             d_kk = tl.where(t[:, None] > t[None, :], -pairs_v, 0.0)
             tl.store(square_at(d_keys, i_c, h, HV, BT), d_kk.to(d_keys.dtype.element_ty))
     elif DELTA or GATED:

@@ -214,7 +214,7 @@ def schedule(
     """Which of the block widths a sequential pass takes, and the chunks of a segment, or 0 for no segments.
 
     It is the choice of the least time, counted in steps. A step is a chunk in a block of 64 columns. With BV
-    columns it counts (64 + BV) / 128, as its instructions and bytes do: the part for k and (I + A)⁻¹ stays.
+    columns it counts (64 + BV) / 128, as its instructions and bytes do: the part for k and (I + L)⁻¹ stays.
     A pass takes as many steps as its longest run of chunks has, or as all chunks share among half of the
     processors, which memory can feed. Segments take two passes, the first with M more columns, then
     `composing` steps for each segment of the longest sequence, and 8 for two more launches. They must save a

@@ -104,7 +104,7 @@ class Options(NamedTuple):
     read: Readout
     scale: float
     final: bool = False  # whether the final states are wanted
-    wide: bool = False  # whether (I + A)⁻¹ is kept in fp32
+    wide: bool = False  # whether (I + L)⁻¹ is kept in fp32
 
     @staticmethod
     def parse(map: str, read: str, *rest) -> "Options":
@@ -117,7 +117,7 @@ class Saved(NamedTuple):
     o: Tensor  # [B, T, HV, V]
     scores: Tensor  # P [chunks, HV, BT, BT]
     s: Tensor  # S before each chunk [chunks, HV, F, V]
-    inverse: Tensor  # (I + A)⁻¹ [chunks, HV, BT, BT]
+    inverse: Tensor  # (I + L)⁻¹ [chunks, HV, BT, BT]
     e: Tensor  # the errors E of the delta rule [B, T, HV, V]
     zs: Tensor  # z before each chunk [chunks, HV, F]
     us: Tensor  # Σv before each chunk [chunks, HV, V]
@@ -416,7 +416,7 @@ def _forward(inputs: Inputs, options: Options) -> tuple[States, Saved]:
     finals, saved = _empty_results(v, form, options, chunks.total, chunks.sequences)
     run = Pass(inputs, saved, form, chunks)
 
-    # Within each chunk: P, (I + A)⁻¹, and the features that the next step reads.
+    # Within each chunk: P, (I + L)⁻¹, and the features that the next step reads.
     # [chunks, HV, F]
     z_sums = torch.empty_like(saved.zs)
     if form.channels:
@@ -470,7 +470,7 @@ def _forward(inputs: Inputs, options: Options) -> tuple[States, Saved]:
 
 
 def _prepare_chunks(run: Pass, z_sums: Tensor) -> Features:
-    """The raw q and the features of k; fills P, (I + A)⁻¹ and the chunks' sums for z."""
+    """The raw q and the features of k; fills P, (I + L)⁻¹ and the chunks' sums for z."""
     inputs, saved, form, chunks = run
     k = k_features = inputs.k
     if form.map.name != "stored":
@@ -495,7 +495,7 @@ def _prepare_chunks(run: Pass, z_sums: Tensor) -> Features:
 
 
 def _decay_channels(run: Pass, pairs: bool) -> Features:
-    """q and k with their decays, `[B, T, HV, F]`. pairs: whether to fill P and (I + A)⁻¹ too."""
+    """q and k with their decays, `[B, T, HV, F]`. pairs: whether to fill P and (I + L)⁻¹ too."""
     inputs, saved, form, chunks = run
     q, shape = inputs.q, (*inputs.v.shape[:3], form.F)
     q_in, k_out = q.new_empty(shape), q.new_empty(shape)
