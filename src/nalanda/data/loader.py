@@ -54,10 +54,10 @@ class PackedBatches:
     """One rank's micro-batches of packed documents, and the position in them.
 
     Documents follow one another, `[bos] tokens [eos]`, cut into rows of `seq_len` tokens. A document longer
-    than the rest of its row continues in the next row as a new segment. No state crosses rows
-    but under `data.long_documents: carry`. With
-    `data.documents: joined` a row is one segment. It begins with the last token of the row before (the first
-    row with an eos), so every token of the text is predicted once.
+    than the rest of its row continues in the next row. Its tokens in one row are a piece: cu_seqlens bounds
+    pieces. No state crosses rows but under `data.long_documents: carry`. With `data.documents: joined` a row
+    is one piece. It begins with the last token of the row before (the first row with an eos), so every token
+    of the text is predicted once.
 
     The rows and their order depend only on the corpus, the tokenizer and the seed. The s-th batches of all W
     ranks, B rows each, are the rows [s·B·W, (s+1)·B·W); each rank takes every W-th of them. Any number of
@@ -67,13 +67,13 @@ class PackedBatches:
 
     Each item is a dict of CPU tensors:
         input_ids: [B, T] int64.
-        labels: [B, T] int64, unshifted; -100 at the first token of a segment and on padding.
-        position_ids: [B, T] int64, from 0 in every segment.
-        cu_seqlens: [N+1] int32, the starts of the N segments in the flattened batch, then B·T. Every row
-            starts a segment.
+        labels: [B, T] int64, unshifted; -100 at the first token of a piece and on padding.
+        position_ids: [B, T] int64, from 0 in every piece.
+        cu_seqlens: [N+1] int32, the starts of the N pieces in the flattened batch, then B·T. Every row
+            starts a piece.
     and with `data.long_documents: carry`, in training:
         slots: [B] int64, the batch slot of each row; micro-batch i has the same slots in every step.
-        carried: [B] bool, whether the first segment continues the slot's row of the step before.
+        carried: [B] bool, whether the first piece continues the slot's row of the step before.
 
     Training lasts `epochs` and never pads: rows at the end that fill no micro-step are dropped. Validation is
     one pass in a fixed order over at most `data.max_validation_rows`. Its last row is padded. Rows of padding

@@ -65,10 +65,8 @@ class Masking:
             # [B, T]: a token begins a word by its own mark, or behind one that ends in white space.
             begins = self.begins[tokens]
             begins[:, 1:] |= self.ends[tokens[:, :-1]]
-            segments = batch["cu_seqlens"][:-1].numpy()
-            begins.reshape(-1)[segments] = (
-                True  # a document's and a row's first token begins a word
-            )
+            # A document's and a row's first token begins a word.
+            begins.reshape(-1)[batch["cu_seqlens"][:-1].numpy()] = True
             # Every token of a word takes the draw of the word's first.
             # first: the position of that token in the row [B, T], a running maximum.
             first = np.maximum.accumulate(np.where(begins, np.arange(T), 0), 1)

@@ -49,11 +49,11 @@ class Row(NamedTuple):
     tokens: np.ndarray
     """Tokens [T]; fewer in the last row of a validation pass."""
     starts: np.ndarray
-    """Positions at which segments begin, 0 included."""
+    """Positions at which pieces of documents begin, 0 included."""
     slot: int | None = None
     """Batch slot, whose state the row takes over."""
     carried: bool = False
-    """Whether the first segment continues a document of the slot's previous row."""
+    """Whether the first piece continues a document of the slot's previous row."""
 
 
 Rows = Iterator[tuple[Callable[[], Row], dict]]
@@ -372,22 +372,22 @@ def batched(
 
 
 def collate(rows: list[Row], seq_len: int, padding: int) -> dict[str, torch.Tensor]:
-    """The batch of these rows, as `PackedBatches` documents it. Padding is a segment of its own."""
+    """The batch of these rows, as `PackedBatches` documents it. Padding is a piece of its own."""
     input_ids = torch.full((len(rows), seq_len), padding)  # [B, T]
     labels = torch.full_like(input_ids, IGNORED)  # [B, T]
-    # Segments: a row's documents, and then its padding. A row of padding alone is one segment.
-    starts = []  # of segments, in the flattened batch
+    # Pieces: those of a row's documents, and then its padding. A row of padding alone is one piece.
+    starts = []  # of pieces, in the flattened batch
     for index, row in enumerate(rows):
         length = len(row.tokens)
         tokens = torch.from_numpy(row.tokens.astype(np.int64))  # [T], or fewer
         input_ids[index, :length] = labels[index, :length] = tokens
         ends = [length] if length < seq_len else []
         starts += [index * seq_len + start for start in (*row.starts.tolist(), *ends)]
-    labels.view(-1)[starts] = IGNORED  # nothing before a segment predicts its first token
+    labels.view(-1)[starts] = IGNORED  # nothing before a piece predicts its first token
 
     cu_seqlens = torch.tensor([*starts, input_ids.numel()], dtype=torch.int32)  # [N + 1]
 
-    # Position in the flattened batch less the start of the segment: lengths [N], positions [B·T].
+    # Position in the flattened batch less the start of the piece: lengths [N], positions [B·T].
     lengths = cu_seqlens.diff().long()
     positions = torch.arange(input_ids.numel()) - cu_seqlens[:-1].long().repeat_interleave(lengths)
     batch = {
