@@ -79,11 +79,11 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, dtype: torch.dtype, *weights: Tensor):
-        rows = x.flatten(0, -2).to(dtype)  # [M, D]
+        tokens = x.flatten(0, -2).to(dtype)  # [M, D]
         ctx.shape, ctx.dtype = x.shape, x.dtype
-        ctx.save_for_backward(rows if any(ctx.needs_input_grad[2:]) else None, *weights)
+        ctx.save_for_backward(tokens if any(ctx.needs_input_grad[2:]) else None, *weights)
         ctx.set_materialize_grads(False)
-        y = rows @ side_by_side(weights, dtype, ALIGNED).T  # [M, Σn], padded
+        y = tokens @ side_by_side(weights, dtype, ALIGNED).T  # [M, Σn], padded
         return columns(y.view(*x.shape[:-1], y.shape[1]), weights)
 
     @staticmethod
@@ -91,7 +91,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None):
         # A product for each run of adjacent gradients, which adds to that of x: to copy all of them side by
         # side for a single one would cost more than it saves.
-        rows, *weights = ctx.saved_tensors
+        tokens, *weights = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
         d_x, d_weights = None, [None] * len(weights)
         for group, d in merged([None if d is None else d.flatten(0, -2) for d in grads]):
@@ -101,7 +101,7 @@ class _Product(torch.autograd.Function):
                 d_x = d @ joined if d_x is None else d_x.addmm_(d, joined)
             if any(needed[i] for i in group):
                 # [n, D] of the group's layers together, then apart.
-                d_some = (d.T @ rows).to(some[0].dtype).split([*map(len, some)])
+                d_some = (d.T @ tokens).to(some[0].dtype).split([*map(len, some)])
                 for i, d_weight in zip(group, d_some, strict=True):
                     d_weights[i] = d_weight if needed[i] else None
         return None if d_x is None else d_x.view(ctx.shape).to(ctx.dtype), None, *d_weights
@@ -115,9 +115,9 @@ class _Joined:
     ):
         with torch.inference_mode(weights[0].is_inference()), torch.no_grad():
             self.matrix = side_by_side(weights, weights[0].dtype, ALIGNED)
-            for weight, rows in zip(weights, columns(self.matrix.T, weights), strict=True):
+            for weight, transposed in zip(weights, columns(self.matrix.T, weights), strict=True):
                 # By DLPack each weight has a storage of its own over the same memory.
-                weight.data = torch.from_dlpack(rows.T)
+                weight.data = torch.from_dlpack(transposed.T)
         self.modules, self.names, self.layers = dict(modules), list(layers), list(layers.values())
         self.widths = [*map(len, weights), len(self.matrix) - sum(map(len, weights))]
         self.memory = [(weight.data_ptr(), weight.numel()) for weight in weights]
