@@ -356,6 +356,49 @@ def imitate(
 
 
 @app.command()
+def fork(
+    text: Annotated[
+        str | None,
+        Option(help="corpus, as data.source of a recipe; default that of an earlier call"),
+    ] = None,
+    out: Annotated[
+        str, Option(help="directory for records, states and the log; finished runs in it are kept")
+    ] = "runs/fork",
+    only: Annotated[
+        str | None, Option(help="rates or trunks; by default rates, then trunks")
+    ] = None,
+    report: Annotated[
+        bool,
+        Option("--report", help="only print the verdicts and draw them, once all runs have ended"),
+    ] = False,
+    study: Annotated[
+        str | None, Option(metavar="FILE", help="another file like lab/nalanda_lab/fork.yaml")
+    ] = None,
+) -> None:
+    """Fork trained models to see whether query norms lower the loss.
+
+    \b
+    nalanda-lab fork --text CORPUS --out runs/fork
+    nalanda-lab fork --out runs/fork --report
+
+    Trains NaLa's mixers and softmax, and forks them with and without ‖q‖ in the exponent. One process of one
+    thread, for about 21 hours; it resumes after an interruption.
+    """
+    from pathlib import Path
+
+    if only not in (None, "rates", "trunks"):
+        raise typer.BadParameter("choose rates or trunks", param_hint="--only")
+    with loading_torch():
+        from nalanda_lab.fork import STUDY, Experiment
+        from nalanda_lab.fork_report import report as print_report
+
+    file = Path(study) if study else STUDY
+    if report:
+        raise typer.Exit(0 if print_report(Path(out), file) else 1)
+    Experiment(text, Path(out), file).run(only)
+
+
+@app.command()
 def kernels(
     what: Annotated[str, Argument(metavar="static|traffic", help="compile, or count bytes moved")],
     arch: Annotated[list[str] | None, Option(help="for static: sm_80, sm_90, sm_100")] = None,

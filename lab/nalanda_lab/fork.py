@@ -1,0 +1,300 @@
+"""The fork experiment: with a fifth of training left, does ‖q‖ in NaLa's exponent lower the loss?
+
+A trunk is trained once. Its forks get its weights, its optimizer's state and its batches, and differ in the
+exponent alone. `fork.yaml` has the models, arms, margins, sentences and readings, fixed before the first
+record. `fork_arms.py` has the arms, `fork_report.py` the estimator. Each run leaves one record, and goes on
+after a kill.
+"""
+
+import itertools
+import json
+import time
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nalanda.model
+import nalanda.train.loss
+import nalanda.train.optim
+from nalanda.common.errors import InputError
+from nalanda.common.versions import versions
+from nalanda.config.load import parse_yaml, section
+from nalanda.config.schema import RunConfig
+from nalanda.data.tokenizer import build_tokenizer
+from nalanda.model import NalandaForCausalLM
+from nalanda.train.build import open_batches
+from nalanda_lab import equal, estimate, fork_arms, norms, paired, texts
+from nalanda_lab.fork_arms import Fork, add_noise, head_means, measure
+from nalanda_lab.paired import cpu_model, draw_weights
+from nalanda_lab.sweep import Record, appended
+
+STUDY = Path(__file__).with_name("fork.yaml")
+SAVE_EVERY = 240.0
+"""Seconds between two saved states of a run."""
+
+
+def load_study(file: Path = STUDY) -> dict[str, Any]:
+    return parse_yaml(file.read_text(encoding="utf-8"), str(file))
+
+
+def hash_files(*files: Path) -> str:
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def code_hashes(study_file: Path) -> dict[str, str]:
+    """The hashes `rule`, of files fixed before the first record, and `model`, of code that trains."""
+    here = Path(__file__)
+    modules = [nalanda.train.loss, nalanda.train.optim, fork_arms, paired, norms, equal, texts]
+    trains = [Path(str(module.__file__)) for module in modules]
+    model_files = sorted(Path(str(nalanda.model.__file__)).parent.glob("*.py"))
+
+    estimator = [here.with_name("fork_report.py"), Path(str(estimate.__file__))]
+    return {
+        "rule": hash_files(here, study_file, *estimator),
+        "model": hash_files(*model_files, *trains),
+    }
+
+
+# ------------------------------ runs and records
+
+
+def name_of(run: dict[str, Any]) -> str:
+    """`trunks-deltanet-1-blind-80`, `rates-deltanet-101-0.002`."""
+    end = f"{run['rate']:g}" if run["part"] == "rates" else f"{run['arm']}-{run['fork']}"
+    return f"{run['part']}-{run['mixer']}-{run['seed']}-{end}"
+
+
+def rate_grid(grid: list[float], losses: dict[float, float]) -> list[float]:
+    """The grid, with one octave more once it is complete and an end has the lowest loss."""
+    if any(rate not in losses for rate in grid):
+        return grid
+    best = min(grid, key=losses.__getitem__)
+    further = {grid[0]: [grid[0] / 2], grid[-1]: [grid[-1] * 2]}
+    return grid + further.get(best, [])
+
+
+def rate_runs(study: dict[str, Any], records: dict[str, Record]) -> list[dict[str, Any]]:
+    """The rates' runs, as far as the records tell which there are: seed by seed over the mixers."""
+    runs = []
+    for seed, mixer in itertools.product(study["rates"]["seeds"], study["mixers"]):
+        for rate in rate_grid(study["rates"]["grid"], mean_losses(study, records, mixer)):
+            run = {"part": "rates", "mixer": mixer, "seed": seed, "rate": rate}
+            runs.append(run | {"arm": "own", "fork": 80})
+    return runs
+
+
+def mean_losses(
+    study: dict[str, Any], records: dict[str, Record], mixer: str
+) -> dict[float, float]:
+    """The mean loss over the seeds of each rate that all of them have finished."""
+    by_rate: dict[float, list[float]] = {}
+    for record in records.values():
+        run = record["run"]
+        if run["part"] == "rates" and run["mixer"] == mixer:
+            loss = float("inf") if "failed" in record else record["loss"]
+            by_rate.setdefault(run["rate"], []).append(loss)
+
+    count = len(study["rates"]["seeds"])
+    return {rate: sum(each) / count for rate, each in by_rate.items() if len(each) == count}
+
+
+def chosen_rates(study: dict[str, Any], records: dict[str, Record]) -> dict[str, float]:
+    """The rate of each mixer whose rates are finished."""
+    chosen = {}
+    for mixer in study["mixers"]:
+        losses = mean_losses(study, records, mixer)
+        if all(rate in losses for rate in rate_grid(study["rates"]["grid"], losses)):
+            chosen[mixer] = min(losses, key=losses.__getitem__)
+    return chosen
+
+
+def trunk_runs(study: dict[str, Any], rates: dict[str, float | None]) -> list[dict[str, Any]]:
+    """The arms of all trunks, seed by seed over the mixers."""
+    runs = []
+    seeds = sorted({seed for mixer in study["mixers"].values() for seed in mixer["seeds"]})
+    for seed, (mixer, settings) in itertools.product(seeds, study["mixers"].items()):
+        if seed not in settings["seeds"]:
+            continue
+        kind = "softmax" if mixer == "softmax" else "nala"
+        for fork, arms in study["arms"].items():
+            for arm in arms[kind]:
+                if arm != "noise" or seed in study["noise"]["seeds"]:
+                    run = {"part": "trunks", "mixer": mixer, "seed": seed}
+                    runs.append(run | {"rate": rates.get(mixer), "arm": arm, "fork": fork})
+    return runs
+
+
+def read_records(out: Path, hashes: dict[str, str], text: str | None = None) -> dict[str, Record]:
+    """The records of a folder by name.
+
+    Raises `InputError` for one of another rule, or of another model code or text than the others.
+    """
+    records = {}
+    expected = hashes | ({"text": text} if text else {})
+    for file in sorted((out / "records").glob("*.json")):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        for key, value in record["hashes"].items():
+            if value != expected.setdefault(key, value):
+                raise InputError(
+                    f"{file}: its {key} hash is {value}, not {expected[key]}; "
+                    "use the code and text of its commit, or another folder"
+                )
+        records[name_of(record["run"])] = record
+    return records
+
+
+# ------------------------------ running
+
+
+class Experiment:
+    """Runs what a folder has no record for. `records`, `work` and `log.txt` are in the folder."""
+
+    def __init__(self, text: str | None, out: Path, study_file: Path = STUDY):
+        self.study = load_study(study_file)
+        self.out = out
+        self.text = texts.prepare_text(self.study["recipe"], text, out, 1)
+        self.facts = texts.text_facts(self.text)
+        self.hashes = code_hashes(study_file) | {"text": self.facts["fingerprint"]}
+        self.saved_at = time.perf_counter()
+
+    def say(self, line: str) -> None:
+        """Prints a line and appends it to the log. No line has a loss of an arm: there are no looks."""
+        line = f"{time.strftime('%m-%d %H:%M:%S')} {line}"
+        print(line, flush=True)
+        with (self.out / "log.txt").open("a", encoding="utf-8") as log:
+            log.write(line + "\n")
+
+    def records(self) -> dict[str, Record]:
+        return read_records(self.out, self.hashes)
+
+    def run(self, only: str | None = None) -> None:
+        """Rates first, then trunks with their arms. only: `rates` or `trunks`."""
+        torch.set_num_threads(1)
+        torch.set_flush_denormal(True)
+        (self.out / "records").mkdir(parents=True, exist_ok=True)
+        with appended(self.out / "lock"):
+            if only != "trunks":
+                self.run_rates()
+            if only != "rates":
+                self.run_trunks()
+
+    def run_rates(self) -> None:
+        # A finished grid may ask for one octave more.
+        while todo := [r for r in rate_runs(self.study, self.records()) if self.lacks(r)]:
+            self.finish(self.open(todo[0]), todo[0])
+        self.say(f"rates: {chosen_rates(self.study, self.records())}")
+
+    def run_trunks(self) -> None:
+        rates = chosen_rates(self.study, self.records())
+        if lacking := self.study["mixers"].keys() - rates:
+            raise InputError(
+                f"{self.out}: no rate for {', '.join(sorted(lacking))}; run rates first"
+            )
+        runs = trunk_runs(self.study, dict(rates))
+        for _, arms in itertools.groupby(runs, key=lambda run: (run["seed"], run["mixer"])):
+            if todo := [run for run in arms if self.lacks(run)]:
+                self.run_trunk(todo)
+
+    def run_trunk(self, todo: list[dict[str, Any]]) -> None:
+        """Trains a trunk to its forks, then the arms that have no record."""
+        any_arm = todo[0]
+        trunk = {**any_arm, "arm": "trunk", "fork": 0}
+        forks = {fork: self.state_file({**trunk, "fork": fork}) for fork in (50, 80)}
+        if not all(self.usable(file) for file in forks.values()):
+            run = self.open(trunk)
+            for fork, file in forks.items():
+                self.advance(run, run.step_at(fork), trunk)
+                if run.failed or run.step == run.step_at(fork):
+                    self.save(run, file)
+
+        for settings in todo:
+            run = self.open(settings)
+            if not self.usable(self.state_file(settings)):
+                run.load(torch.load(forks[settings["fork"]], weights_only=True)["run"])
+                self.leave(run, settings)
+            self.finish(run, settings)
+        for file in (*forks.values(), self.state_file(trunk)):
+            file.unlink(missing_ok=True)
+
+    def leave(self, run: Fork, settings: dict[str, Any]) -> None:
+        """Makes a run that stands at its fork the arm of `settings`."""
+        run.seconds = 0.0
+        run.become(settings["arm"], head_means(run.model, list(run.recent)))
+        if settings["arm"] == "noise":
+            add_noise(run.model, self.study["noise"]["size"], settings["seed"])
+
+    def lacks(self, run: dict[str, Any]) -> bool:
+        return not self.record_file(run).is_file()
+
+    def record_file(self, run: dict[str, Any]) -> Path:
+        return self.out / "records" / f"{name_of(run)}.json"
+
+    def state_file(self, run: dict[str, Any]) -> Path:
+        return self.out / "work" / f"{name_of(run)}.pt"
+
+    def usable(self, file: Path) -> bool:
+        """Whether a saved state is there, and of this code and text."""
+        return file.is_file() and torch.load(file, weights_only=True)["hashes"] == self.hashes
+
+    def open(self, settings: dict[str, Any]) -> Fork:
+        """A run at its last saved state, or at its beginning."""
+        recipe = {**self.study["recipe"], "seed": settings["seed"]}
+        model = self.study["model"] | self.study["mixers"][settings["mixer"]]["model"]
+        recipe |= {"model": model, "optim": {"lr": settings["rate"]}}
+        recipe |= {"data": recipe["data"] | {"source": str(self.text)}}
+        config = section(RunConfig, recipe | {"tokenizer": f"{self.text}/tokenizer"}, "")
+
+        tokenizer = build_tokenizer(config.tokenizer, config.data, self.text / "tokenizer")
+        batches, validation = open_batches(config, tokenizer)
+        net = NalandaForCausalLM(equal.configured(model, self.facts["vocab_size"]))
+        draw_weights(net, settings["seed"])
+
+        keep = self.study["mean_rows"] // config.train.micro_batch_size
+        run = Fork(net, config, batches, keep)
+        run.rows, run.bos = list(itertools.chain(*validation.values())), tokenizer.bos_token_id
+        if self.usable(file := self.state_file(settings)):
+            run.load(torch.load(file, weights_only=True)["run"])
+        return run
+
+    def advance(self, run: Fork, until: int, settings: dict[str, Any]) -> None:
+        """Trains up to a step, and saves the state now and then."""
+        name, first, start = name_of(settings), run.step, time.perf_counter()
+        before = run.seconds
+        with run.norms():
+            while run.step < until and not run.failed:
+                run.advance_one()
+                run.seconds = before + time.perf_counter() - start
+                if time.perf_counter() - self.saved_at > SAVE_EVERY:
+                    self.save(run, self.state_file(settings))
+                    tokens = (run.step - first) * run.tokens_per_step
+                    speed = tokens / (time.perf_counter() - start)
+                    self.say(f"{name}: step {run.step} of {run.steps}, {speed:,.0f} tokens/s")
+
+    def save(self, run: Fork, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"run": run.state(), "hashes": self.hashes}, file.with_suffix(".new"))
+        file.with_suffix(".new").replace(file)
+        self.saved_at = time.perf_counter()
+
+    def finish(self, run: Fork, settings: dict[str, Any]) -> None:
+        """Trains a run to its end and writes its record."""
+        self.advance(run, run.steps, settings)
+        record: Record = {"run": settings, "hashes": self.hashes, "text": self.facts}
+        beside = settings["part"] == "trunks" and settings["arm"] == "own"
+        record |= {"failed": run.failed} if run.failed else measure(run, beside)
+        if not record.get("failed") and not record["loss"] < 20:
+            record["failed"] = f"diverged: its loss at the end is {record['loss']:.3g}"
+
+        record |= {
+            "machine": cpu_model(),
+            "threads": torch.get_num_threads(),
+            "versions": versions(),
+        }
+        record |= {"fp32_products": "default route", "seconds": round(run.seconds, 1)}
+        file = self.record_file(settings)
+        file.with_suffix(".new").write_text(json.dumps(record, indent=1), encoding="utf-8")
+        file.with_suffix(".new").replace(file)
+        self.state_file(settings).unlink(missing_ok=True)
+        self.say(f"{file.stem}: {record.get('failed', 'done')}, {run.seconds:,.0f} s")
