@@ -467,6 +467,36 @@ def plan(
         planner.print_plan(counts, plans)
 
 
+@app.command()
+def coordinates(
+    recipe: Annotated[str, Argument(help="recipe, whose model has the base width")],
+    overrides: Overrides = None,
+    widths: Annotated[
+        str, Option(metavar="W,W,…", help="values of hidden_size")
+    ] = "64,128,256,512",
+    steps: Annotated[int, Option(min=1, help="optimizer steps")] = 4,
+    output: Annotated[
+        str, Option(help="directory for the picture and the table")
+    ] = "runs/coordinates",
+    json: Json = None,
+) -> None:
+    """Check that activations keep their size in wider models, with µP and without.
+
+    \b
+    nalanda-lab coordinates demo model.hidden_size=64 model.head_dim=32 model.intermediate_size=128
+
+    Trains models of each width for some steps on text of Python itself. Prints how the size of each output grows
+    with the width, and how its change does.
+    """
+    from nalanda.config.load import load_config
+
+    config = load_config(recipe, overrides or [])
+    with loading_torch():
+        from nalanda_lab import width
+
+    width.check_coordinates(config, several(widths) or [], steps, output, json)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The `nalanda-lab` command; by default with the process's own arguments."""
     run_command(app, "nalanda-lab", sys.argv[1:] if arguments is None else arguments)

@@ -296,6 +296,7 @@ def resolved(config: NalandaConfig) -> Config:
     main = mixers[next(iter(mixers.keys() - {"softmax"}), "softmax")]
 
     left_out = {"expand_k", "expand_v", "head_dim", "initializer", "mixer"}
+    left_out |= {"parametrization", "base_width"}  # of initial weights and rates alone
     settings = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)

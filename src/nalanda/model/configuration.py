@@ -15,6 +15,7 @@ from .feature_maps import FEATURE_MAPS
 from .mixers import MIXERS, build_mixer
 from .options import beyond, check_types, defaults, did_you_mean
 from .plugins import missing_plugins, plugin_files, plugins_of
+from .width import base_config
 
 # `transformers serve` looks up the class named in config.json in its own, earlier copy of `transformers`. The
 # Auto class there loads the code in the checkpoint.
@@ -61,6 +62,7 @@ _POSITIVE = (
     "num_channels",
     "norm_eps",
     "initializer_range",
+    "base_width",
 )
 
 
@@ -135,6 +137,11 @@ class NalandaConfig(PreTrainedConfig):
     """"normal", with a standard deviation of initializer_range, or "xavier"."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
+    parametrization: str = "standard"
+    """"standard", or "mup": initial weights and rates are those of a model `base_width` wide, carried over to
+    `hidden_size` (`model/width.py`)."""
+    base_width: int | None = None
+    """hidden_size at which rate and initializer_range were tuned, under mup."""
     max_position_embeddings: int = 2048
     """The training length; the model does not depend on it. By default in a recipe, data.seq_len."""
     is_decoder: bool = True
@@ -191,6 +198,7 @@ class NalandaConfig(PreTrainedConfig):
         if plugins := plugins_of(mixers):
             self.plugins = plugins
         self._check_mixers(mixers)
+        self._check_parametrization()
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
@@ -263,6 +271,7 @@ class NalandaConfig(PreTrainedConfig):
         for name, allowed in (
             ("position_embedding", ("none", "sinusoidal", "learnt")),
             ("initializer", ("normal", "xavier")),
+            ("parametrization", ("standard", "mup")),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(
@@ -274,6 +283,20 @@ class NalandaConfig(PreTrainedConfig):
             raise ValueError(
                 f"sinusoidal positions need an even hidden_size, not {self.hidden_size}"
             )
+
+    def _check_parametrization(self) -> None:
+        if (self.parametrization == "mup") != (self.base_width is not None):
+            raise ValueError(
+                "parametrization: mup and base_width, the width of the tuned model, belong together; "
+                "set both or none"
+            )
+        if self.base_width is not None:
+            if self.initializer != "normal":
+                raise ValueError(
+                    f"parametrization=mup: initializer={self.initializer!r} has a width rule of its own; "
+                    "take normal"
+                )
+            base_config(self)  # refuses a width that cannot work
 
     def _check_images(self) -> None:
         for name in ("conv_size", "value_conv"):

@@ -24,6 +24,7 @@ from .mixers import build_mixer, uncut_mixers
 from .plugins import load_copies
 from .projections import FusedLinears
 from .sequences import Layout, Sequences, foreign_bounds
+from .width import Growth, growths
 
 
 @dataclass
@@ -142,6 +143,11 @@ class NalandaPreTrainedModel(PreTrainedModel):
         kwargs |= {"config": config, "trust_remote_code": trust_remote_code}
         return super().from_pretrained(name, *args, **kwargs)
 
+    def post_init(self) -> None:
+        for name, growth in growths(self).items():
+            self.get_submodule(name).growth = growth  # pyrefly: ignore[bad-argument-type]
+        super().post_init()
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialises a module; `init` skips parameters that a checkpoint has filled.
@@ -150,18 +156,19 @@ class NalandaPreTrainedModel(PreTrainedModel):
         Raises ValueError if a parameter or buffer would remain uninitialised memory.
         """
         std = self.config.initializer_range
+        width_factor = getattr(module, "growth", Growth()).deviation()
         if isinstance(module, nn.Linear):
             if self.config.initializer == "xavier":
                 init.xavier_uniform_(module.weight, gain=getattr(module, "gain", 1.0))
             else:
-                init.normal_(module.weight, mean=0.0, std=std)
+                init.normal_(module.weight, mean=0.0, std=std * width_factor)
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             scaled = self.config.scale_embeddings  # times √D their variance is 1
             init.normal_(module.weight, mean=0.0, std=module.embedding_dim**-0.5 if scaled else std)
         elif isinstance(module, RMSNorm):
-            init.ones_(module.weight)
+            init.constant_(module.weight, width_factor)
         elif isinstance(module, ShortConv):
             # A depthwise filter sums few inputs, not `hidden_size`: at std 0.02 the values would be smaller
             # than the epsilon of the norm after the recurrence.

@@ -14,6 +14,7 @@ from nalanda.common.text import suggest
 from nalanda.config.schema import OPTIMIZERS, GroupConfig, OptimConfig, ScheduleConfig
 from nalanda.model.base import Mixer
 from nalanda.model.layers import Fp32Module
+from nalanda.model.width import Growth, growths
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
@@ -61,16 +62,20 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
     if config.name == "muon":
         blocks = muon_blocks(model, [p for p in trained.values() if id(p) not in vectors])
 
-    # (pattern, kind, blocks) → group, in the order of the first parameter of each
+    growth_of = growths(model)
+    # (pattern, kind, blocks, width's factor) → group, in the order of the first parameter of each
     groups: dict[tuple, dict] = {}
     for name, p in trained.items():
         kind = "vectors" if id(p) in vectors else "muon" if id(p) in blocks else "matrices"
         # The first pattern that matches decides.
         rule = next((g for g in config.groups if re.search(g.match, name)), None)
-        # All parameters of a group share their number of blocks.
-        key = rule and rule.match, kind, blocks.get(id(p))
+        width_rate = 1.0
+        if growth := growth_of.get(name.removesuffix(".weight")):
+            width_rate = width_factor(growth, p, blocks.get(id(p)))
+        # All parameters of a group share their number of blocks and their factor.
+        key = rule and rule.match, kind, blocks.get(id(p)), width_rate
         if key not in groups:
-            groups[key] = group_settings(kind, config, rule, blocks.get(id(p)))
+            groups[key] = group_settings(kind, config, rule, blocks.get(id(p)), width_rate)
         groups[key]["params"].append(p)
 
     used = {pattern for pattern, *_ in groups}
@@ -113,10 +118,30 @@ def muon_blocks(model: nn.Module, decaying: list[nn.Parameter]) -> dict[int, int
     return {id(p): counts.get(id(p), 1) for p in decaying if p.ndim == 2 and id(p) not in excluded}
 
 
+def width_factor(growth: Growth, weight: nn.Parameter, blocks: int | None) -> float:
+    """The factor of a weight's rate under µP, rounded so that equal ones share a group.
+
+    blocks: into how many blocks of rows Muon cuts it; None for AdamW.
+    """
+    if blocks is None:
+        return round(growth.adam_rate(), 12)
+    n_out, n_in = weight.shape
+    if blocks > 1:  # of heads, whose size does not grow
+        growth = growth._replace(rows=1.0)
+    return round(growth.muon_rate(n_out // blocks, n_in), 12)
+
+
 def group_settings(
-    kind: str, config: OptimConfig, rule: GroupConfig | None, blocks: int | None
+    kind: str,
+    config: OptimConfig,
+    rule: GroupConfig | None,
+    blocks: int | None,
+    width_rate: float = 1.0,
 ) -> dict[str, Any]:
-    """An empty group of a kind. rule: of `config.groups`, if its parameters match one."""
+    """An empty group of a kind.
+
+    rule: of `config.groups`, if its parameters match one. width_rate: the factor of `width_factor`.
+    """
     name, scale = kind, 1.0
     decay = 0.0 if kind == "vectors" else config.weight_decay
     if kind == "muon" and config.muon_lr is not None:
@@ -129,6 +154,10 @@ def group_settings(
             decay = rule.weight_decay
     if blocks is not None and blocks > 1:
         name = f"{name} in {blocks} blocks"
+    if width_rate != 1:
+        name = f"{name} µP"
+        # Rate times decay stays.
+        scale, decay = scale * width_rate, decay / width_rate
 
     settings = {"name": name, "kind": kind, "weight_decay": decay, "lr_scale": scale, "params": []}
     return settings if blocks is None else settings | {"blocks": blocks}

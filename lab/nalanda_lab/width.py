@@ -1,0 +1,238 @@
+"""Models of several widths: whether activations keep their size, and where the best rate lies.
+
+Both compare the standard parametrization with µP (`nalanda.model.width`). The models are those of a recipe, with
+heads of the recipe's size: width W has W / base width times its heads, and as much more of a GLU.
+"""
+
+import argparse
+import inspect
+import json as jsonlib
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from nalanda.common.errors import InputError, output_file, output_folder
+from nalanda.common.progress import Progress
+from nalanda.config.schema import OptimConfig, RunConfig
+from nalanda.model import NalandaConfig, NalandaForCausalLM
+from nalanda.model.projections import FusedLinears
+from nalanda.report.figures import drawing, files, in_panels, log_axis
+from nalanda.train.optim import build_optimizer
+
+PARAMETRIZATIONS = ("standard", "mup")
+BYTES = 256
+"""The vocabulary of the coordinate check, whose text is read as bytes."""
+ROWS, LENGTH = 4, 128
+
+
+def widened(model: dict[str, Any], width: int, parametrization: str) -> dict[str, Any]:
+    """The keys of `model` at another width, with heads of its size.
+
+    Raises:
+        InputError: a head does not fit the width a whole number of times.
+    """
+    base = NalandaConfig(**model)
+    sizes = {}
+    for name in ("hidden_size", "num_heads", "intermediate_size"):
+        size = getattr(base, name) * width / base.hidden_size
+        if size != round(size):
+            raise InputError(
+                f"--widths {width}: {name} would be {size:g}; take a multiple of a head"
+            )
+        sizes[name] = round(size)
+    keys = model | sizes | {"head_dim": base.head_dim, "parametrization": parametrization}
+    return keys | ({"base_width": base.hidden_size} if parametrization == "mup" else {})
+
+
+# ------------------------------ the coordinate check
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Outputs of the modules while inside, by kind: a projection's last name, `mixer`, `mlp`, `norm`, `lm_head`."""
+    outputs: dict[str, list[Tensor]] = {}
+
+    def record(kind: str, y: Any) -> None:
+        tensor = y[0] if isinstance(y, tuple) else y
+        outputs.setdefault(kind, []).append(tensor.detach().float())
+
+    def watched(project: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+        def call(x: Tensor) -> dict[str, Tensor]:
+            rows = project(x)
+            for name, y in rows.items():
+                record(f"{name}_proj", y)
+            return rows
+
+        return call
+
+    handles, fused = [], []
+    for name, module in model.named_modules():
+        kind = name.rpartition(".")[2]
+        if kind in ("mixer", "mlp", "norm", "lm_head"):
+            handles.append(
+                module.register_forward_hook(lambda _m, _x, y, kind=kind: record(kind, y))
+            )
+        if isinstance(module, FusedLinears):
+            fused.append(module)
+            module.project = watched(module.project)  # pyrefly: ignore[missing-attribute]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in fused:
+            del module.project
+
+
+def text_rows() -> Tensor:
+    """`[ROWS, LENGTH]` bytes of a module of Python."""
+    text = inspect.getsource(argparse).encode()[: ROWS * LENGTH]
+    return torch.tensor(list(text)).view(ROWS, LENGTH)
+
+
+def changes(
+    keys: dict[str, Any], optim: OptimConfig, steps: int, seed: int
+) -> dict[str, list[float]]:
+    """How far the outputs of each kind of module have moved from their first values, after 0 to `steps` steps.
+
+    A distance is the root mean square over tokens, channels and layers. Entry 0 is the size itself at the start.
+    """
+    torch.manual_seed(seed)
+    model = NalandaForCausalLM(NalandaConfig(**keys, vocab_size=BYTES))
+    optimizer = build_optimizer(model, optim)
+    rows = text_rows()
+
+    first: dict[str, list[Tensor]] = {}
+    moved: dict[str, list[float]] = {}
+    for step in range(steps + 1):
+        with recorded(model) as outputs:
+            loss = model(rows, labels=rows, use_cache=False).loss
+        if step == 0:
+            first = {kind: list(tensors) for kind, tensors in outputs.items()}
+        for kind, tensors in outputs.items():
+            pairs = zip(tensors, first[kind], strict=True)
+            squares = [(y - (y0 if step else 0)).square().mean() for y, y0 in pairs]
+            moved.setdefault(kind, []).append(torch.stack(squares).mean().sqrt().item())
+
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return moved
+
+
+def slope(widths: list[int], sizes: list[float]) -> float:
+    """Exponent s of size ~ width^s, by least squares over the logarithms."""
+    x, y = [math.log(width) for width in widths], [math.log(size) for size in sizes]
+    return statistics.linear_regression(x, y).slope
+
+
+def coordinates(
+    model: dict[str, Any], optim: OptimConfig, widths: list[int], steps: int, seeds: int = 2
+) -> list[dict[str, Any]]:
+    """A row for each parametrization and kind of module: `start` and `change`, the sizes by width, and slopes.
+
+    `start` is the size before the first step; `change` the distance from it after the last one. Sizes are means
+    over seeds.
+    """
+    rows = []
+    with Progress("training", len(PARAMETRIZATIONS) * len(widths) * seeds, "runs") as progress:
+        done = 0
+        for parametrization in PARAMETRIZATIONS:
+            by_width: dict[int, list[dict[str, list[float]]]] = {}
+            for width in widths:
+                for seed in range(seeds):
+                    keys = widened(model, width, parametrization)
+                    by_width.setdefault(width, []).append(changes(keys, optim, steps, seed))
+                    done += 1
+                    progress.to(done)
+            for kind in by_width[widths[0]][0]:
+                row: dict[str, Any] = {"parametrization": parametrization, "kind": kind}
+                for name, step in (("start", 0), ("change", -1)):
+                    sizes = [
+                        statistics.mean(run[kind][step] for run in by_width[w]) for w in widths
+                    ]
+                    row |= {name: sizes, f"{name}_slope": slope(widths, sizes)}
+                rows.append(row)
+    return rows
+
+
+def check_coordinates(
+    config: RunConfig, widths: list[str], steps: int, output: str, json: str | None = None
+) -> list[dict[str, Any]]:
+    """Measures, prints and draws `coordinates` for a recipe's model and optimizer.
+
+    Raises:
+        InputError: widths that are no numbers, fewer than two, or that no whole number of heads fills.
+    """
+    try:
+        sizes = sorted({int(width) for width in widths})
+    except ValueError:
+        raise InputError(f"--widths {','.join(widths)}: give numbers with commas") from None
+    if len(sizes) < 2:
+        raise InputError("--widths: give at least two, since an exponent is measured")
+    directory = output_folder(output, "--output")
+    file = None if json is None else output_file(json, "--json")
+
+    model = {key: value for key, value in config.model.items() if key not in ("auto", "init_from")}
+    rows = coordinates(model, config.optim, sizes, steps)
+    console = Console(highlight=False, emoji=False)
+    print_coordinates(rows, sizes, console)
+    about = f"{steps} steps of {config.optim.name} at {config.optim.lr:g}, {ROWS} rows of {LENGTH} bytes, 2 seeds."
+    picture = draw_coordinates(rows, sizes, directory / "coordinates", about)[0]
+    console.print(f"\n{picture}", style="dim", soft_wrap=True)
+    if file is not None:
+        file.write_text(jsonlib.dumps({"widths": sizes, "rows": rows}, indent=2) + "\n")
+    return rows
+
+
+def print_coordinates(rows: list[dict[str, Any]], widths: list[int], console: Console) -> None:
+    """Prints slopes of both parametrizations side by side."""
+    table = Table("output of", box=None, pad_edge=False)
+    for head in ("standard\nstart", "standard\nchange", "µP\nstart", "µP\nchange"):
+        table.add_column(head, justify="right")
+    slopes: dict[str, list[str]] = {}
+    for row in rows:
+        cells = [f"{row[name]:+.2f}" for name in ("start_slope", "change_slope")]
+        slopes.setdefault(row["kind"], []).extend(cells)
+    for kind, cells in slopes.items():
+        table.add_row(kind, *cells)
+    console.print(
+        f"exponent of the width in an activation's size, widths {', '.join(map(str, widths))}",
+        style="bold",
+    )
+    console.print(table)
+
+
+def draw_coordinates(
+    rows: list[dict[str, Any]], widths: list[int], file: Path, about: str
+) -> list[Path]:
+    """Draws the change of each output over width, a panel for each parametrization."""
+    worst = max(
+        (row for row in rows if row["parametrization"] == "mup"),
+        key=lambda r: abs(r["change_slope"]),
+    )
+    title = f"Change of activations over width: µP's largest exponent is {worst['change_slope']:+.2f} ({worst['kind']})"
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    caption = f"Root mean square of an output's distance from its first value. {about}"
+    _, looks = in_panels(kinds)
+    with drawing(file, title, caption, 2, height=2.8, sharey=True) as panels:
+        for axes, parametrization in zip(panels, PARAMETRIZATIONS, strict=True):
+            for row in rows:
+                if row["parametrization"] == parametrization:
+                    axes.plot(widths, row["change"], **looks[row["kind"]], label=row["kind"])
+            axes.set(
+                title="µP" if parametrization == "mup" else "standard",
+                xlabel="width",
+                ylabel="change (RMS)",
+            )
+            log_axis(axes.xaxis, widths)
+            log_axis(axes.yaxis)
+    return files(file)
