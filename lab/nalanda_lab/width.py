@@ -1,7 +1,7 @@
 """Models of several widths: whether activations keep their size, and where the best rate lies.
 
-Both compare the standard parametrization with µP (`nalanda.model.width`). The models are those of a recipe, with
-heads of the recipe's size: width W has W / base width times its heads, and as much more of a GLU.
+Both compare the standard parametrization with µP (`nalanda.model.width`). The base is a recipe's model. A wider one
+has more heads of the same size, and a GLU that is wider by the same factor.
 """
 
 import argparse

@@ -174,6 +174,7 @@ class NalandaPreTrainedModel(PreTrainedModel):
             # than the epsilon of the norm after the recurrence.
             bound = module.weight[0].numel() ** -0.5
             init.uniform_(module.weight, -bound, bound)
+
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)

@@ -1,8 +1,8 @@
 """µP, the maximal update parametrization: initial weights and rates that fit a model of any width.
 
 With `parametrization: mup` the recipe's initial weights and rates are those of a narrow model, `base_width` wide,
-where they can be tuned in an hour. They are carried over to `hidden_size` so that activations, and their change in
-a step, keep their size (Yang et al., arXiv 2203.03466; for recurrences with gates arXiv 2606.04048).
+where they can be tuned in an hour. They are carried over to `hidden_size`. Activations, and their change in a step,
+then keep their size. Sources: Yang et al., arXiv 2203.03466; for recurrences with gates, arXiv 2606.04048.
 
 A matrix `[n_out, n_in]` and its update must have spectral norms ~ √(n_out / n_in) (arXiv 2310.17813). Let n_out
 grow r times and n_in c times from the narrow model to this one. Then, with n = max(n_out, n_in),
@@ -12,8 +12,8 @@ grow r times and n_in c times from the narrow model to this one. Then, with n = 
     rate of Muon                 × √(r / c) / √(growth of n)     since its update is orthogonal, times √n
 
 A model grows by heads of equal size. What belongs to one head therefore keeps its initial values and rate: decays,
-filters, norms, the parameters of feature maps. So do embeddings, which are looked up and not summed over. Weight
-decay times rate stays, so that matrices forget their initial values equally fast (arXiv 2405.13698).
+filters, norms, the parameters of feature maps. So do embeddings, because a look-up sums over no side. Weight decay
+times rate stays, so that matrices forget their initial values equally fast (arXiv 2405.13698).
 Nothing but initial weights and rates differs, so a trained model is like any other.
 """
 
