@@ -87,7 +87,7 @@ def base_config(config: Any) -> Any:
 
 def growths(model: Any) -> dict[str, Growth]:
     """The growth of each weight that has one, by its module's name; {} in the standard parametrization."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)  # models of other libraries may have none
     if getattr(config, "parametrization", None) != "mup":
         return {}
     with torch.device("meta"):
