@@ -24,7 +24,7 @@ LONGEST = 25  # words of a sentence
 RULES = {
     "a clause as subject or object": re.compile(r"(,| to| of) (what|which) (\w+ )*?(is|are)\b"),
     "whoever": re.compile(r"\bwhoever\b", re.IGNORECASE),
-    "such": re.compile(r"\bsuch (?!as\b)"),
+    "such": re.compile(r"\b(?<!\bno )such (?!as\b)"),  # "no such file" is plain
 }
 PRONOUN = re.compile(r"(It|They|This|These|Those|He|She|We|You|What|Who)\b")
 

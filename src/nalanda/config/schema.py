@@ -101,8 +101,8 @@ class DataConfig:
 
     source: str | list[str] = ""
     """Training documents: "python" (the documentation and library of this interpreter), a path, a glob, a Hub
-    dataset id, a file, folder or glob of a store (s3://, gs://, az://, hf://), the http(s) URL of a shard, a
-    list of URLs (.urls, .list: one a line), several URLs, or a prepared token set."""
+    dataset id or a prepared token set. Or the URL of a file, of a list of URLs (.urls, .list: one a line), or
+    in a store (s3://, gs://, az://, hf://). Or several."""
     mixture: list[Component] = field(default_factory=list)
     """Several sources, instead of `source`."""
     validation_source: str | list[str] | None = None
@@ -110,8 +110,8 @@ class DataConfig:
     validation_share: Annotated[float, BETWEEN_0_AND_1] = 0.02
     """Share of the documents held out if the source has no validation part."""
     max_validation_rows: Annotated[int, at_least(1)] = 1024
-    """Most rows of `seq_len` tokens in a validation pass. They hold the first documents, one file after
-    another, so perhaps not all files; a line at the start says how many."""
+    """Most rows of `seq_len` tokens in a validation pass. They hold the first documents, so perhaps not all
+    files; a line at the start says how many."""
     seq_len: Annotated[int, at_least(2)] = 2048
     """Tokens in a row."""
     text_field: str = "text"
@@ -134,18 +134,16 @@ class DataConfig:
     whole_words: bool = False
     """Encoders: whether all tokens of a word, between white space, are chosen together."""
     max_document_bytes: Annotated[int, at_least(1)] = MAX_DOCUMENT
-    """Largest document: a line of .jsonl, a .txt file, the text of a record. Reading takes little more memory
-    than this, however much a compressed shard expands to."""
+    """Largest document: a line of .jsonl, a .txt file, the text of a record. Memory stays near this limit
+    even for highly compressed files."""
     oversized: Literal["refuse", "skip"] = "refuse"
     """Treatment of larger documents; skipped ones are counted and logged."""
     unusable: Literal["refuse", "skip"] = "refuse"
     """Treatment of records without usable text: null, without the field, not text, not JSON, not UTF-8.
-    Skipped ones are counted and logged. A damaged file is refused in any case."""
+    Skipped ones are counted and logged."""
     verify: Literal["background", "sums", "sizes"] = "background"
     """Check of a token set's files against the SHA-256 sums of its index. background: in a thread while
-    training begins, and before the model is written; sums: before training; sizes: only sizes are checked. A
-    file that was found whole is read again once it has changed. Files that are read as text are hashed in a
-    thread; checkpoints hold the hashes found so far."""
+    training begins, finished before the model is written; sums: before training; sizes: sizes alone."""
     shuffle_buffer: Annotated[int, at_least(0)] = 1024
     """Documents in the shuffle buffer, which checkpoints save. 0: none; only the files are shuffled."""
     name: str | None = None
@@ -296,21 +294,18 @@ class TrainConfig:
     """Rows of one forward pass of one process, or of the processes of one context."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Precision of matrix products. bf16 and fp16 are autocast, with fp32 weights, moments and reductions.
-    fp16 is for GPUs without bf16 (before Ampere): a scale of the loss, which follows the gradients, keeps
-    them in its range."""
+    fp16, with a scaled loss, is for GPUs without bf16 (before Ampere)."""
     z_loss: Annotated[float, at_least(0)] = 0.0
     """Coefficient of the mean of logsumexp(logits)² in the objective (PaLM: 1e-4); logged losses do not
     include it."""
     parallel: Literal["auto", "ddp", "fsdp", "hybrid"] = "auto"
-    """Sharing of the model among processes. ddp: each has all of it; fsdp (FSDP2): each has a part; hybrid:
-    groups of `shard_size` processes share it, and replicate one another. auto: fsdp if accelerate's config
-    says so, else ddp."""
+    """Sharing of the model among processes. ddp: each has all of it. fsdp (FSDP2): each has a part. hybrid:
+    each group of `shard_size` processes shares one. auto: fsdp if accelerate's config says so, else ddp."""
     shard_size: int | None = None
     """hybrid: processes that share one model; null: those of a node."""
     context_parallel: Annotated[int, at_least(1)] = 1
-    """Processes, neighbours in rank, that share each row: context parallelism. Each computes a part of the
-    row, and they exchange states; the result is that of whole rows. Activations take about an N-th of the
-    memory. The rows of a step do not depend on it, and it may change when a run resumes."""
+    """Processes, neighbours in rank, that share each row: context parallelism. The result is that of whole
+    rows; activations take about an N-th of the memory. It may change when a run resumes."""
     gradient_checkpointing: bool = False
     """Whether the backward computes each block again, to save its activations."""
     compile: Literal[True, False, "auto"] = "auto"
@@ -388,7 +383,7 @@ class OptimConfig:
     """Momentum of Muon."""
     muon_lr: Annotated[float | None, POSITIVE] = None
     """Learning rate of Muon's matrices; null: `lr`, since Muon's updates have AdamW's size (0.2 √max(rows,
-    columns) times an orthogonal matrix: Liu et al., 2025)."""
+    columns): Liu et al., 2025)."""
     groups: list[GroupConfig] = field(default_factory=list)
     """Parameters with a rate or decay of their own."""
 
@@ -490,7 +485,7 @@ class LogConfig:
 class RunConfig:
     output_dir: str
     """Folder of the run, on this machine or in a store (`s3://…`, `gs://…`, `az://…`). A run in a store works
-    in a local folder, which the start names, and copies each finished checkpoint there."""
+    in a local folder and copies each finished checkpoint there."""
     model: dict[str, Any]
     """Fields of `NalandaConfig`, or `auto: PATH_OR_ID` for any causal LM by its own config. `init_from: PATH`
     loads those weights, with a fresh optimizer; `tokenizer: PATH` belongs to it."""
