@@ -227,7 +227,7 @@ def test_decay_and_groups_of_value_heads(name):
     check_op(2, 4, 45, name=name)
 
 
-@pytest.mark.parametrize("name", [None, "elu1"])
+@pytest.mark.parametrize("name", [None, "elu1", "nala"])
 def test_decay_of_mirrored_queries(name):
     check_op(1, 2, 45, name=name, mirrored=True)
 

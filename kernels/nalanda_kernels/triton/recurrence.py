@@ -1081,15 +1081,17 @@ def _choose_map(q: Tensor, k: Tensor, request: Request, stored: bool) -> tuple[T
     """q and k as the kernels read them: raw if the kernels can form the features, else features ("stored").
 
     More than 128 features are two halves, because one tile of them would fill a program's registers. Under a
-    mirrored readout they must be two halves. stored: the kernels read features.
+    mirrored readout they must be two stored halves, which the kernels exchange. stored: the kernels read
+    features.
     """
     mirrored, K = request.read.mirrored, q.shape[3]
     try:
         map, parameters = describe(request.feature_map, request.qk_norm, K)
         # `Map()` is q and k as they are, which need no formed features.
-        one_tile = map.halves == 1 and map != Map()
-        # A separate launch forms what the chunk kernels cannot: parameters, channels, one wide tile.
-        if stored or parameters or (one_tile and (mirrored or K > 128)):
+        apart = map != Map() and (mirrored or (map.halves == 1 and K > 128))
+        # A separate launch forms what the chunk kernels cannot: parameters, channels, one wide tile, and
+        # halves that a mirrored head exchanges.
+        if stored or parameters or apart:
             # torch.compile fuses the map's own code.
             mapped = map_in_torch if torch.compiler.is_compiling() else map_features
             q, k = mapped(q, k, request.feature_map, request.qk_norm)
