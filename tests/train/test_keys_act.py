@@ -16,7 +16,7 @@ from nalanda.config.schema import OptimConfig
 from nalanda.data.masking import Masking
 from nalanda.data.prepare import prepare
 from nalanda.data.tokenizer import build_tokenizer
-from nalanda.train import loop, loss
+from nalanda.train import checkpoint, loop, loss
 from nalanda.train import step as training_step
 from nalanda.train.build import build_model, open_batches
 from nalanda.train.carried_states import CarriedStates
@@ -130,7 +130,8 @@ def test_dropout_acts_in_training_alone():
     assert torch.equal(*(model.model(ids, use_cache=False).last_hidden_state for _ in range(2)))
 
 
-def test_states_of_a_bad_step_are_forgotten(recipe, tmp_path, monkeypatch):
+@pytest.mark.parametrize("what", ["bad step", "unsound weights"])
+def test_states_of_what_is_undone_are_forgotten(recipe, tmp_path, monkeypatch, what):
     config = load_config(recipe)
     prepare(config.data, config.tokenizer, tmp_path / "set")
     settings = [f"data.source={tmp_path / 'set'}", f"tokenizer={tmp_path / 'set' / 'tokenizer'}"]
@@ -139,6 +140,7 @@ def test_states_of_a_bad_step_are_forgotten(recipe, tmp_path, monkeypatch):
         "data.carry_rows=2",
         "train.steps=6",
         "validation.every=0",
+        "checkpoint.every=2",
     ]
     forgotten, steps = [], itertools.count(1)
     now, judge, forget = [0], SpikeDetector.judge, CarriedStates.forget
@@ -151,9 +153,16 @@ def test_states_of_a_bad_step_are_forgotten(recipe, tmp_path, monkeypatch):
 
     def bad(self, value, norm):
         now[0] = next(steps)
-        return judge(self, math.nan if now[0] == 4 else value, norm)
+        is_bad = what == "bad step" and now[0] == 4
+        return judge(self, math.nan if is_bad else value, norm)
+
+    saves = itertools.count(1)
+
+    def unsound(*_):
+        return "nan weights" if what == "unsound weights" and next(saves) == 2 else None
 
     monkeypatch.setattr(SpikeDetector, "judge", bad)
+    monkeypatch.setattr(checkpoint.Saver, "unsound", unsound)
     loop.train(configured(recipe, tmp_path / "run", *settings))
     assert forgotten == [4]
 

@@ -78,7 +78,7 @@ class CarriedStates:
         self._caches[i] = (batch["slots"].tolist(), out.carried_cache)
 
     def forget(self) -> None:
-        """Empties every slot after a bad step, whose states may be wrong: documents are cut there."""
+        """Empties every slot after a bad step or a rollback, whose states may be wrong: documents are cut there."""
         for _, cache in self._caches.values():
             cache.states = [
                 {name: torch.zeros_like(x) for name, x in state.items()} for state in cache.states

@@ -354,6 +354,9 @@ def roll_back(run: Run, step: Step, unsound: str | None) -> None:
     if run.accelerator.is_main_process:
         target = find(suspect=run.rolled_back_to, reason=why)
     run.load(target, find)
+    if run.carried_states:
+        # They come from weights that are undone, and the rows go on behind the checkpoint's position.
+        run.carried_states.forget()
     back = run.checkpoint
 
     if back is None and step.settled and run.saver.unsound(run.model, run.optimizer) is None:
