@@ -9,7 +9,7 @@ multiprocessors idle while six move 3 MB; a second launch for the norm would wai
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -333,28 +333,37 @@ def tiles(N: int, HV: int, K: int, V: int, halves: int) -> dict[str, int]:
     return {"BK": BK, "BV": BV, "num_warps": 8 if halves * BK > 256 else 4}
 
 
+class Token(NamedTuple):
+    """The rule of one token, its sizes, and the layers around it, as callers of API 3 name them."""
+
+    dtype: torch.dtype  # of the output
+    key_dim: int
+    value_dim: int
+    num_heads: int
+    num_v_heads: int
+    feature_map: Any = None
+    qk_norm: str | None = None
+    scale: float | None = None  # of the readout; None: F^-½
+    steps: int = 1  # of the rule, one after another; the decay precedes the first
+    delta: bool = False  # the delta rule, or linear attention
+    beta_scale: float = 1.0  # β = beta_scale·σ(b)
+    decay: tuple[Tensor, Tensor] | None = None  # A_log [HV] and dt_bias
+    denominator: bool = False
+    filters: dict[str, Tensor] | None = (
+        None  # of q, k and v, [·, W] or [·, 1, W]; None or empty for none
+    )
+    silu: bool = False  # whether SiLU follows the convolution of v
+    norm: tuple[Tensor, float] | None = (
+        None  # weight [V] and ε of the RMSNorm of each head of the output
+    )
+    gate_activation: str = "silu"  # or "sigmoid"
+    out: dict[str, Tensor] | None = (
+        None  # contiguous, for the new state, none of `state`'s own; None: new
+    )
+
+
 def step(
-    inputs: Callable[[], dict[str, Tensor]],
-    state: dict[str, Tensor],
-    *,
-    dtype: torch.dtype,
-    key_dim: int,
-    value_dim: int,
-    num_heads: int,
-    num_v_heads: int,
-    feature_map=None,
-    qk_norm: str | None = None,
-    scale: float | None = None,
-    steps: int = 1,
-    delta: bool = False,
-    beta_scale: float = 1.0,
-    decay: tuple[Tensor, Tensor] | None = None,
-    denominator: bool = False,
-    filters: dict[str, Tensor] | None = None,
-    silu: bool = False,
-    norm: tuple[Tensor, float] | None = None,
-    gate_activation: str = "silu",
-    out: dict[str, Tensor] | None = None,
+    inputs: Callable[[], dict[str, Tensor]], state: dict[str, Tensor], **options: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One token of N sequences through the delta rule or linear attention, from projections to o_proj.
 
@@ -367,72 +376,70 @@ def step(
         activation. q, k, v, b, w, a and gate may be columns of wider rows.
     state: recurrent `[N, HV, F, V]` in fp32, with a denominator V + 1 columns, the last one Σφ(k); with
         filters also conv_q, conv_k, conv_v `[N, W−1, ·]`. It is not changed.
-    dtype: of the output.
-    steps: of the rule for this token, one after another; the decay precedes the first.
-    filters: weights of the convolutions of q, k and v, `[·, W]` or `[·, 1, W]`; None or empty for none.
-    silu: whether SiLU follows the convolution of v.
-    norm: weight `[V]` and ε of the RMSNorm of each head of the output.
-    gate_activation: "silu" or "sigmoid".
-    out: contiguous tensors for the new state, none of `state`'s own; by default new ones.
+    options: the fields of `Token`.
 
     Returns o `[N, 1, HV, V]`, and the new state under the same names.
     Raises Unsupported for float64, maps that kernels cannot form, states not in fp32, K > 256 and V > 512.
     """
-    MAP, parameters = describe(feature_map, qk_norm, key_dim)
+    token = Token(**options)
+    MAP, parameters = describe(token.feature_map, token.qk_norm, token.key_dim)
     if parameters:
         raise Unsupported(f"the parameters of the feature map {MAP.name!r}")
-    _check_sizes(dtype, state["recurrent"].dtype, key_dim, value_dim)
+    _check_sizes(token, state["recurrent"].dtype)
 
     # Rows [N, columns] of each projection.
     x = {name: _rows_or_tensor(name, y) for name, y in inputs().items()}
-    N, old = len(x["q"]), state["recurrent"].contiguous()
-    convolutions, new = _convolution_arguments(filters or {}, state, x)
-    new = out or {**new, "recurrent": torch.empty_like(old)}
-    o = x["q"].new_empty(N, 1, num_v_heads, value_dim, dtype=dtype)
-    blocks = tiles(N, num_v_heads, key_dim, value_dim, MAP.halves)
+    old = state["recurrent"].contiguous()
+    convolutions, new = _convolution_arguments(token.filters or {}, state, x)
+    new = token.out or {**new, "recurrent": torch.empty_like(old)}
+
+    N, HV, K, V = len(x["q"]), token.num_v_heads, token.key_dim, token.value_dim
+    o = x["q"].new_empty(N, 1, HV, V, dtype=token.dtype)
+    blocks = tiles(N, HV, K, V, MAP.halves)
     # Only states that the caller keeps have tickets that last.
-    buffer = new["recurrent"] if out else None
+    buffer = new["recurrent"] if token.out else None
 
     kernel: Any = step_kernel
-    kernel[(N * num_v_heads, triton.cdiv(value_dim, blocks["BV"]))](
+    kernel[(N * HV, triton.cdiv(V, blocks["BV"]))](
         # the projections, and their rows' strides
         **{name: x.get(name) for name in (*COLUMNS, "g", "positions")},
         **_stride_arguments(x),
         # steps around the rule
         **convolutions,
         **{f"{name}_new": new.get(f"conv_{name}") for name in "qkv"},
-        **_decay_arguments(x, decay, num_v_heads),
-        **_norm_arguments(norm, o, blocks["BV"], buffer),
-        GATE=gate_activation if "gate" in x else "none",
-        SILU=silu,
+        **_decay_arguments(x, token.decay, HV),
+        **_norm_arguments(token.norm, o, blocks["BV"], buffer),
+        GATE=token.gate_activation if "gate" in x else "none",
+        SILU=token.silu,
         # the state and the output
         state=old,
         new_state=new["recurrent"],
         o=o,
         # the rule
         MAP=MAP,
-        scale=float((key_dim * MAP.halves) ** -0.5 if scale is None else scale),
-        beta_scale=float(beta_scale),
-        STEPS=steps,
-        DELTA=delta,
+        scale=float((K * MAP.halves) ** -0.5 if token.scale is None else token.scale),
+        beta_scale=float(token.beta_scale),
+        STEPS=token.steps,
+        DELTA=token.delta,
         ERASE="w" in x,
-        DENOMINATOR=denominator,
+        DENOMINATOR=token.denominator,
         # sizes
-        HV=num_v_heads,
-        GROUP=num_v_heads // num_heads,
-        K=key_dim,
-        V=value_dim,
-        ALL=power_of_two(value_dim),
+        HV=HV,
+        GROUP=HV // token.num_heads,
+        K=K,
+        V=V,
+        ALL=power_of_two(V),
         **blocks,
     )
     return o, new
 
 
-def _check_sizes(dtype: torch.dtype, state: torch.dtype, key_dim: int, value_dim: int) -> None:
-    if dtype not in DTYPES or state != torch.float32:
-        raise Unsupported(f"{name_of(dtype)} outputs with a state in {name_of(state)}")
-    if key_dim > 256 or value_dim > 512:
-        raise Unsupported(f"heads of {key_dim} keys and {value_dim} values: at most 256 and 512")
+def _check_sizes(token: Token, state: torch.dtype) -> None:
+    if token.dtype not in DTYPES or state != torch.float32:
+        raise Unsupported(f"{name_of(token.dtype)} outputs with a state in {name_of(state)}")
+    K, V = token.key_dim, token.value_dim
+    if K > 256 or V > 512:
+        raise Unsupported(f"heads of {K} keys and {V} values: at most 256 and 512")
 
 
 def _rows_or_tensor(name: str, x: Tensor) -> Tensor:
