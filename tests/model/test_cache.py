@@ -142,15 +142,15 @@ class Made(TorchDispatchMode):
 def test_a_decoding_step_makes_nothing_that_grows_with_the_text(mixer):
     options = {"diag_attention": {"block_size": 4}}.get(mixer, {})
     model, entries = build(mixer, mixer_options=options), []
-    tokens, cache = ids(1, 40), NalandaCache(2)
+    tokens, cache = ids(1, 24), NalandaCache(2)
     with torch.no_grad():
         model(tokens[:, :4], past_key_values=cache)
-        for t in range(4, 40):
+        for t in range(4, 24):
             with Made() as made:
                 model(tokens[:, t : t + 1], past_key_values=cache)
             entries.append(made.entries)
     assert entries[0] > 0
-    assert entries[:4] * 9 == entries  # a block's steps differ from one another, blocks do not
+    assert entries[:4] * 5 == entries  # a block's steps differ from one another, blocks do not
 
 
 def test_streamer(small):

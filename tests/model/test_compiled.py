@@ -6,14 +6,15 @@ from tiny_models import build, close, ids, logits
 
 
 def test_dense_batches_compile_into_one_graph():
-    model = build("linear_attention", dtype=torch.float32)
+    model = build("linear_attention", dtype=torch.float32, num_hidden_layers=1)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     close(compiled(ids(2, 9), use_cache=False).logits, logits(model, ids(2, 9)), 1e-5)
 
 
 @pytest.mark.parametrize("feature_map", ["nala", "pola"])
 def test_compiles_where_sizes_and_numbers_may_change(feature_map):
-    model, tokens, results = build("gated_deltanet", feature_map=feature_map), ids(2, 9), []
+    model = build("gated_deltanet", feature_map=feature_map, num_hidden_layers=1)
+    tokens, results = ids(2, 9), []
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
     for function in (model, compiled):

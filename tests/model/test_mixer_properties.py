@@ -4,42 +4,61 @@ import itertools
 
 import pytest
 import torch
+from covering import covering_cases
 from tiny_models import SOME_MAPS, VARIANTS, VOCAB, build, close, ids, logits, rows
 
-from nalanda import NalandaCache, NalandaForCausalLM, testing
+from nalanda import NalandaCache
 from nalanda.model import FEATURE_MAPS, MIXERS
 from nalanda.testing import MIXER_PROPERTIES
 
+ROWS = {row.id: row.values[0] for row in rows()}
 
-@pytest.fixture(params=rows())
-def model(request) -> NalandaForCausalLM:
-    return build(**request.param)
+
+def property_cases() -> list:
+    """Every row of the table with every property. All of the variants are quick; of the mixers and maps
+    those cases are quick that hold every pair of a mixer, a map and a property."""
+    named = {
+        (options["mixer"], options["feature_map"], holds): (name, holds)
+        for name, options in ROWS.items()
+        if name not in VARIANTS
+        for holds in MIXER_PROPERTIES
+    }
+    quick = {named[case] for case in covering_cases(list(named))}
+    quick |= set(itertools.product(VARIANTS, MIXER_PROPERTIES))
+    return [
+        pytest.param(
+            ROWS[name],
+            holds,
+            id=f"{name}-{holds.__name__}",
+            marks=() if (name, holds) in quick else pytest.mark.slow,
+        )
+        for name, holds in itertools.product(ROWS, MIXER_PROPERTIES)
+    ]
 
 
 def test_every_mixer_and_map_is_in_the_table():
-    seen = [tuple(p.values[0].get(key) for key in ("mixer", "feature_map")) for p in rows()]
+    seen = [
+        tuple(options.get(key) for key in ("mixer", "feature_map")) for options in ROWS.values()
+    ]
     assert {mixer for mixer, _ in seen if isinstance(mixer, str)} == set(MIXERS)
     assert {row for row in seen if isinstance(row[0], str)} >= set(
         itertools.product(("deltanet", "linear_attention", *SOME_MAPS), FEATURE_MAPS)
     )
 
 
-@pytest.mark.parametrize("holds", MIXER_PROPERTIES, ids=lambda f: f.__name__)
-def test_property(model, holds):
-    holds(model)
+def test_every_pair_of_a_mixer_a_map_and_a_property_is_quick():
+    pairs = {"quick": set(), "slow": set()}
+    for case in property_cases():
+        options, holds = case.values
+        values = (str(options.get("mixer")), options.get("feature_map"), holds)
+        speed = "slow" if case.marks else "quick"
+        pairs[speed] |= set(itertools.combinations(enumerate(values), 2))
+    assert pairs["slow"] <= pairs["quick"]
 
 
-@pytest.mark.parametrize("mixer", SOME_MAPS)
-@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
-def test_what_a_map_may_break(mixer, feature_map):
-    """Quick properties, for the rows of the table that are slow."""
-    if feature_map not in SOME_MAPS[mixer]:
-        model = build(mixer, feature_map)
-        testing.causal(model)
-        testing.gradients_of_a_prefix_ignore_the_future(model)
-        testing.chunkwise_is_recurrent_is_reference(model)
-        testing.half_precision_agrees(model)
-        testing.every_parameter_learns(model)
+@pytest.mark.parametrize(("options", "holds"), property_cases())
+def test_property(options, holds):
+    holds(build(**options))
 
 
 @pytest.mark.parametrize(
@@ -138,5 +157,7 @@ def test_negative_eigenvalues_double_beta(monkeypatch):
     assert seen[2].max() > 1
 
 
-def test_no_tokens(model):
+@pytest.mark.parametrize("options", rows())
+def test_no_tokens(options):
+    model = build(**options)
     assert model(ids(2, 0)).logits.shape == (2, 0, VOCAB)
