@@ -39,7 +39,7 @@ def covering_cases(cases: Sequence[Case], strength: int = 2, times: int = 1) -> 
 
 
 def covering(strength: int = 2, times: int = 1, **axes: Iterable[Hashable]) -> pytest.MarkDecorator:
-    """Parametrizes a test by the product of the axes, of which the cases outside a covering are slow."""
+    """Parametrizes a test by the product of the axes. Cases outside the covering are slow."""
     cases = list(itertools.product(*axes.values()))
     quick = covering_cases(cases, strength, times)
     rows = [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]

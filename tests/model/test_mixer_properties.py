@@ -15,8 +15,8 @@ ROWS = {row.id: row.values[0] for row in rows()}
 
 
 def property_cases() -> list:
-    """Every row of the table with every property. All of the variants are quick; of the mixers and maps
-    those cases are quick that hold every pair of a mixer, a map and a property."""
+    """Every row of the table with every property. All cases of the variants are quick. Of the others a
+    covering is: every pair of a mixer, a map and a property occurs in it."""
     named = {
         (options["mixer"], options["feature_map"], holds): (name, holds)
         for name, options in ROWS.items()

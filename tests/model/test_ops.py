@@ -14,6 +14,7 @@ import nalanda_kernels
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from op_inputs import LENGTHS, RESETS, call, make, run, with_resets
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -35,9 +36,8 @@ KINDS = (
     *("gdn2_delta", "gated_gdn2_delta", "vector_gdn2_delta"),
 )
 every_kind = pytest.mark.parametrize("kind", KINDS)
-every_decay = pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if "gated" in kind or "vector" in kind]
-)
+DECAYS = [kind for kind in KINDS if "gated" in kind or "vector" in kind]
+every_decay = pytest.mark.parametrize("kind", DECAYS)
 
 
 def assert_same(results, expected, dtype=torch.float64, tolerance=None):
@@ -47,18 +47,12 @@ def assert_same(results, expected, dtype=torch.float64, tolerance=None):
         assert error <= (tolerance or TOLERANCE[dtype]), f"{name} is off by {error:.1e}"
 
 
-@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
-@every_kind
-@pytest.mark.parametrize("value_heads", [2, 4], ids=["plain", "grouped"])
-@pytest.mark.parametrize(
-    "length", [pytest.param(n, marks=pytest.mark.slow) if n > 100 else n for n in LENGTHS]
-)
-def test_modes_agree_with_the_reference(mode, kind, value_heads, length):
-    for initial in (True, False):
-        inputs = make(2, length, value_heads=value_heads, kind=kind, initial=initial)
-        expected = run(inputs, "reference")
-        for dtype in (torch.float64, torch.float32):
-            assert_same(run(inputs, mode, dtype), expected, dtype)
+@covering(kind=KINDS, value_heads=(2, 4), initial=(True, False), length=LENGTHS)
+def test_modes_agree_with_the_reference(kind, value_heads, initial, length):
+    inputs = make(2, length, value_heads=value_heads, kind=kind, initial=initial)
+    expected = run(inputs, "reference")
+    for mode, dtype in itertools.product(("chunk", "recurrent"), (torch.float64, torch.float32)):
+        assert_same(run(inputs, mode, dtype), expected, dtype)
 
 
 def test_reference_is_the_recurrence():
@@ -163,48 +157,34 @@ def test_linear_attention_is_the_masked_quadratic_form(kind):
     torch.testing.assert_close(run(x, "reference")["o"], o)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 8, 64, 128])
 @pytest.mark.parametrize("kind", ["gated_delta", "vector_linear", "vector_gdn2_delta"])
-def test_any_chunk_size_gives_the_same(chunk_size, kind):
-    inputs = make(
-        1, 200, kind=kind, k_dim=160, v_dim=96
-    )  # wide enough for whole chunks of 64 on a CPU
-    assert_same(run(inputs, "chunk", chunk_size=chunk_size), run(inputs, "reference"))
+def test_any_chunk_size_gives_the_same(kind):
+    # Wide enough for whole chunks of 64 on a CPU, longer than one of 128.
+    inputs = make(1, 137, kind=kind, k_dim=160, v_dim=96)
+    expected = run(inputs, "reference")
+    for chunk_size in (1, 8, 64, 128):
+        assert_same(run(inputs, "chunk", chunk_size=chunk_size), expected)
 
 
-@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
-@every_kind
-@pytest.mark.parametrize("value_heads", [2, 4], ids=["plain", "grouped"])
-def test_packed_sequences_are_those_alone(mode, kind, value_heads):
-    bounds = [
-        0,
-        0,
-        1,
-        16,
-        79,
-        79,
-        143,
-        208,
-        335,
-        535,
-        535,
-    ]  # lengths 0, 1, 15, 63, 0, 64, 65, 127, 200, 0
-    inputs = make(1, bounds[-1], value_heads=value_heads, kind=kind, sequences=len(bounds) - 1)
-    for dtype in (torch.int32, torch.int64):
-        packed = run(inputs, mode, cu_seqlens=torch.tensor(bounds, dtype=dtype))
-        assert_same(packed, run(inputs, "reference", cu_seqlens=torch.tensor(bounds)))
-    for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        alone = {
-            name: None
-            if x is None
-            else x[n : n + 1]
-            if name == "initial_state"
-            else x[:, start:stop]
-            for name, x in inputs.items()
-        }
-        o, state = call(**alone, mode="chunk", output_final_state=True)
-        torch.testing.assert_close(packed["o"][:, start:stop], o)
-        torch.testing.assert_close(packed["state"][n : n + 1], state)
+@covering(kind=KINDS, value_heads=(2, 4), dtype=(torch.int32, torch.int64))
+def test_packed_sequences_are_those_alone(kind, value_heads, dtype):
+    lengths = torch.tensor([0, 1, 15, 63, 0, 64, 65, 130, 0])
+    bounds = F.pad(lengths.cumsum(0), (1, 0))
+    inputs = make(1, int(bounds[-1]), value_heads=value_heads, kind=kind, sequences=len(lengths))
+    expected = run(inputs, "reference", cu_seqlens=bounds)
+
+    alone = []
+    for n, (start, stop) in enumerate(itertools.pairwise(bounds.tolist())):
+        own = {name: x[:, start:stop] for name, x in inputs.items() if x is not None}
+        own["initial_state"] = inputs["initial_state"][n : n + 1]
+        alone.append(call(**own, mode="chunk", output_final_state=True))
+    outputs, states = zip(*alone, strict=True)
+
+    for mode in ("chunk", "recurrent"):
+        packed = run(inputs, mode, cu_seqlens=bounds.to(dtype))
+        assert_same(packed, expected)
+        torch.testing.assert_close(packed["o"], torch.cat(outputs, 1))
+        torch.testing.assert_close(packed["state"], torch.cat(states))
 
 
 @pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
@@ -233,16 +213,17 @@ def test_beta_two_reflects():
     assert_same(run(inputs, "chunk", torch.float32), run(inputs, "reference"), torch.float32)
 
 
-@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
 @pytest.mark.parametrize(
     "where", [slice(None), slice(60, 70), slice(0, None, 7)], ids=["all", "some", "every-7th"]
 )
 @every_decay
-def test_strong_decay(mode, where, kind):
-    inputs = make(1, 200, kind=kind, k_dim=96, v_dim=160)
+def test_strong_decay(where, kind):
+    inputs = make(1, 137, kind=kind, k_dim=96, v_dim=160)  # chunks of 64
     inputs["g"][:, where] = -20.0
+    expected = run(inputs, "reference")
     # The tiny gradients of decays that are strong everywhere have a small relative error too.
-    assert_same(run(inputs, mode, torch.float32), run(inputs, "reference"), torch.float32)
+    for mode in ("chunk", "recurrent"):
+        assert_same(run(inputs, mode, torch.float32), expected, torch.float32)
 
 
 def test_strong_decays_leave_nothing_below_the_normal_numbers():
@@ -253,8 +234,7 @@ def test_strong_decays_leave_nothing_below_the_normal_numbers():
         assert not ((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).any()
 
 
-@pytest.mark.parametrize("g", RESETS)
-@every_decay
+@covering(strength=1, times=2, g=RESETS, kind=DECAYS)
 def test_resets_cost_no_digits(g, kind):
     """Sums over a chunk would lose the digits of ordinary decays after a strong one."""
     inputs = with_resets(make(1, 130, kind=kind, k_dim=96, v_dim=160), g)  # chunks of 64
@@ -312,9 +292,7 @@ def test_nothing_is_read_before_it_is_written(packed, kind):
     assert_same(results, expected)
 
 
-@every_mode
-@pytest.mark.parametrize("g", [None, -torch.inf], ids=["ordinary", "resets"])
-@every_kind
+@covering(mode=("chunk", "recurrent", "reference"), g=(None, -torch.inf), kind=KINDS)
 def test_a_prefix_does_not_see_what_follows(mode, g, kind):
     """Outputs of a prefix, and their gradients, are those of the prefix alone."""
     inputs, cut = make(1, 130, kind=kind), 77
@@ -358,12 +336,12 @@ def test_initial_state_is_left_alone():
         assert torch.equal(inputs["initial_state"], before)
 
 
-@pytest.mark.parametrize("split", [1, 16, 63, 64, 65, 128])
-@pytest.mark.parametrize(
-    "modes", [("chunk", "chunk"), ("chunk", "recurrent"), ("recurrent", "chunk")]
+@covering(
+    kind=["gated_delta", "vector_linear", "vector_gdn2_delta"],
+    modes=[("chunk", "chunk"), ("chunk", "recurrent"), ("recurrent", "chunk")],
+    split=[1, 16, 63, 64, 65, 128],
 )
-@pytest.mark.parametrize("kind", ["gated_delta", "vector_linear", "vector_gdn2_delta"])
-def test_state_carries_over(split, modes, kind):
+def test_state_carries_over(kind, modes, split):
     inputs = make(2, 129, kind=kind)
     whole, last = call(**inputs, output_final_state=True)
     state, parts = inputs["initial_state"], []
@@ -588,8 +566,7 @@ def test_strided_inputs():
         )
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@every_kind
+@covering(strength=1, packed=(False, True), kind=KINDS)
 def test_torch_compile_sees_one_operator(packed, kind):
     inputs = make(1, 130, kind=kind, sequences=3 if packed else 1)
     options = {"cu_seqlens": torch.tensor([0, 5, 40, 130]) if packed else None, "qk_norm": "l2"}
