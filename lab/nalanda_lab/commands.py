@@ -497,6 +497,29 @@ def coordinates(
     width.check_coordinates(config, several(widths) or [], steps, output, json)
 
 
+@app.command()
+def transfer(
+    text: Annotated[
+        str | None, Option(help="corpus, as data.source; by default that of an earlier call")
+    ] = None,
+    output: Annotated[
+        str, Option(help="directory for records, table and picture; finished runs are kept")
+    ] = "runs/transfer",
+    workers: Workers = 1,
+) -> None:
+    """Find the best rate at several widths, with µP and without.
+
+    \b
+    nalanda-lab transfer --text corpus/
+
+    Trains the models of width.yaml, some hours of one core, and goes on after a kill.
+    """
+    with loading_torch():
+        from nalanda_lab.width import transfer
+
+    transfer(text, output, workers)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The `nalanda-lab` command; by default with the process's own arguments."""
     run_command(app, "nalanda-lab", sys.argv[1:] if arguments is None else arguments)

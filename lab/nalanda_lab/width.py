@@ -6,11 +6,13 @@ has more heads of the same size, and a GLU that is wider by the same factor.
 
 import argparse
 import inspect
+import itertools
 import json as jsonlib
 import math
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,17 @@ from torch import Tensor, nn
 
 from nalanda.common.errors import InputError, output_file, output_folder
 from nalanda.common.progress import Progress
+from nalanda.config.load import parse_yaml, section
 from nalanda.config.schema import OptimConfig, RunConfig
 from nalanda.model import NalandaConfig, NalandaForCausalLM
 from nalanda.model.projections import FusedLinears
 from nalanda.report.figures import drawing, files, in_panels, log_axis
 from nalanda.train.optim import build_optimizer
+from nalanda_lab.paired import train_paired
+from nalanda_lab.sweep import Record, follow, key
+from nalanda_lab.texts import prepare_text
 
+STUDY = Path(__file__).with_name("width.yaml")
 PARAMETRIZATIONS = ("standard", "mup")
 BYTES = 256
 """The vocabulary of the coordinate check, whose text is read as bytes."""
@@ -235,4 +242,139 @@ def draw_coordinates(
             )
             log_axis(axes.xaxis, widths)
             log_axis(axes.yaxis)
+    return files(file)
+
+
+# ------------------------------ the transfer of rates
+
+
+def transfer_settings(study: dict[str, Any]) -> list[dict[str, Any]]:
+    """The settings of all runs, seed by seed, narrow models first."""
+    settings = []
+    sweep_over = (
+        study["seeds"],
+        study["widths"],
+        study["mixers"].items(),
+        PARAMETRIZATIONS,
+        study["rates"],
+    )
+    for seed, width, (_, mixer), parametrization, rate in itertools.product(*sweep_over):
+        model = widened(study["base"] | mixer, width, parametrization)
+        fixed = {"budgets": [study["tokens"]], "cooldown": study["cooldown"], "lengths": {}}
+        settings.append({"model": model, "seed": seed, "rate": rate} | fixed)
+    return settings
+
+
+def transfer(text: str | None, out: str, workers: int, study_file: Path = STUDY) -> None:
+    """Trains what the folder `out` has no record of, then prints and draws where the best rates lie.
+
+    text: a corpus, as `data.source`; default: that of an earlier call.
+    """
+    study = parse_yaml(study_file.read_text(encoding="utf-8"), str(study_file))
+    folder = output_folder(out, "--output")
+    token_set = prepare_text(study["recipe"], text, folder, 1)
+
+    jobs = {}
+    for settings in transfer_settings(study):
+        recipe = study["recipe"] | {"seed": settings["seed"], "optim": {"lr": settings["rate"]}}
+        recipe |= {"model": settings["model"], "tokenizer": f"{token_set}/tokenizer"}
+        recipe |= {"data": recipe["data"] | {"source": str(token_set)}}
+        config = section(RunConfig, recipe, "")
+        jobs[key(settings)] = partial(train_paired, settings, config, token_set, folder / "work")
+
+    records = follow(jobs, folder / "transfer.jsonl", workers, describe_run)
+    rows = best_rates(study, records)
+    print_transfer(rows, Console(highlight=False, emoji=False))
+    draw_transfer(study, records, rows, folder / "transfer")
+
+
+def describe_run(record: Record) -> str:
+    settings = record["settings"]
+    model = settings["model"]
+    result = record.get("failed") or f"{record['budgets'][-1]['loss']:.4f}"
+    name = f"{model['parametrization']} {model['hidden_size']} {model['mixer']}"
+    return f"{name} rate {settings['rate']:g} seed {settings['seed']}: {result}"
+
+
+def losses_by_rate(
+    study: dict[str, Any], records: list[Record]
+) -> dict[tuple[str, str, int], list[float]]:
+    """(mixer's name, parametrization, width) to the mean loss over seeds at each rate; inf where a run failed."""
+    losses: dict[tuple[str, str, int], list[list[float]]] = {}
+    for name, mixer in study["mixers"].items():
+        for record in records:
+            model = record["settings"]["model"]
+            if model["mixer"] != mixer["mixer"]:
+                continue
+            series = (name, model["parametrization"], model["hidden_size"])
+            by_rate = losses.setdefault(series, [[] for _ in study["rates"]])
+            loss = math.inf if "failed" in record else record["budgets"][-1]["loss"]
+            by_rate[study["rates"].index(record["settings"]["rate"])].append(loss)
+    return {
+        series: [statistics.mean(each) for each in by_rate] for series, by_rate in losses.items()
+    }
+
+
+def best_rate(rates: list[float], losses: list[float]) -> float:
+    """The rate of least loss: the vertex of a parabola through the best rate of the grid and its neighbours.
+
+    At an end of the grid, or beside a failed run, it is the grid's own.
+    """
+    best = min(range(len(rates)), key=losses.__getitem__)
+    if best in (0, len(rates) - 1):
+        return rates[best]
+    x0, x1, x2 = (math.log2(rate) for rate in rates[best - 1 : best + 2])
+    y0, y1, y2 = losses[best - 1 : best + 2]
+    left, right = (y0 - y1) / (x1 - x0), (y2 - y1) / (x2 - x1)  # both at least 0
+    if not math.isfinite(left + right) or left + right == 0:
+        return rates[best]
+    # The derivative is −left half a step before the middle, and right half a step behind it.
+    return 2 ** ((x0 + x1) / 2 + (x2 - x0) / 2 * left / (left + right))
+
+
+def best_rates(study: dict[str, Any], records: list[Record]) -> list[dict[str, Any]]:
+    """A row for each mixer and parametrization: the best rate at each width, and their spread as a factor."""
+    losses = losses_by_rate(study, records)
+    rows = []
+    for name, parametrization in itertools.product(study["mixers"], PARAMETRIZATIONS):
+        series = [losses[name, parametrization, width] for width in study["widths"]]
+        rates = [best_rate(study["rates"], each) for each in series]
+        row = {"mixer": name, "parametrization": parametrization, "rates": rates}
+        rows.append(
+            row | {"spread": max(rates) / min(rates), "losses": [min(each) for each in series]}
+        )
+    return rows
+
+
+def print_transfer(rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table("mixer", "parametrization", "best rate by width", "spread", "loss", box=None)
+    for row in rows:
+        rates = "  ".join(f"{rate:.4f}" for rate in row["rates"])
+        losses = "  ".join(f"{loss:.3f}" for loss in row["losses"])
+        table.add_row(row["mixer"], row["parametrization"], rates, f"{row['spread']:.2f}", losses)
+    console.print(table, markup=False)
+
+
+def draw_transfer(
+    study: dict[str, Any], records: list[Record], rows: list[dict[str, Any]], file: Path
+) -> list[Path]:
+    """Draws loss over rate, a panel for each mixer and parametrization and a line for each width."""
+    spreads = {
+        p: max(row["spread"] for row in rows if row["parametrization"] == p)
+        for p in PARAMETRIZATIONS
+    }
+    title = "Best rates differ over widths by up to "
+    title += f"{spreads['mup']:.2f} times under µP, {spreads['standard']:.2f} without"
+    caption = f"Means over n = {len(study['seeds'])} seeds, {study['tokens']:,} tokens a run. Dotted: the best rate."
+    losses = losses_by_rate(study, records)
+    _, looks = in_panels(study["widths"])
+    with drawing(file, title, caption, len(rows), height=2.6) as panels:
+        for axes, row in zip(panels, rows, strict=True):
+            for width, rate in zip(study["widths"], row["rates"], strict=True):
+                series = losses[row["mixer"], row["parametrization"], width]
+                axes.plot(study["rates"], series, **looks[width], label=f"width {width}")
+                axes.axvline(rate, color=looks[width]["color"], linestyle=":", linewidth=0.8)
+            which = "µP" if row["parametrization"] == "mup" else "standard"
+            axes.set(title=f"{row['mixer']}, {which}", xlabel="rate", ylabel="loss (nats a token)")
+            log_axis(axes.xaxis, study["rates"])
     return files(file)
