@@ -731,6 +731,7 @@ QWEN3_5 = {"gated_deltanet": {}, "softmax": {"qk_norm": True, "gate": "channel"}
                 ({"rope_theta": None}, "rope_theta=None of mixer 'softmax'"),
                 ({"qk_norm": True}, "qk_norm=True of mixer 'softmax'"),
                 ({"gate": "head"}, "gate='head' of mixer 'softmax'"),
+                ({"q_norm": "length"}, "q_norm='length' of mixer 'softmax'"),
                 ({"conv_size": 2}, "conv_size=2 of mixer 'softmax'"),
                 ({"rotary_dim": 4}, "rotary_dim=4 of mixer 'softmax'"),
                 ({"head_dim": 6}, "head_dim=6 of mixer 'softmax'"),

@@ -28,7 +28,7 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
     "window": {"mixer": "softmax", "mixer_options": {"window": 5, "num_kv_heads": 1}},
     "convolved": {
         "mixer": "softmax",
-        "mixer_options": {"window": 5, "conv_size": 3, "gate": "head"},
+        "mixer_options": {"window": 5, "conv_size": 3, "gate": "head", "q_norm": "length"},
     },
     "gated": {
         "mixer": ["gated_deltanet", "softmax"],

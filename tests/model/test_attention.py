@@ -92,8 +92,12 @@ def normed(o: torch.Tensor, placement: str) -> torch.Tensor:
     return o / (square + 1e-6).sqrt() if placement == "inside" else o / (square.sqrt() + 1e-8)
 
 
-def softmax_reference(mixer: Mixer, x: torch.Tensor, window: int | None) -> torch.Tensor:
+def softmax_reference(
+    mixer: Mixer, x: torch.Tensor, window: int | None, unit: bool = False
+) -> torch.Tensor:
     q, k, v = projected(mixer, x)
+    if unit:
+        q = q / (q.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     i = torch.arange(x.shape[1])
     theta = 10000.0 ** (-torch.arange(0, K, 2).double() / K)
     s = turned(q, i, theta) @ turned(k, i, theta).mT / math.sqrt(K)
@@ -126,6 +130,30 @@ def test_softmax(heads, window):
         close(
             mixer(x, Sequences())[0], softmax_reference(mixer, x, window), 1e-5
         )  # angles are fp32
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_query_divided_by_its_length(window):
+    """Scaled queries leave the output as it is on every path, whole, packed and cached; scaled keys do not."""
+    options = {"window": window, "num_kv_heads": 2, "q_norm": "length"}
+    mixer, x = mixer_of("softmax", options), draw(1, 33, D)
+    packed = Sequences(cu_seqlens=packing([5, 28]))
+
+    def outputs() -> list[torch.Tensor]:
+        _, state = mixer(x[:, :32], Sequences(), {})
+        cached, _ = mixer(x[:, 32:], Sequences(past=torch.tensor([32])), state)
+        return [mixer(x, Sequences())[0], mixer(x, packed)[0], cached]
+
+    with torch.no_grad():
+        before = outputs()
+        close(before[0], softmax_reference(mixer, x, window, unit=True), 1e-5)  # angles are fp32
+        close(before[2], before[0][:, 32:])
+        mixer.q_proj.weight *= 3
+        mixer.q_proj.bias *= 3
+        for a, b in zip(before, outputs(), strict=True):
+            close(a, b, 1e-5)  # the epsilon of ‖q‖
+        mixer.k_proj.weight *= 3
+        assert all((a - b).abs().max() > 0.1 for a, b in zip(before, outputs(), strict=True))
 
 
 def test_angles_of_llama_3_are_those_of_transformers():
@@ -561,6 +589,12 @@ def test_xavier_gain():
         ("softmax", {"window": 0}, "at least 1"),
         ("softmax", {"rope_theta": 0}, "positive"),
         ("softmax", {"windows": 4}, "windows"),
+        ("softmax", {"q_norm": "l2"}, "q_norm='l2' must be length and without"),
+        (
+            "softmax",
+            {"q_norm": "length", "qk_norm": True},
+            "q_norm='length' must be length and without qk_norm",
+        ),
         *(
             ("softmax", {"rope_scaling": LLAMA3 | wrong}, f"softmax: rope_scaling.*{says}")
             for wrong, says in (

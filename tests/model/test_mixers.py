@@ -91,19 +91,39 @@ def test_nala_block():
 
 
 @pytest.mark.parametrize("scale", ["code", "inverse_t", "literal"])
-def test_mala(scale):
-    module = build("mala", mixer_options={"scale": scale})
+@pytest.mark.parametrize(
+    ("name", "function"), [("elu1", lambda x: 1 + F.elu(x)), ("relu", F.relu), ("exp", torch.exp)]
+)
+def test_mala(scale, name, function):
+    """With every kernel of its ablation that maps entry by entry."""
+    module = build("mala", mixer_options={"scale": scale}, feature_map=name)
     x, y, (q, k, v) = run(module)
-    sim = ((1 + F.elu(q)) @ (1 + F.elu(k)).mT).tril()
+    sim = (function(q) @ function(k).mT).tril()
     t = t_of(sim)
     sim = sim * {"code": K**-0.5 / t, "inverse_t": 1 / t, "literal": torch.ones_like(t)}[scale]
     z = sim.sum(-1, keepdim=True)
     w = ((1 + 1 / z) * sim - z / t).tril()
-    same(module.o_proj(joined(w @ v)), y, 1e-5)  # the epsilon of the denominator
+    near = 1e-5 if name == "elu1" else 1e-3  # the epsilon of denominators, some of them small
+    same(module.o_proj(joined(w @ v)), y, near)
     weights = module.weights(x)
-    same(weights, w, 1e-5)
-    same(weights.sum(-1), torch.ones_like(weights.sum(-1)), 1e-5)
+    same(weights, w, near)
+    same(weights.sum(-1), torch.ones_like(weights.sum(-1)), near)
     assert (weights < 0).any()
+
+
+@pytest.mark.parametrize("taps", [3, 5, 7])
+@pytest.mark.parametrize("both", [False, True])
+def test_mala_adds_a_convolution_of_its_values(taps, both):
+    module = build("mala", value_conv=taps, is_decoder=not both)
+    x = torch.randn(2, T, H * K, generator=torch.Generator().manual_seed(1)).double()
+    seq, v = BOTH if both else Sequences(), module.v_proj(x)
+    y = module(x, seq)[0]
+    # A filter a channel, centred where tokens see both ways.
+    sides = (taps // 2, taps // 2) if both else (taps - 1, 0)
+    local = F.conv1d(F.pad(v.mT, sides), module.dwc.weight, groups=H * K).mT
+    module.value_conv = 0
+    same(y, module(x, seq)[0] + module.o_proj(local))
+    assert module.dwc.weight.shape == (H * K, 1, taps)
 
 
 def test_mala_sharpens_as_the_query_grows():
@@ -374,6 +394,7 @@ def test_whether_norms_move_the_normalised_weights(name):
         ("qk", {"feature_map_options": {"angle": "raw"}}),
         ("", {"feature_map_options": {"query_power": 1.74}}),
         ("qk", {"mixer": "softmax"}),
+        ("k", {"mixer": "softmax", "mixer_options": {"q_norm": "length"}}),
         ("qk", {"mixer": "diag_attention"}),
         ("qk", {"mixer": "soft"}),
         ("", {"mixer": "pola"}),

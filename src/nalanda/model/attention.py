@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from .base import Heads, LayerState, Mixer, StateSpec
-from .layers import RMSNorm, place_angles, rotate, slow_down
+from .feature_maps import EPS
+from .layers import RMSNorm, at_least_fp32, direction, place_angles, rotate, slow_down
 from .ops import by_kernel
 from .options import fits
 from .sequences import Sequences
@@ -216,10 +217,11 @@ class SoftmaxAttention(CachedAttention):
     slower angles, spelt as in transformers' configs: `{rope_type: llama3, factor: 8.0, low_freq_factor: 1.0,
     high_freq_factor: 4.0, original_max_position_embeddings: 8192}` (default: none).
     `qk_norm`, an RMSNorm of each head's q and k before the rotation, with one weight for all heads (Henry et
-    al. 2020, arXiv 2010.04245; default: none); `gate`, o ⊙ σ(W x) with a factor for each "head" or each
-    "channel" (arXiv 2505.06708; default: none); `conv_size`, the taps of short convolutions of q, k and v,
-    with SiLU behind v's (default: 0, none). In hybrids, `num_heads` and `head_dim` may differ from those of
-    the other mixers, which the config has.
+    al. 2020, arXiv 2010.04245; default: none). `q_norm`, "length" for d(q) = q/‖q‖ in place of q: queries of
+    any length weigh alike, an ablation of MALA's paper, arXiv 2507.00698 (default: none). `gate`, o ⊙ σ(W x)
+    with a factor for each "head" or each "channel" (arXiv 2505.06708; default: none). `conv_size`, the taps of
+    short convolutions of q, k and v, with SiLU behind v's (default: 0, none). In hybrids,
+    `num_heads` and `head_dim` may differ from those of the other mixers, which the config has.
     Cost per token and head: (K + V)·T FLOPs at length T, half of T × T; with a window w < T,
     2(K + V)·w·(1 − w/2T). State: T (or `window`) keys and values of each of the `num_kv_heads`,
     (K + V)·itemsize bytes per token and head.
@@ -227,8 +229,6 @@ class SoftmaxAttention(CachedAttention):
 
     equation = "o = Σ_j softmax_j(K^−½ q·k_j) v_j, q and k rotated"
     source = "arXiv 1706.03762, 2104.09864"
-    qk_norm = False
-    gate: str | None = None
 
     def __init__(
         self,
@@ -240,6 +240,7 @@ class SoftmaxAttention(CachedAttention):
         rope_theta: float | None = 10000.0,
         rotary_dim: int | None = None,
         qk_norm: bool = False,
+        q_norm: str | None = None,
         gate: str | None = None,
         conv_size: int = 0,
         num_heads: int | None = None,
@@ -255,6 +256,10 @@ class SoftmaxAttention(CachedAttention):
         if window is not None and window < 1:
             raise ValueError(f"softmax: window={window} must be at least 1 token, or left out")
         check_rotation(config, rope_theta, rotary_dim, rope_scaling)
+        if q_norm not in (None, "length") or (q_norm and qk_norm):
+            raise ValueError(
+                f"softmax: q_norm={q_norm!r} must be length and without qk_norm, or left out"
+            )
         if gate not in (None, "head", "channel"):
             raise ValueError(f"softmax: gate={gate!r} must be head or channel, or left out")
         if conv_size < 0 or conv_size == 1:
@@ -267,7 +272,7 @@ class SoftmaxAttention(CachedAttention):
         self.rope_scaling = None if rope_scaling is None else checked_scaling(rope_scaling)
         if qk_norm:
             self.q_norm, self.k_norm = (RMSNorm(self.K, config.norm_eps) for _ in range(2))
-        self.qk_norm, self.gate = qk_norm, gate
+        self.qk_norm, self.unit_queries, self.gate = qk_norm, bool(q_norm), gate
         if gate:
             factors = self.V if gate == "channel" else 1  # a head
             self.g_proj = nn.Linear(config.hidden_size, H * factors, bias=False)
@@ -281,6 +286,9 @@ class SoftmaxAttention(CachedAttention):
         if self.qk_norm:
             # Before the rotation, which keeps lengths.
             q, k = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)
+        if self.unit_queries:
+            q = direction(at_least_fp32(q), EPS)[0].to(q.dtype)
+
         if self.rope_theta is not None:
             angles = place_angles(x, seq, self.rotary_dim, self.rope_theta, self.rope_scaling)
             q, k = rotate(q, angles), rotate(k, angles)
@@ -445,18 +453,17 @@ def weigh(
     causal: the last query sees all keys, and each before it one fewer.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, L or W, ·]
-    if causal and q.shape[2] < k.shape[2] and not q.is_meta:  # there shapes suffice
-        bias: Any = causal_lower_right(
-            q.shape[2], k.shape[2]
-        )  # no matrix where a kernel knows the order
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias, enable_gqa=q.shape[1] != k.shape[1]
-        ).transpose(1, 2)
     if mask is not None:
         mask = mask[:, None]  # [B, 1, L, W], for all heads
+
     if scores == "softmax":
-        options = {"attn_mask": mask, "is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
+        bias: Any = mask
+        if causal and q.shape[2] < k.shape[2] and not q.is_meta:  # there shapes suffice
+            # No matrix where a kernel knows the order.
+            bias, causal = causal_lower_right(q.shape[2], k.shape[2]), False
+        options = {"attn_mask": bias, "is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
         return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
     p = F.relu(q @ k.mT * q.shape[-1] ** -0.5)  # [B, H, L, W]
     p = p if mask is None else p.masked_fill(~mask, 0)
     return ((p.tril() if causal else p) @ v).transpose(1, 2)
@@ -608,13 +615,13 @@ def _(d_o, q, k, v, *options):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.reach, ctx.blocks, ctx.scores, ctx.both = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*inputs[:4])
+    ctx.rule = inputs[4:]
 
 
 def _gradients(ctx, d_o: Tensor) -> tuple[Tensor | None, ...]:
-    rule = ctx.reach, ctx.blocks, ctx.scores, ctx.both
-    return *_packed_backward_op(d_o, *ctx.saved_tensors, *rule), None, None, None, None, None
+    gradients = _packed_backward_op(d_o, *ctx.saved_tensors, *ctx.rule)
+    return *gradients, *[None] * (1 + len(ctx.rule))  # cu_seqlens and the rule have none
 
 
 _packed_op.register_autograd(_gradients, setup_context=_setup_context)
