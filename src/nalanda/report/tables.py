@@ -112,6 +112,11 @@ def options(kind: Any) -> str:
     return ", ".join(named) or "–"
 
 
+def is_repeated(row: dict[str, str]) -> bool:
+    """Whether a key of `data.mixture` means the same as one of `data`."""
+    return row["meaning"].startswith("As `data.")
+
+
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table, without the columns of `LEFT_OUT`."""
     rows = [{name: cell for name, cell in row.items() if name not in LEFT_OUT} for row in rows]
@@ -154,7 +159,7 @@ def _print_table(
 TABLES: dict[str, dict[str, Callable[[], list[dict[str, Any]]]]] = {
     "docs/mixers.md": {"mixers": mixer_rows, "maps": map_rows},
     "docs/recipes.md": {"recipes": recipe_rows},
-    "docs/keys.md": {"keys": key_rows},
+    "docs/keys.md": {"keys": lambda: [row for row in key_rows() if not is_repeated(row)]},
 }
 """The generated tables of each page, by the name between `<!-- -->` above them."""
 
