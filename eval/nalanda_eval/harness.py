@@ -218,8 +218,8 @@ def _score_model(
     from nalanda_eval.adapter import ENDLESS, HarnessModel, harness
 
     options, directory = session.options, session.directory
-    whole = options.long == "whole"
-    if whole:
+    in_one_pass = options.long == "whole"
+    if in_one_pass:
         _check_endless(model, name)
     start = time.perf_counter()
     with _silence_harness():
@@ -227,7 +227,7 @@ def _score_model(
             model,
             tokenizer,
             batch_size=options.batch_size,
-            max_length=ENDLESS if whole else options.max_length,
+            max_length=ENDLESS if in_one_pass else options.max_length,
             share=not options.no_share,
             cache=None if directory is None else directory / "answers.sqlite",
             processes=session.processes,
@@ -241,7 +241,7 @@ def _score_model(
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(model.device),
-            "max_length": None if whole else scorer.max_length,
+            "max_length": None if in_one_pass else scorer.max_length,
             "begins_with_bos": bool(scorer.bos),
         }
 

@@ -364,20 +364,22 @@ def cut_rows_are_whole(model: Any) -> None:
         # Whole rows first, then their parts, from the same weights and states.
         uncut = run(tokens, bounds, **options)
         expected = gradients()
-        parts = in_threads(N, lambda context: run(tokens, bounds, context=context, **options))  # noqa: B023
+        outputs = in_threads(N, lambda context: run(tokens, bounds, context=context, **options))  # noqa: B023
         scale = max(1.0, *(float(g.abs().max()) for g in expected))
         # num_items_in_batch=1 makes the losses sums, so those of the parts add up.
-        close(torch.stack([part.loss for part in parts]).sum(), uncut.loss, 1e-9 * T)
+        close(torch.stack([output.loss for output in outputs]).sum(), uncut.loss, 1e-9 * T)
         # The threads share the model, so its gradients are sums over the parts already.
         for gradient, of_whole in zip(gradients(), expected, strict=True):
             close(gradient, of_whole, 1e-9 * scale)
         states = uncut.carried_cache
         # Every part returns the states behind the whole rows.
-        for part in parts if carries else ():
-            assert part.carried_cache.lengths.tolist() == states.lengths.tolist()
-            for own, all_of_it in zip(part.carried_cache.states, states.states, strict=True):
-                for name, state in all_of_it.items():
-                    close(own[name], state, 1e-9 * max(1.0, float(state.abs().max())))
+        for output in outputs if carries else ():
+            assert output.carried_cache.lengths.tolist() == states.lengths.tolist()
+            for part_state, row_state in zip(
+                output.carried_cache.states, states.states, strict=True
+            ):
+                for name, state in row_state.items():
+                    close(part_state[name], state, 1e-9 * max(1.0, float(state.abs().max())))
 
 
 class _Thread(Context):

@@ -36,8 +36,8 @@ def check_bounds(section: Any, where: str) -> None:
         numbers = value if isinstance(value, tuple) else [value]
         for bound in getattr(hint, "__metadata__", ()):
             if not all(number is None or bound.holds(number) for number in numbers):
-                shown = list(value) if isinstance(value, tuple) else value
-                raise InputError(f"{where}.{name}: expected {bound.words}, got {shown!r}")
+                printed = list(value) if isinstance(value, tuple) else value
+                raise InputError(f"{where}.{name}: expected {bound.words}, got {printed!r}")
         if get_origin(hint) is Literal:
             check_choice(value, get_args(hint), f"{where}.{name}")
 

@@ -245,13 +245,13 @@ class NalandaConfig(PreTrainedConfig):
         types = {
             f.name: f.type for f in dataclasses.fields(self) if f.name in type(self).__annotations__
         }
-        given = {name: getattr(self, name) for name in types}
+        values = {name: getattr(self, name) for name in types}
         for name in ("head_dim", "intermediate_size", "mixer_options", "feature_map_options"):
-            if given[name] is None:  # resolved below
-                del given[name]
-        check_types(given, types)
+            if values[name] is None:  # resolved below
+                del values[name]
+        check_types(values, types)
         for name in _POSITIVE:
-            value = 1 if given.get(name) is None else given[name]
+            value = 1 if values.get(name) is None else values[name]
             if value <= 0:
                 raise ValueError(f"{name}={value!r} must be positive")
             if value > (most := 10**5 if name == "num_hidden_layers" else 2**31 - 1):
@@ -391,28 +391,28 @@ class NalandaConfig(PreTrainedConfig):
         folder. Raises ValueError as `plugin_files` does.
         """
         files, copies = self.plugin_files(), {}
-        if AUTO_MAP.keys() & (known := getattr(self, "auto_map", None) or {}):
+        if AUTO_MAP.keys() & (auto_map := getattr(self, "auto_map", None) or {}):
             other = {"AutoModelForMaskedLM" if self.is_decoder else "AutoModelForCausalLM"}
             images = {"AutoModelForImageClassification"}
             other = AUTO_MAP.keys() - images - {"AutoModel"} if self.image_size else other | images
             for auto, name in AUTO_MAP.items():
                 file = Path(__file__).with_name(f"{name.partition('.')[0]}.py")
                 if auto not in other and file.exists():
-                    known[auto], copies[file.name] = name, file.read_text(encoding="utf-8")
+                    auto_map[auto], copies[file.name] = name, file.read_text(encoding="utf-8")
                 elif not file.exists() and not Path(save_directory, file.name).exists():
                     # transformers' cache has only the files that the loaded class needs
-                    known.pop(auto, None)
+                    auto_map.pop(auto, None)
         super().save_pretrained(save_directory, *args, **kwargs)
-        own = Path(save_directory) / "configuration.py"
+        config_file = Path(save_directory) / "configuration.py"
         for name, text in (copies | files).items():
-            (own.parent / name).write_text(text, encoding="utf-8")
+            (config_file.parent / name).write_text(text, encoding="utf-8")
             line = f"from .{name.removesuffix('.py')} import __name__ as _\n"
             if (
                 name in files
-                and own.exists()
-                and line not in (code := own.read_text(encoding="utf-8"))
+                and config_file.exists()
+                and line not in (code := config_file.read_text(encoding="utf-8"))
             ):
-                own.write_text(f"{code}\n{line}", encoding="utf-8")
+                config_file.write_text(f"{code}\n{line}", encoding="utf-8")
 
     def distinct_mixers(self) -> dict[str, Mixer]:
         """One module for each of the layers' mixers, on the meta device."""
@@ -451,8 +451,8 @@ class NalandaConfig(PreTrainedConfig):
         """Bytes of one sequence's state after T tokens in a model of `dtype`."""
         sizes = {
             name: sum(
-                torch.Size(shape).numel() * (own or dtype).itemsize
-                for shape, own in mixer.state_spec(T).values()
+                torch.Size(shape).numel() * (state_dtype or dtype).itemsize
+                for shape, state_dtype in mixer.state_spec(T).values()
             )
             for name, mixer in self.distinct_mixers().items()
         }

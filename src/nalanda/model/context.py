@@ -66,14 +66,14 @@ class Context:
         received = [x.new_zeros(x.shape) for x in tensors]
         to, source = self.rank + by, self.rank - by
         operations = []
-        for x, place in zip(tensors, received, strict=True):
+        for x, buffer in zip(tensors, received, strict=True):
             if 0 <= to < self.size:
                 operations.append(
                     dist.P2POp(dist.isend, x.contiguous(), group=self.group, group_peer=to)
                 )
             if 0 <= source < self.size:
                 operations.append(
-                    dist.P2POp(dist.irecv, place, group=self.group, group_peer=source)
+                    dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=source)
                 )
         # In one batch: one after another, two processes could wait for each other.
         for work in dist.batch_isend_irecv(operations) if operations else []:

@@ -205,7 +205,7 @@ class GraphedStep:
             owner.release()
         self.turn = 0
         pairs = zip(self.newest, states, strict=True)
-        copy_all([(x[name], given[name]) for x, given in pairs for name in x])
+        copy_all([(buffers[name], state[name]) for buffers, state in pairs for name in buffers])
         assert cache.lengths is not None
         self.lengths.copy_(cache.lengths)  # the graphs count on from here
         self.owner = weakref.ref(cache)
@@ -235,16 +235,18 @@ def alike(a: list[dict[str, Tensor]], b: list[dict[str, Tensor]], dtypes: bool =
 def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Copies each second tensor into the first, in few launches."""
     if pairs:
-        torch._foreach_copy_([into for into, _ in pairs], [given for _, given in pairs])
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
-Known = weakref.WeakValueDictionary[tuple, GraphedStep]
+StepsByKey = weakref.WeakValueDictionary[tuple, GraphedStep]
 
 
 class DecodingGraphs:
     """The graphs of a context of `decoding_graphs`, one for each batch size."""
 
-    known: ClassVar[weakref.WeakKeyDictionary[nn.Module, Known]] = weakref.WeakKeyDictionary()
+    captured: ClassVar[weakref.WeakKeyDictionary[nn.Module, StepsByKey]] = (
+        weakref.WeakKeyDictionary()
+    )
     """A model's graphs by what they were captured with; caches keep them alive."""
     failed: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
     """Models that could not be captured; nothing tries again."""
@@ -283,12 +285,12 @@ class DecodingGraphs:
 
     def _step(self, cache: NalandaCache, key: tuple) -> GraphedStep | None:
         """The graphs for the cache's batch size, captured once enough tokens have run eagerly."""
-        known = self.known.setdefault(self.model, Known())
-        step = known.get(key)
+        captured = self.captured.setdefault(self.model, StepsByKey())
+        step = captured.get(key)
         if step is None and self.eager >= EAGER_TOKENS:
             try:
                 with torch.inference_mode(False), torch.no_grad():  # buffers for calls in any mode
-                    step = known[key] = GraphedStep(self.model, cache)
+                    step = captured[key] = GraphedStep(self.model, cache)
             except Exception as error:
                 self.failed.add(self.model)
                 cause = error

@@ -190,9 +190,7 @@ def place_angles(
     if seq.grid is None:
         return rotary_angles(places, size, theta, x.dtype, scaling)
     axes = places // seq.grid[1], places % seq.grid[1]  # row and column, [B or 1, T]
-    return torch.cat(
-        [rotary_angles(place, size // 2, theta, x.dtype, scaling) for place in axes], -1
-    )
+    return torch.cat([rotary_angles(axis, size // 2, theta, x.dtype, scaling) for axis in axes], -1)
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -215,13 +213,13 @@ def _blocks(x: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
 class _CausalDepthwise(torch.autograd.Function):
     """y_t = Σ_i w_i ⊙ x_{t+i} over `[B, W−1+T, D]`, whose first W−1 rows are the past. Sums are fp32.
 
-    weight `[W, D]`; kept: the t to return, int64; None: all T. Autograd's backward would zero-fill a whole
+    weight `[W, D]`; returned: the t of the outputs, int64; None: all T. Autograd's backward would zero-fill a whole
     buffer for each of the W shifted views.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, kept: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, kept)
+    def forward(ctx, x: Tensor, weight: Tensor, returned: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, returned)
         width, steps, dtype = len(weight), x.shape[1] - len(weight) + 1, x.dtype
         x, weight = (
             at_least_fp32(x),
@@ -231,20 +229,20 @@ class _CausalDepthwise(torch.autograd.Function):
         for i in range(1, width):
             y.addcmul_(x[:, i : i + steps], weight[i])
         y = y.to(dtype)
-        return y if kept is None else y.index_select(1, kept)
+        return y if returned is None else y.index_select(1, returned)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, kept = ctx.saved_tensors
+        x, weight, returned = ctx.saved_tensors
         steps, dtype = x.shape[1] - len(weight) + 1, dy.dtype
         x, weight, dy = at_least_fp32(x), at_least_fp32(weight).contiguous(), at_least_fp32(dy)
-        if kept is not None:
+        if returned is not None:
             # [B, T, D], 0 where nothing was returned
-            dy = dy.new_zeros(len(dy), steps, dy.shape[2]).index_copy_(1, kept, dy)
+            dy = dy.new_zeros(len(dy), steps, dy.shape[2]).index_copy_(1, returned, dy)
         dx, dweight = torch.zeros_like(x), torch.zeros_like(weight)
         # On a CPU a block of steps stays in the cache while all taps pass over it. A compiler fuses the taps.
-        whole = x.device.type != "cpu" or torch.compiler.is_compiling()
-        for start, dy_ in [(0, dy)] if whole else _blocks(dy, _CPU_STEPS):
+        in_one_block = x.device.type != "cpu" or torch.compiler.is_compiling()
+        for start, dy_ in [(0, dy)] if in_one_block else _blocks(dy, _CPU_STEPS):
             for i in range(len(weight)):
                 rows = slice(start + i, start + i + dy_.shape[1])
                 dx[:, rows].addcmul_(dy_, weight[i])  # y_t reads x_{t+i}

@@ -31,10 +31,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, torch.float32)
         dw = torch.zeros_like(weight, dtype=wide) if need_w else None
         for start in range(0, len(h), block):
-            part, index = slice(start, start + block), labels[start : start + block, None]
+            span, index = slice(start, start + block), labels[start : start + block, None]
             # Ignored rows are zeroed: gathering the others would synchronise with the device.
             ignored = index == ignore_index
-            rows, index = h[part].masked_fill(ignored, 0), index.masked_fill(ignored, 0)
+            rows, index = h[span].masked_fill(ignored, 0), index.masked_fill(ignored, 0)
             logits = rows @ weight.T  # [block, V]
             logits = logits if logits.dtype == torch.float64 else logits.float()
             # Read now: on a CPU log_softmax overwrites the logits.
@@ -53,7 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dlogits.scatter_add_(-1, index, dlogits.new_full(index.shape, -1.0))
             dlogits = dlogits.to(rows.dtype)
             if dh is not None:
-                torch.mm(dlogits, weight, out=dh[part]).masked_fill_(ignored, 0)
+                torch.mm(dlogits, weight, out=dh[span]).masked_fill_(ignored, 0)
             if dw is None:
                 continue
             if dw.dtype == rows.dtype:

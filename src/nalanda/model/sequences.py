@@ -84,14 +84,14 @@ class Sequences:
     @torch.compiler.disable  # their shapes depend on values
     def _put_on_device(self, device: torch.device) -> None:
         assert self.cu_seqlens is not None
-        here = partial(Tensor.to, device=device, non_blocking=True)
+        to_device = partial(Tensor.to, device=device, non_blocking=True)
         sequence = torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
-        past = None if self.past is None else here(self.past)
-        rows = None if self.rows is None else Rows(*map(here, self.rows))
-        made = self._on_device[device] = DevicePacking(
-            here(self.cu_seqlens), here(sequence), past, rows
+        past = None if self.past is None else to_device(self.past)
+        rows = None if self.rows is None else Rows(*map(to_device, self.rows))
+        packing = self._on_device[device] = DevicePacking(
+            to_device(self.cu_seqlens), to_device(sequence), past, rows
         )
-        for x in (self.cu_seqlens, made.cu_seqlens, past):  # N differs from batch to batch
+        for x in (self.cu_seqlens, packing.cu_seqlens, past):  # N differs from batch to batch
             if x is not None:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
 
@@ -506,20 +506,21 @@ def foreign_bounds(cu_seqlens: Tensor | None, foreign: dict[str, Any]) -> Tensor
             "token_type_ids: this model has no token types; give zeros, or leave them out"
         )
 
-    given = {name: foreign.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")}
-    given = {name: x for name, x in given.items() if x is not None}
-    if (documents := given.pop("seq_idx", None)) is not None:
+    others = {name: foreign.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")}
+    others = {name: x for name, x in others.items() if x is not None}
+    if (documents := others.pop("seq_idx", None)) is not None:
         if not isinstance(documents, Tensor) or documents.dim() != 2:
             raise ValueError("seq_idx: give each token's document, [batch, length]")
         begins = documents.diff(dim=1) != 0
         if bool(begins.any()):  # else every row is one document, as without it
             begins = F.pad(begins, (1, 0), value=True)  # bool [B, T]: each row begins a document
             edges = begins.flatten().nonzero().squeeze(1)
-            given["seq_idx"] = F.pad(edges, (0, 1), value=begins.numel())  # and the last bound, B·T
+            # The last bound is B·T.
+            others["seq_idx"] = F.pad(edges, (0, 1), value=begins.numel())
 
     # The first that is given counts, and the others must agree with it.
     bounds, named = cu_seqlens, "cu_seqlens"
-    for name, other in given.items():
+    for name, other in others.items():
         if bounds is None:
             bounds, named = other, name
         elif bounds.shape != other.shape or bool((bounds.to(other.device) != other).any()):

@@ -209,7 +209,8 @@ def _name_lines(panel: Any, row: int, named: set[tuple[int, str]]) -> set[tuple[
         text = textwrap.fill(re.sub(r"(?<=\S)\(", " (", name), 24)
         # In fractions of the panel; a line may end outside.
         end = points[-1].clip(0, 1)
-        darker = [0.75 * part for part in to_rgb(line.get_color())]  # yellow is too light to read
+        # Yellow is too light to read.
+        darker = [0.75 * channel for channel in to_rgb(line.get_color())]
         panel.annotate(
             text,
             end,

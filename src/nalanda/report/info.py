@@ -128,8 +128,8 @@ def peak_of(device: str, precision: str) -> tuple[float, str]:
     if device in ("here", "cpu"):
         gpu = device == "here" and torch.cuda.is_available()
         return peak_flops(torch.device("cuda" if gpu else "cpu"), precision)
-    if known := known_peak(device, precision):
-        return known
+    if peak := known_peak(device, precision):
+        return peak
     raise InputError(f"--device: no data sheet of {device}{suggest(device, [*PEAK_FLOPS, 'cpu'])}")
 
 

@@ -260,16 +260,16 @@ def _validation(config: dict) -> list:
 
 
 def _value(config: dict, key: str) -> Any:
-    for part in key.split("."):
-        config = config.get(part) if isinstance(config, dict) else None  # type: ignore[assignment]
+    for name in key.split("."):
+        config = config.get(name) if isinstance(config, dict) else None  # type: ignore[assignment]
     return config
 
 
 def _has(config: Any, key: str) -> bool:
-    for part in key.split("."):
-        if not isinstance(config, dict) or part not in config:
+    for name in key.split("."):
+        if not isinstance(config, dict) or name not in config:
             return False
-        config = config[part]
+        config = config[name]
     return True
 
 

@@ -161,8 +161,8 @@ def narrowed(table: Table, console: Console, dispensable: Sequence[str]) -> Tabl
     for heading in dispensable:
         if Measurement.get(console, unlimited, table).maximum <= console.width:
             break
-        kept = (column for column in table.columns if column.header != heading)
-        table.columns = Table(*kept).columns  # which numbers them anew
+        columns = (column for column in table.columns if column.header != heading)
+        table.columns = Table(*columns).columns  # which numbers them anew
     return table
 
 
