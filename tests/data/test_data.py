@@ -20,13 +20,14 @@ import pyarrow
 import pytest
 import torch
 import zstandard
+from corpora import held_out
 from pyarrow import parquet
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import Component, DataConfig, TokenizerConfig
 from nalanda.data import corpus, documents, packing, readers
 from nalanda.data import loader as data
-from nalanda.data.corpus import DocumentStream, held_out, open_corpora, open_corpus
+from nalanda.data.corpus import DocumentStream, open_corpora, open_corpus
 from nalanda.data.documents import (
     Document,
     Fields,

@@ -6,11 +6,11 @@ import json
 
 import numpy as np
 import pytest
-from corpora import bytes_of, corpus, lines, records
+from corpora import bytes_of, corpus, held_out, lines, records
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.corpus import DocumentStream, held_out, open_corpora
+from nalanda.data.corpus import DocumentStream, open_corpora
 from nalanda.data.documents import READERS, Document, hash_text
 from nalanda.data.inspect import inspect
 from nalanda.data.prepare import prepare

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import NAMES, corpus, flip, lines, records
+from corpora import NAMES, corpus, flip, held_out, lines, records
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.corpus import held_out
 from nalanda.data.inspect import check_set, inspect
 from nalanda.data.loader import PackedBatches, validation_batches
 from nalanda.data.prepare import prepare

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from nalanda.data.documents import hash_text
+from nalanda.data.hold_out import HoldOut
+
 NAMES = ["RedPajamaWikipedia", "RedPajamaC4", "RedPajamaBook"]
 
 
@@ -84,3 +87,8 @@ def bytes_of(tokens: np.ndarray) -> str:
     of = {chr(b): b for b in plain}
     of |= {chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in plain)}
     return bytes(of[alphabet[t - 1]] for t in tokens[1:-1]).decode()
+
+
+def held_out(text: str, share: float) -> bool:
+    """Whether a document is for validation. The text alone decides, so all its copies are in one split."""
+    return HoldOut(share).holds(hash_text(text))

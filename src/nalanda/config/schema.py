@@ -218,6 +218,10 @@ class DataConfig:
             parts[component.name] = replace(self, mixture=[], name=name, **chosen)
         return parts
 
+    def weights(self) -> dict[str, float]:
+        """The weights of the mixture's components by name."""
+        return {component.name: component.weight for component in self.mixture}
+
 
 COMPONENT_KEYS = (
     "source",

@@ -141,20 +141,21 @@ def open_texts(
 
 
 def _open_mixture(data: DataConfig, split: str, validation: bool) -> Corpus:
+    """The documents of all components, in proportion to their weights."""
     corpora = {}
     for name, component in data.parts().items():
         corpora[name] = open_corpus(component, split, validation=validation)
-    weights = {component.name: component.weight for component in data.mixture}
-    return Corpus([MixtureShard(corpora, weights)])
+    return Corpus([MixtureShard(corpora, data.weights())])
 
 
 def _open_corpus(data: DataConfig, split: str, validation: bool, walk: Walk) -> Corpus:
+    """The documents of a single source. Raises `InputError` for settings that do not fit it."""
     source = source_of(data, split)
     shards, counts = _open_shards(data, source, split, walk)
     joined = data.documents == "joined"
     if counts.get("validation") or data.validation_source:  # nothing must be held out
-        all_of_it = str if joined else unless_blank  # joined lines keep the blank ones
-        return Corpus(shards, all_of_it, ordered=joined, counts=counts, split=split)
+        every_text = str if joined else unless_blank  # joined lines keep the blank ones
+        return Corpus(shards, every_text, ordered=joined, counts=counts, split=split)
 
     lone = len(shards) == 1 and shards[0].single
     if joined and not lone:
@@ -175,11 +176,6 @@ def _open_corpus(data: DataConfig, split: str, validation: bool, walk: Walk) -> 
         hold_out=chosen,
         note=note,
     )
-
-
-def held_out(text: str, share: float) -> bool:
-    """Whether a document is for validation. The text alone decides, so all its copies are in one split."""
-    return HoldOut(share).holds(hash_text(text))
 
 
 def check_apart(train: Corpus, validation: Corpus) -> None:
@@ -213,17 +209,17 @@ def describe_files(data: DataConfig, counts: Mapping[str, int]) -> str:
     if validation:
         line += f", {validation} for validation"
 
-    left_out = {}
+    omitted = {}
     for key, count in counts.items():
         # Suffixes begin with a dot; other keys are splits, `EMPTY` and `SECOND`.
         if key.startswith("."):
-            left_out["without suffix" if key == "." else f"that end in {key}"] = count
-    left_out["empty"] = counts[EMPTY]
-    left_out["that are second names of a file"] = counts[SECOND]
-    left_out["of a test split"] = counts["test"]
-    left_out["of no split"] = counts[""] if counts["train"] else 0
-    left_out["of a validation split"] = counts["validation"] - validation
-    reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
+            omitted["without suffix" if key == "." else f"that end in {key}"] = count
+    omitted["empty"] = counts[EMPTY]
+    omitted["that are second names of a file"] = counts[SECOND]
+    omitted["of a test split"] = counts["test"]
+    omitted["of no split"] = counts[""] if counts["train"] else 0
+    omitted["of a validation split"] = counts["validation"] - validation
+    reasons = ", ".join(f"{count} {reason}" for reason, count in omitted.items() if count)
     return f"{line}; left out: {reasons}" if reasons else line
 
 
@@ -275,8 +271,11 @@ class _File(NamedTuple):
 
 
 def _find_files(root: Path, split: str, walk: Walk) -> tuple[dict[str, Path], dict[str, int]]:
-    """Files by name, sorted, and `Corpus.counts`. In a directory the outermost folder that names a split
-    decides, or else the file's own name. Of a glob every file is taken."""
+    """Files by name, sorted, and `Corpus.counts`.
+
+    In a directory the outermost folder that names a split decides, or else the file's own name. Of a glob
+    every file is taken.
+    """
     counts: Counter[str] = Counter()
     if root.is_dir():
 
@@ -294,8 +293,11 @@ def _find_files(root: Path, split: str, walk: Walk) -> tuple[dict[str, Path], di
 def _find_listed(
     sources: list[str], split: str, walk: Walk
 ) -> tuple[dict[str, Path], dict[str, int]]:
-    """The same of several files, globs and folders. As with URLs, the innermost folder that names a split
-    decides, below the folder that they share, or else the file's own name."""
+    """`_find_files` of several files, globs and folders.
+
+    As with URLs, the innermost folder that names a split decides, below the folder that they share, or else
+    the file's own name.
+    """
     counts: Counter[str] = Counter()
     listed: dict[str, _File] = {}
     for source in sources:
@@ -312,14 +314,15 @@ def _find_listed(
             # Two of the sources may name one file.
             counts[SECOND] += path in listed
             listed[path] = file
-    # The parts of the folder that all files share; they name no split.
-    shared = len(Path(os.path.commonpath([file.path.parent for file in listed.values()])).parts)
+
+    # The folder that all files share names no split.
+    shared = Path(os.path.commonpath([file.path.parent for file in listed.values()]))
 
     def split_of_name(name: str) -> str:
         if len(listed) == 1:  # nothing is beside it
             return ""
         path = listed[name].path
-        return split_of(reversed(path.parts[shared:-1]), path.name)
+        return split_of(reversed(path.parent.relative_to(shared).parts), path.name)
 
     splits = _by_split(listed, split_of_name, counts)
     return _choose_split(f"{sources[0]} and others", splits, split, counts)
@@ -719,7 +722,8 @@ class MixtureShard:
         for name, corpus in self.corpora.items():
             streams[name] = iter(DocumentStream(corpus, seed=0, buffer_size=0, epochs=1))
 
-        characters, number = dict.fromkeys(streams, 0), 0
+        characters = dict.fromkeys(streams, 0)
+        number = 0
         while streams:
             # The component that is furthest behind its weight gives the next document.
             name = min(streams, key=lambda name: characters[name] / self.weights[name])
@@ -729,6 +733,6 @@ class MixtureShard:
                 continue
             characters[name] += len(document.text)
             number += 1
-            # A resume reads all components from the start, and passes over what was given.
+            # A resume reads all components from the start, and passes over the documents up to its cursor.
             if number > (cursor or 0):
                 yield document, number

@@ -164,7 +164,7 @@ class PackedBatches:
         rows = {name: self._open_rows(name, source, slots) for name, source in components.items()}
         if not self.data.mixture:
             return rows[""]
-        return Mixture(rows, {component.name: component.weight for component in self.data.mixture})
+        return Mixture(rows, self.data.weights())
 
     def _open_rows(self, name: str, source: Source, slots: int | None) -> TokenSetRows | StreamRows:
         data, split = source.data, "train" if self.training else "validation"
@@ -295,7 +295,7 @@ class PackedBatches:
         # A corpus whose files were saved may change: they are compared one by one.
         self._check_identity(state["identity"], but=saved.keys() & streams.keys())
 
-        # What remains is the position alone, by component.
+        # The position alone, by component.
         position = {key: value for key, value in state.items() if key not in ("identity", "files")}
         states = self._by_component(position)
         self.changes = []
@@ -464,12 +464,11 @@ def _take_validation_documents(
 ) -> dict[tuple[str, str], list[np.ndarray]]:
     """The tokens of the documents that fill the rows, by component and source."""
     data = sources.data
-    total = sum(component.weight for component in data.mixture)
-    shares = {component.name: component.weight / total for component in data.mixture}
-
+    weights = data.weights()
     taken: dict[tuple[str, str], list[np.ndarray]] = {}
     for name, component in sources.validation.items():
-        rows = max(1, round(data.max_validation_rows * shares.get(name, 1.0)))
+        share = weights[name] / sum(weights.values()) if name in weights else 1.0
+        rows = max(1, round(data.max_validation_rows * share))
         room = rows * data.seq_len  # in tokens
         documents, describe = _validation_documents(component, tokenizer, rank)
         for count, (source, tokens) in enumerate(documents, 1):
@@ -519,8 +518,8 @@ def _validation_documents(
     encode = encoder(tokenizer, data)
     if tokens := _matching_set(source, describe_tokenizer(tokenizer), "validation"):
         pairs = map(tokens.document, range(tokens.documents))
-        named = ((name, ids) for ids, name in pairs)
-        return named, lambda count: f"the first {count:,} of {tokens.documents:,} documents"
+        documents = ((name, ids) for ids, name in pairs)
+        return documents, lambda count: f"the first {count:,} of {tokens.documents:,} documents"
 
     corpus = source.corpus("validation")
     # In the order of the files, as in a token set of them. The demo's text, which is read whole, keeps the
@@ -584,16 +583,16 @@ def checked_sources(data: DataConfig) -> Sources:
 
 
 def _matching_set(source: Source, tokenizer: dict[str, Any], split: str) -> TokenSet | None:
-    """`Source.token_set`. Raises `InputError` if the set was made with other settings or another tokenizer.
+    """`Source.token_set`, checked against the settings and the tokenizer.
 
-    tokenizer: from `describe_tokenizer`.
+    tokenizer: from `describe_tokenizer`. Raises `InputError` if the set was made with others.
     """
     tokens = source.token_set(split)
     if tokens is None:
         return None
 
     data, location = source.data, source_of(source.data, split)
-    # What the set was made with: a setting that its index lacks fits any.
+    # A setting that the set's index lacks fits any.
     for key in ("bos", "eos", "documents"):
         wanted = getattr(data, key)
         prepared = tokens.settings.get(key, wanted)

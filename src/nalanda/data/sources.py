@@ -116,8 +116,7 @@ class Sources:
         corpora = {name: source.corpus("train") for name, source in self.train.items()}
         if not self.data.mixture:
             return corpora[""]
-        weights = {component.name: component.weight for component in self.data.mixture}
-        return Corpus([MixtureShard(corpora, weights)])
+        return Corpus([MixtureShard(corpora, self.data.weights())])
 
     def _open_splits(self) -> list[TokenSet | Corpus]:
         opened = [source.open("train") for source in self.train.values()]
