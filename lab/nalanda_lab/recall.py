@@ -62,6 +62,7 @@ from nalanda_lab.synthetic import (
 SIGNED = ("deltanet:allow_neg_eigval=true", "gated_deltanet:allow_neg_eigval=true")
 STATES = (2048, 8192, 32768)
 """Bytes of a sequence's state."""
+
 # ------------------------------ one run
 
 
@@ -80,26 +81,22 @@ class Training:
 
 
 class Reader(nn.Module):
-    """The decoder on a task's inputs: tokens `[n, T]`, or numbers `[n, T, dim]` through a linear layer.
-
-    Returns the head's outputs where an answer is asked, `[asked, vocab_size]`.
-    """
+    """The decoder on a task's inputs: tokens `[n, T]`, or numbers `[n, T, dim]` through a linear layer."""
 
     def __init__(self, config: NalandaConfig, task: Task):
         super().__init__()
-        self.read_in = (
-            nn.Linear(task.dim, config.hidden_size) if isinstance(task, Regression) else None
-        )
+        self.read_in = None
+        if isinstance(task, Regression):
+            self.read_in = nn.Linear(task.dim, config.hidden_size)
         self.decoder = NalandaForCausalLM(config)
 
-    def forward(self, inputs: Tensor, asked: Tensor) -> Tensor:
-        given = (
-            {"input_ids": inputs}
-            if self.read_in is None
-            else {"inputs_embeds": self.read_in(inputs)}
-        )
-        h = self.decoder.model(**given, use_cache=False).last_hidden_state
-        return self.decoder.lm_head(h[asked])
+    def forward(self, inputs: Tensor, answered: Tensor) -> Tensor:
+        """The head's outputs `[A, vocab_size]` at the A positions of `answered`, bool `[n, T]`."""
+        if self.read_in is None:
+            out = self.decoder.model(inputs, use_cache=False)
+        else:
+            out = self.decoder.model(inputs_embeds=self.read_in(inputs), use_cache=False)
+        return self.decoder.lm_head(out.last_hidden_state[answered])
 
 
 def seeded_reader(config: NalandaConfig, task: Task, seed: int) -> Reader:
@@ -113,7 +110,8 @@ def seeded_reader(config: NalandaConfig, task: Task, seed: int) -> Reader:
     return net
 
 
-def asked(labels: Tensor) -> Tensor:
+def has_answer(labels: Tensor) -> Tensor:
+    """Whether an answer is asked, bool, of labels `[n, T]`."""
     return ~labels.isnan() if labels.is_floating_point() else labels != IGNORED
 
 
@@ -156,45 +154,53 @@ def run_recall(
 def _run_recall(
     model: dict[str, Any], task: Task, seed: int, training: Training, device: str
 ) -> dict[str, Any]:
-    start, config = time.perf_counter(), configured(model, task.vocab_size)
-    length = max(task.length(case) for case in task.trained)
+    started = time.perf_counter()
+    config = configured(model, task.vocab_size)
     net = seeded_reader(config, task, seed).to(device)
     optim = OptimConfig(lr=training.lr, weight_decay=training.weight_decay)
     schedule = ScheduleConfig(warmup_steps=training.steps // 10)
     optimizer = build_optimizer(net, optim)
-    tests, held = (fixed_batches(task, training.rows, split) for split in ("test", "validation"))
-    part = [(inputs[:64], labels[:64]) for inputs, labels in held]
-    ends = {round(training.steps * (i + 1) / training.points) for i in range(training.points)}
-    in_turn = training.steps if training.curriculum else None
-    data, losses, curve = task.batches(seed, training.batch_size, "train", in_turn), [], []
+
+    tests = fixed_batches(task, training.rows, "test")
+    held_out = fixed_batches(task, training.rows, "validation")
+    # Points of the curve are measured on fewer rows.
+    sample = [(inputs[:64], labels[:64]) for inputs, labels in held_out]
+    points = {round(training.steps * (i + 1) / training.points) for i in range(training.points)}
+
+    curriculum = training.steps if training.curriculum else None
+    batches = task.batches(seed, training.batch_size, "train", curriculum)
+    losses, curve = [], []
     for step in range(1, training.steps + 1):
-        inputs, labels = (x.to(device) for x in next(data))
-        where = asked(labels)
-        loss = objective(net(inputs, where), labels[where])
+        inputs, labels = (x.to(device) for x in next(batches))
+        answered = has_answer(labels)
+        loss = objective(net(inputs, answered), labels[answered])
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), optim.max_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, training.steps, training.lr, schedule)
         optimizer.step()
         optimizer.zero_grad()
+
         losses.append(loss.detach())
-        if step in ends:
-            loss_now = torch.stack(losses).mean().item()
-            curve.append([step, loss_now, fmean(evaluate_recall(net, part))])
+        if step in points:
+            mean_loss = torch.stack(losses).mean().item()
+            curve.append([step, mean_loss, fmean(evaluate_recall(net, sample))])
             losses.clear()
+
     scores = evaluate_recall(net, tests)
+    length = max(task.length(case) for case in task.trained)
     record = {
         "settings": recall_settings(model, task, seed, training),
         "cases": list(task.cases),
         "scores": scores,
         "score": fmean(scores),
-        "validation": fmean(evaluate_recall(net, held)),
+        "validation": fmean(evaluate_recall(net, held_out)),
         "curve": curve,
         "parameters": sum(p.numel() for p in net.parameters()),
         "state_bytes": config.state_bytes(length, torch.float32),
         "state_grows": grows(config),
         "flops_per_token": config.flops_per_token(length),
-        "seconds": time.perf_counter() - start,
+        "seconds": time.perf_counter() - started,
         "device": device,
         "versions": versions(),
     }
@@ -226,24 +232,27 @@ def fixed_batches(task: Task, rows: int, split: str) -> list[tuple[Tensor, Tenso
 
 
 def objective(out: Tensor, labels: Tensor) -> Tensor:
-    """out `[asked, vocab_size]`, labels `[asked]`: cross-entropy, or the squared error of float labels."""
+    """out `[A, vocab_size]`, labels `[A]`: cross-entropy, or the squared error of float labels."""
     if labels.is_floating_point():
         return F.mse_loss(out[:, 0], labels)
     return F.cross_entropy(out, labels)
 
 
 def relative_error(guess: Tensor, y: Tensor) -> float:
+    """Σ(ŷ − y)² / Σy²."""
     return ((guess - y).square().sum() / y.square().sum()).item()
 
 
 @torch.no_grad()
 def evaluate_recall(net: Reader, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
     """The score on each batch: the accuracy, or the relative error of float answers."""
-    device, scores = net.decoder.device, []
+    device = net.decoder.device
+    scores = []
     net.eval()
     for inputs, labels in batches:
-        where = asked(labels)
-        out, right = net(inputs.to(device), where.to(device)).cpu(), labels[where]
+        answered = has_answer(labels)
+        out = net(inputs.to(device), answered.to(device)).cpu()  # [A, vocab_size]
+        right = labels[answered]
         if right.is_floating_point():
             scores.append(relative_error(out[:, 0], right))
         else:
@@ -273,16 +282,24 @@ def plan_recall(
     states: Iterable[int],
 ) -> tuple[list[RecallTrial], list[str]]:
     """The trials, all at equal parameters, and notes on what is left out."""
-    matches: list[tuple[str, int | None]] = [("parameters", None)] if match != "state" else []
+    # (title, bytes of state or None): the ways of matching.
+    matches: list[tuple[str, int | None]] = []
+    if match != "state":
+        matches.append(("parameters", None))
     if match != "parameters":
-        matches += [(f"state {size(wanted)}", wanted) for wanted in states]
-    most, matched, refused = most_parameters(base), [], {}
-    for (title, wanted), model in itertools.product(matches, candidates):
+        matches += [(f"state {size(count)}", count) for count in states]
+
+    parameters = most_parameters(base)
+    matched, refused = [], {}
+    for (title, state_bytes), candidate in itertools.product(matches, candidates):
+        model = base | candidate
         try:
-            sized = base | model if wanted is None else with_state(base | model, wanted)
-            matched.append((title, label(model), with_parameters(sized, most)))
+            if state_bytes is not None:
+                model = with_state(model, state_bytes)
+            matched.append((title, label(candidate), with_parameters(model, parameters)))
         except ValueError as error:
-            refused.setdefault(f"{title}: {error}", []).append(label(model))
+            refused.setdefault(f"{title}: {error}", []).append(label(candidate))
+
     notes = [f"left out at equal {reason}: {', '.join(names)}" for reason, names in refused.items()]
     return [RecallTrial(task, *model) for task in tasks for model in matched], notes
 
@@ -319,40 +336,43 @@ def summary(
 
     The best rate has the best mean validation. `records` must have every run of the trials.
     """
-    found = {key(record["settings"]): record for record in records}
-    rows = []
-    for trial in trials:
-        sign = 1 if trial.task.error else -1
-        by_lr = {
-            t.lr: [
-                found[key(recall_settings(trial.model, trial.task, seed, t))]
-                for seed in range(seeds)
-            ]
-            for t in trainings
-        }
-        found_at = {lr: sign * fmean(r["validation"] for r in mine) for lr, mine in by_lr.items()}
-        lr = min(found_at, key=lambda lr: (isnan(found_at[lr]), found_at[lr]))
-        best = by_lr[lr]
-        columns = [[*record["scores"], record["score"]] for record in best]
-        means = [fmean(column) for column in zip(*columns, strict=True)]
-        spreads = [stdev(column) if seeds > 1 else 0.0 for column in zip(*columns, strict=True)]
-        rows.append(
-            {
-                "task": trial.task.name,
-                "match": trial.match,
-                "model": trial.name,
-                "lr": lr,
-                "seeds": seeds,
-            }
-            | {
-                "scores": means[:-1],
-                "spreads": spreads[:-1],
-                "score": means[-1],
-                "spread": spreads[-1],
-            }
-            | {name: best[0][name] for name in SHARED if name in best[0]}
-        )
-    return rows
+    by_key = {key(record["settings"]): record for record in records}
+    return [_summarised(trial, by_key, seeds, trainings) for trial in trials]
+
+
+def _summarised(
+    trial: RecallTrial, by_key: dict[str, dict], seeds: int, trainings: list[Training]
+) -> dict[str, Any]:
+    """The row of a trial. by_key: the records."""
+    runs: dict[float, list[dict]] = {}  # by learning rate, one for each seed
+    for training in trainings:
+        settings = [
+            recall_settings(trial.model, trial.task, seed, training) for seed in range(seeds)
+        ]
+        runs[training.lr] = [by_key[key(each)] for each in settings]
+
+    # The lowest error or the highest accuracy; NaN last.
+    sign = 1 if trial.task.error else -1
+    means = {lr: sign * fmean(run["validation"] for run in each) for lr, each in runs.items()}
+    lr = min(means, key=lambda lr: (isnan(means[lr]), means[lr]))
+    best = runs[lr]
+
+    # A column for each case, and one for the mean over cases.
+    columns = list(zip(*([*run["scores"], run["score"]] for run in best), strict=True))
+    *scores, score = map(fmean, columns)
+    *spreads, spread = (stdev(column) if seeds > 1 else 0.0 for column in columns)
+    row = {
+        "task": trial.task.name,
+        "match": trial.match,
+        "model": trial.name,
+        "lr": lr,
+        "seeds": seeds,
+        "scores": scores,
+        "spreads": spreads,
+        "score": score,
+        "spread": spread,
+    }
+    return row | {name: best[0][name] for name in SHARED if name in best[0]}
 
 
 # ------------------------------ the command
@@ -430,49 +450,53 @@ def recall(
     Raises:
         InputError: an unknown name, or invalid values.
     """
-    console, output = Console(emoji=False), output_folder(output, "--output")
+    console = Console(emoji=False)
+    output = output_folder(output, "--output")
     device = choose_device(device)
-    known, base, training = override(QUICK if quick else TASKS, overrides or [])
+    all_tasks, base, training = override(QUICK if quick else TASKS, overrides or [])
     for name in tasks or ():
-        if name not in known:
-            raise InputError(f"--tasks: unknown task {name!r}{suggest(name, known)}")
+        if name not in all_tasks:
+            raise InputError(f"--tasks: unknown task {name!r}{suggest(name, all_tasks)}")
     if match not in (None, "parameters", "state", "both"):
         raise InputError(f"--match: {match!r}: use parameters, state or both")
-    training = dataclasses.replace(
-        training, steps=steps or (QUICK_STEPS if quick else training.steps)
-    )
+
+    steps = steps or (QUICK_STEPS if quick else training.steps)
+    training = dataclasses.replace(training, steps=steps)
     trainings = [dataclasses.replace(training, lr=lr) for lr in lrs or [training.lr]]
     seeds = seeds or (1 if quick else 3)
-    full = [(EVERY, mixers or [*MIXERS, *SIGNED], maps or [*FEATURE_MAPS], "both")]
+    sweeps = [(EVERY, mixers or [*MIXERS, *SIGNED], maps or [*FEATURE_MAPS], "both")]
+    if quick and not (mixers or maps):
+        sweeps = list(QUICK_SWEEP)
+
     trials: list[RecallTrial] = []
-    notes: dict[str, None] = {}
-    for every, some_mixers, some_maps, default in (
-        QUICK_SWEEP if quick and not (mixers or maps) else full
-    ):
-        asked_for = [known[name] for name in tasks or every if name in every or not quick]
+    notes: dict[str, None] = {}  # in order, each once
+    for every, some_mixers, some_maps, default_match in sweeps:
+        chosen = [all_tasks[name] for name in tasks or every if name in every or not quick]
         sizes = states or (QUICK_STATES if quick else STATES)
         candidates, refused = models(some_mixers, some_maps, base)
-        found, left_out = plan_recall(asked_for, candidates, base, match or default, sizes)
-        trials += found
+        planned, left_out = plan_recall(chosen, candidates, base, match or default_match, sizes)
+        trials += planned
         notes |= dict.fromkeys(refused + left_out)
+
     jobs = [
-        (trial.model, trial.task, seed, t)
+        (trial.model, trial.task, seed, each)
         for seed in range(seeds)
         for trial in trials
-        for t in trainings
+        for each in trainings
     ]
     records = follow(recall_jobs(jobs, device), output / "runs.jsonl", workers, describe_recall)
-    rows, lines = summary(trials, records, seeds, trainings), list(notes)
-    figures, made = (
-        draw_recall(rows, known, output),
-        list_versions(r.get("versions", {}) for r in records),
-    )
-    results = {"rows": rows, "notes": lines, "figures": [f.name for f in figures], "versions": made}
-    write_atomically(
-        output / "results.json", json.dumps(results, indent=1, ensure_ascii=False) + "\n"
-    )
-    write_atomically(output / "results.md", recall_markdown(rows, known, lines))
-    print_recall(rows, known, lines, console)
+    rows = summary(trials, records, seeds, trainings)
+    figures = draw_recall(rows, all_tasks, output)
+    results = {
+        "rows": rows,
+        "notes": list(notes),
+        "figures": [file.name for file in figures],
+        "versions": list_versions(record.get("versions", {}) for record in records),
+    }
+    text = json.dumps(results, indent=1, ensure_ascii=False)
+    write_atomically(output / "results.json", text + "\n")
+    write_atomically(output / "results.md", recall_markdown(rows, all_tasks, list(notes)))
+    print_recall(rows, all_tasks, list(notes), console)
     console.print(
         f"tables, numbers and figures in {output}", markup=False, highlight=False, soft_wrap=True
     )
@@ -484,25 +508,25 @@ def override(
 ) -> tuple[dict[str, Task], dict[str, Any], Training]:
     """Tasks, model keys and training, changed by `SECTION.KEY=VALUE`. Raises `InputError`."""
     changes: dict[str, dict[str, Any]] = {}
+    sections = [*tasks, "model", "training"]
     for text in overrides:
         path, equals, value = text.partition("=")
         section, _, name = path.partition(".")
         if not equals or not name:
             raise InputError(f"{text}: write SECTION.KEY=VALUE")
-        if section not in (*tasks, "model", "training"):
-            raise InputError(
-                f"{section}: no such section{suggest(section, [*tasks, 'model', 'training'])}"
-            )
+        if section not in sections:
+            raise InputError(f"{section}: no such section{suggest(section, sections)}")
         changes.setdefault(section, {})[name] = listless(parse_yaml(value, text))
 
-    def changed(section: str, thing: Any) -> Any:
-        known = {field.name: field.type for field in dataclasses.fields(thing)}
-        for name in changes.get(section, {}):
-            if name not in known:
-                raise InputError(f"{section}.{name}: no such setting{suggest(name, known)}")
+    def changed(section: str, settings: Any) -> Any:
+        types = {field.name: field.type for field in dataclasses.fields(settings)}
+        values = changes.get(section, {})
+        for name in values:
+            if name not in types:
+                raise InputError(f"{section}.{name}: no such setting{suggest(name, types)}")
         try:
-            check_types(changes.get(section, {}), known, f"{section}.")
-            return dataclasses.replace(thing, **changes.get(section, {}))
+            check_types(values, types, f"{section}.")
+            return dataclasses.replace(settings, **values)
         except ValueError as error:
             raise InputError(str(error)) from None
 

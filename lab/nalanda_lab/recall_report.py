@@ -1,4 +1,4 @@
-"""Tables and figures of what `recall` found."""
+"""Tables and figures of the results of `recall`."""
 
 import itertools
 from collections.abc import Iterable
@@ -20,48 +20,46 @@ def tables(
     rows: list[dict], tasks: dict[str, Task]
 ) -> list[tuple[str, list[str], list[list[str]]]]:
     """(title, header, cells) for each task."""
-    found = []
+    titled = []
     for name in dict.fromkeys(row["task"] for row in rows):
-        task, mine = tasks[name], [row for row in rows if row["task"] == name]
+        task = tasks[name]
+        of_task = [row for row in rows if row["task"] == name]
+        lines = [_line(task, row) for row in of_task]
+        if reference := of_task[0].get("reference"):
+            errors = [*reference, fmean(reference)]
+            values = [_value(task, error) for error in errors]
+            lines.append(["least squares", of_task[-1]["match"], *values, *["–"] * 4])
 
-        def value(mean: float, spread: float = 0.0, error: bool = task.error) -> str:
-            scale, form = (1, ".3f") if error else (100, ".1f")
-            return f"{scale * mean:{form}}" + (f" ± {scale * spread:{form}}" if spread else "")
-
-        what = (
-            "relative error; predicting 0 has 1"
-            if task.error
-            else f"accuracy, %; chance {value(fmean(chance_by_case(task, mine)))}, the best constant answer"
-        )
-        title = f"{name}: {what}; by {task.axis}"
+        measure = "relative error; predicting 0 has 1"
+        if not task.error:
+            chance = _value(task, fmean(chance_by_case(task, of_task)))
+            measure = f"accuracy, %; chance {chance}, the best constant answer"
         cases = [case_name(case) for case in task.cases]
         header = ["model", "equal", *cases, "mean", "lr", "parameters", "state", "MFLOPs"]
-        lines = [
-            [
-                row["model"],
-                row["match"],
-                *itertools.starmap(value, zip(row["scores"], row["spreads"], strict=True)),
-                value(row["score"], row["spread"]),
-                f"{row['lr']:g}",
-                f"{row['parameters']:,}",
-                size(row["state_bytes"]) + (", grows" if row["state_grows"] else ""),
-                f"{row['flops_per_token'] / 1e6:.3f}",
-            ]
-            for row in mine
-        ]
-        if reference := mine[0].get("reference"):
-            blank = ["–"] * 4
-            lines.append(
-                [
-                    "least squares",
-                    mine[-1]["match"],
-                    *map(value, reference),
-                    value(fmean(reference)),
-                    *blank,
-                ]
-            )
-        found.append((title, header, lines))
-    return found
+        titled.append((f"{name}: {measure}; by {task.axis}", header, lines))
+    return titled
+
+
+def _line(task: Task, row: dict) -> list[str]:
+    """The cells of a model."""
+    cases = zip(row["scores"], row["spreads"], strict=True)
+    return [
+        row["model"],
+        row["match"],
+        *(_value(task, score, spread) for score, spread in cases),
+        _value(task, row["score"], row["spread"]),
+        f"{row['lr']:g}",
+        f"{row['parameters']:,}",
+        size(row["state_bytes"]) + (", grows" if row["state_grows"] else ""),
+        f"{row['flops_per_token'] / 1e6:.3f}",
+    ]
+
+
+def _value(task: Task, mean: float, spread: float = 0.0) -> str:
+    """A relative error, or an accuracy in percent, with its deviation."""
+    scale, form = (1, ".3f") if task.error else (100, ".1f")
+    deviation = f" ± {scale * spread:{form}}" if spread else ""
+    return f"{scale * mean:{form}}{deviation}"
 
 
 def chance_by_case(task: Task, rows: list[dict]) -> list[float]:
@@ -111,6 +109,107 @@ ROWS = 4
 """Rows of panels of a figure; what is left is drawn in another."""
 
 
+class _Figures:
+    """The figures of one task."""
+
+    def __init__(self, task: Task, rows: list[dict], looks: dict[str, dict], directory: Path):
+        """rows: of this task. looks: the style of each model's line."""
+        self.task, self.rows, self.looks, self.directory = task, rows, looks, directory
+        seeds = rows[0]["seeds"]
+        self.over = f"over n = {seeds} seeds" if seeds > 1 else "of n = 1 seed, so without bars"
+        self.bars = "; bars: ± 1 standard deviation" if seeds > 1 else ""
+        self.chance = chance_by_case(task, rows)
+        self.title = self._title()
+
+    def _title(self) -> str:
+        best = (min if self.task.error else max)(self.rows, key=lambda row: row["score"])
+        if self.task.error:
+            found = f"lowest mean error {best['score']:.3f}"
+        else:
+            found = f"highest mean accuracy {100 * best['score']:.0f} %"
+        return f"{self.task.name}: {found}, {best['model']}"
+
+    def scaled(self, values: Iterable[float]) -> list[float]:
+        """Errors for a logarithmic axis, or accuracies in percent."""
+        return [max(x, 1e-4) if self.task.error else 100 * x for x in values]
+
+    def finish(self, axes: Any, places: Iterable[float], chance: Iterable[float]) -> None:
+        """Draws chance, and labels the axis of the scores."""
+        label = "predicting 0" if self.task.error else "chance"
+        style = {"color": GREY, "linestyle": ":", "linewidth": 1}
+        axes.plot(places, self.scaled(chance), label=label, **style)
+        if self.task.error:
+            log_axis(axes.yaxis)
+            axes.set(ylabel="relative error (ratio)")
+        else:
+            axes.set(ylabel="accuracy (%)", ylim=(0, 102))
+
+    def draw_cases(self, groups: list[tuple[str, list[str]]], suffix: str) -> list[Path]:
+        """Scores by case, a panel for each (kind, models) and way of matching."""
+        matches = list(dict.fromkeys(row["match"] for row in self.rows))
+        file = self.directory / f"{self.task.name}_cases{suffix}"
+        caption = f"Points: means {self.over}{self.bars}."
+        count, columns = len(groups) * len(matches), len(matches)
+        with drawing(
+            file, self.title, caption, count, columns=columns, sharey=True, height=2.2
+        ) as panels:
+            pairs = itertools.product(groups, matches)
+            for axes, ((kind, models), match) in zip(panels, pairs, strict=True):
+                axes.set_title(f"{kind}, equal {match}".removeprefix(", "))
+                self._draw_panel(axes, models, match)
+        return files(file)
+
+    def _draw_panel(self, axes: Any, models: list[str], match: str) -> None:
+        places = range(len(self.task.cases))  # evenly spaced: cases are doubling sizes or bands
+        for row in self.rows:
+            if row["match"] == match and row["model"] in models:
+                y, bar = self.scaled(row["scores"]), self.scaled(row["spreads"])
+                look = self.looks[row["model"]]
+                axes.errorbar(places, y, bar, clip_on=False, label=row["model"], **look)
+        if reference := self.rows[0].get("reference"):
+            style = {"color": GREY, "linestyle": "--"}
+            axes.plot(places, self.scaled(reference), label="least squares", **style)
+
+        axis = self.task.axis if "(" in self.task.axis else f"{self.task.axis} (number)"
+        axes.set_xticks(places, map(case_name, self.task.cases))
+        axes.set_xlabel(axis)
+        self.finish(axes, places, self.chance)
+
+    def draw_states(self, groups: list[tuple[str, list[str]]], suffix: str) -> list[Path]:
+        """Mean scores by the size of the state, a panel for each (kind, models)."""
+        file = self.directory / f"{self.task.name}_state{suffix}"
+        caption = (
+            f"Points: means {self.over} and the cases{self.bars}. "
+            "Hollow: a state that grows, at its longest."
+        )
+        with drawing(file, self.title, caption, len(groups), height=2.4, sharey=True) as panels:
+            for axes, (kind, models) in zip(panels, groups, strict=True):
+                for name in models:
+                    self._draw_line(axes, name)
+                axes.set(title=kind, xlabel="state of a sequence (bytes, fp32)")
+                axes.margins(x=0.1)
+                self.finish(axes, axes.get_xlim(), [fmean(self.chance)] * 2)
+                powers = [2**k for k in range(50)]
+                log_axis(axes.xaxis, powers, lambda n: size(n).replace(".0 ", " "))
+        return files(file)
+
+    def _draw_line(self, axes: Any, name: str) -> None:
+        """A model's scores at each size of its state."""
+        at_size = {
+            row["state_bytes"]: row
+            for row in self.rows
+            if row["model"] == name and row["match"].startswith("state")
+        }
+        if not at_size:
+            return
+        sizes, look = sorted(at_size), self.looks[name]
+        if any(row["state_grows"] for row in at_size.values()):
+            look = look | {"linestyle": "", "marker": look["marker"] or "o", "mfc": "white"}
+        y = self.scaled(at_size[x]["score"] for x in sizes)
+        bar = self.scaled(at_size[x]["spread"] for x in sizes)
+        axes.errorbar(sizes, y, bar, clip_on=False, label=name, **look)
+
+
 def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> list[Path]:
     """Draws each task's score by case, a panel for each way of matching, and its mean score by state size.
 
@@ -119,101 +218,17 @@ def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> li
     names = list(dict.fromkeys(row["model"] for row in rows))
     softmax = next((name for name in names if name.startswith("softmax")), None)
     groups, looks = in_panels(names, softmax, lambda name: name.partition(" + ")[0])
-    seeds = rows[0]["seeds"]
-    over = f"over n = {seeds} seeds" if seeds > 1 else "of n = 1 seed, so without bars"
-    bars = "; bars: ± 1 standard deviation" if seeds > 1 else ""
-    written = []
 
-    def scaled(task: Task, values: Iterable[float]) -> list[float]:
-        return [max(x, 1e-4) if task.error else 100 * x for x in values]
-
-    def finish(axes: Any, task: Task, places: Iterable[float], chance: Iterable[float]) -> None:
-        label = "predicting 0" if task.error else "chance"
-        axes.plot(places, scaled(task, chance), color=GREY, linestyle=":", linewidth=1, label=label)
-        if task.error:
-            log_axis(axes.yaxis)
-            axes.set(ylabel="relative error (ratio)")
-        else:
-            axes.set(ylabel="accuracy (%)", ylim=(0, 102))
-
-    for task in (tasks[name] for name in dict.fromkeys(row["task"] for row in rows)):
-        mine = [row for row in rows if row["task"] == task.name]
-        matches = list(dict.fromkeys(row["match"] for row in mine))
-        best = (min if task.error else max)(mine, key=lambda row: row["score"])
-        what, score = (
-            ("error", f"{best['score']:.3f}")
-            if task.error
-            else ("accuracy", f"{100 * best['score']:.0f} %")
-        )
-        matched = [row for row in mine if row["match"].startswith("state")]
-        chance = chance_by_case(task, mine)
-        title = f"{task.name}: {'lowest' if task.error else 'highest'} mean {what} {score}, {best['model']}"
-        present = [
-            (kind, group) for kind, group in groups if any(row["model"] in group for row in mine)
-        ]
-        axis = task.axis if "(" in task.axis else f"{task.axis} (number)"
-        for page in range(0, len(present), ROWS):
-            few = present[page : page + ROWS]
-            number = f"_{page // ROWS + 1}" if page else ""
-            file = directory / f"{task.name}_cases{number}"
-            written += files(file)
-            shape = {
-                "panels": len(few) * len(matches),
-                "columns": len(matches),
-                "sharey": True,
-                "height": 2.2,
-            }
-            with drawing(file, title, f"Points: means {over}{bars}.", **shape) as panels:
-                places = range(len(task.cases))  # evenly spaced: cases are doubling sizes or bands
-                for a, ((kind, group), match) in zip(
-                    panels, itertools.product(few, matches), strict=True
-                ):
-                    for row in (
-                        row for row in mine if row["match"] == match and row["model"] in group
-                    ):
-                        y, bar = (scaled(task, row[part]) for part in ("scores", "spreads"))
-                        a.errorbar(
-                            places, y, bar, clip_on=False, **looks[row["model"]], label=row["model"]
-                        )
-                    if reference := mine[0].get("reference"):
-                        a.plot(
-                            places,
-                            scaled(task, reference),
-                            color=GREY,
-                            linestyle="--",
-                            label="least squares",
-                        )
-                    a.set_title(f"{kind}, equal {match}".removeprefix(", "))
-                    a.set_xticks(places, map(case_name, task.cases))
-                    a.set_xlabel(axis)
-                    finish(a, task, places, chance)
-            if not matched:
-                continue
-            file = directory / f"{task.name}_state{number}"
-            written += files(file)
-            caption = f"Points: means {over} and the cases{bars}. Hollow: a state that grows, at its longest."
-            with drawing(file, title, caption, len(few), height=2.4, sharey=True) as panels:
-                for a, (kind, group) in zip(panels, few, strict=True):
-                    for name in group:
-                        line = {row["state_bytes"]: row for row in matched if row["model"] == name}
-                        if not line:
-                            continue
-                        x, style = sorted(line), looks[name]
-                        y, bar = (
-                            scaled(task, [line[at][part] for at in x])
-                            for part in ("score", "spread")
-                        )
-                        if any(row["state_grows"] for row in line.values()):
-                            style = style | {
-                                "linestyle": "",
-                                "marker": style["marker"] or "o",
-                                "mfc": "white",
-                            }
-                        a.errorbar(x, y, bar, clip_on=False, **style, label=name)
-                    a.set(title=kind, xlabel="state of a sequence (bytes, fp32)")
-                    a.margins(x=0.1)
-                    finish(a, task, a.get_xlim(), [fmean(chance)] * 2)
-                    log_axis(
-                        a.xaxis, [2**k for k in range(50)], lambda n: size(n).replace(".0 ", " ")
-                    )
+    written: list[Path] = []
+    for name in dict.fromkeys(row["task"] for row in rows):
+        of_task = [row for row in rows if row["task"] == name]
+        figures = _Figures(tasks[name], of_task, looks, directory)
+        models = {row["model"] for row in of_task}
+        present = [(kind, group) for kind, group in groups if models.intersection(group)]
+        for first in range(0, len(present), ROWS):
+            page = present[first : first + ROWS]
+            suffix = f"_{first // ROWS + 1}" if first else ""
+            written += figures.draw_cases(page, suffix)
+            if any(row["match"].startswith("state") for row in of_task):
+                written += figures.draw_states(page, suffix)
     return written
