@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -103,22 +103,21 @@ class ArenaNet(nn.Module):
         super().__init__()
         self.encoder, self.score = NalandaForSequenceClassification(config), None
         if pairs:
-            D, head = config.hidden_size, self.encoder.score
+            D, classes = config.hidden_size, self.encoder.score.out_features
             self.encoder.score = nn.Identity()  # pyrefly: ignore[bad-assignment]
-            self.score = nn.Sequential(
-                nn.Linear(4 * D, D), nn.ReLU(), nn.Linear(D, head.out_features)
-            )
+            self.score = nn.Sequential(nn.Linear(4 * D, D), nn.ReLU(), nn.Linear(D, classes))
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids `[n, T]`, or `[n, 2, T]` for pairs; 0 is padding. Returns scores `[n, classes]`."""
-        rows = ids.flatten(0, -2).long()
+        rows = ids.flatten(0, -2).long()  # [n or 2n, T]
         real = rows != 0
         longest = int(real.any(0).sum())
         mask = None if bool(real.all()) else real[:, :longest].long()
         out = self.encoder(rows[:, :longest], attention_mask=mask).logits
         if self.score is None:
             return out
-        a, b = out.unflatten(0, (-1, 2)).unbind(1)
+
+        a, b = out.unflatten(0, (-1, 2)).unbind(1)  # [n, D] each
         return self.score(torch.cat([a, b, a * b, a - b], -1))
 
 
@@ -129,12 +128,12 @@ def arena_config(model: dict[str, Any], size: str, task: ArenaTask) -> NalandaCo
     if model["mixer"] in TRANSNORMER:
         scores, feature_map = TRANSNORMER[model["mixer"]]
         half = layers // 2
-        keys["mixer"] = ["diag_attention"] * half + ["norm_attention"] * (layers - half)
         keys |= {
+            "mixer": ["diag_attention"] * half + ["norm_attention"] * (layers - half),
             "mixer_options": {"diag_attention": {"scores": scores}},
             "feature_map": feature_map,
+            "use_bias": True,
         }
-        keys["use_bias"] = True
     elif not MIXERS[model["mixer"]].unmasked:
         keys["directions"] = 2
     keys["num_labels"] = task.classes
@@ -160,8 +159,15 @@ def arena_settings(
     model: dict[str, Any], task: ArenaTask, file: Path, size: str, seed: int, steps: int
 ) -> dict[str, Any]:
     """Everything that determines a run; as JSON it is the record's key."""
-    settings = {"task": dataclasses.asdict(task), "data": file.stem, "model": model}
-    settings |= {"size": size, "settings": SIZES[size][task.name], "seed": seed, "steps": steps}
+    settings = {
+        "task": dataclasses.asdict(task),
+        "data": file.stem,
+        "model": model,
+        "size": size,
+        "settings": SIZES[size][task.name],
+        "seed": seed,
+        "steps": steps,
+    }
     return json.loads(json.dumps(settings))  # as read from a file: tuples become lists
 
 
@@ -187,7 +193,8 @@ def run_lra(
         mean loss since the last point, accuracy in validation];
         `parameters`, `seconds`, `device`, `versions`.
     """
-    start, (*_, batch, lr) = time.perf_counter(), SIZES[size][task.name]
+    started = time.perf_counter()
+    *_, batch, lr = SIZES[size][task.name]
     with np.load(file) as arrays:
         rows = {name: torch.from_numpy(array) for name, array in arrays.items()}
     with torch.random.fork_rng():
@@ -195,28 +202,33 @@ def run_lra(
         net = ArenaNet(arena_config(model, size, task), rows["train_ids"].ndim == 3).to(device)
         optim = OptimConfig(lr=lr, weight_decay=0.0)
         schedule = ScheduleConfig(name="linear", warmup_steps=max(1, steps // 50), min_lr_ratio=0.0)
-        optimizer, draw = build_optimizer(net, optim), torch.Generator().manual_seed(seed)
-        order, losses, curve = torch.empty(0, dtype=torch.int64), [], []
+        optimizer = build_optimizer(net, optim)
+
+        draw = torch.Generator().manual_seed(seed)
+        order = torch.empty(0, dtype=torch.int64)  # of the rows that this epoch has not given
+        losses, curve = [], []
         best, weights = -1.0, net.state_dict()
         for step in range(1, steps + 1):
             if len(order) < batch:
                 order = torch.randperm(len(rows["train_ids"]), generator=draw)
-            mine, order = order[:batch], order[batch:]
-            scores = net(rows["train_ids"][mine].to(device))
-            loss = F.cross_entropy(scores.float(), rows["train_labels"][mine].to(device))
+            chosen, order = order[:batch], order[batch:]
+            scores = net(rows["train_ids"][chosen].to(device))
+            loss = F.cross_entropy(scores.float(), rows["train_labels"][chosen].to(device))
             loss.backward()
             nn.utils.clip_grad_norm_(net.parameters(), optim.max_grad_norm)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, steps, lr, schedule)
             optimizer.step()
             optimizer.zero_grad()
+
             losses.append(loss.detach())
             if step % math.ceil(steps / 10) == 0 or step == steps:
-                found = accuracy(net, rows["validation_ids"], rows["validation_labels"], batch)
-                curve.append([step, torch.stack(losses).mean().item(), found])
+                held_out = rows["validation_ids"], rows["validation_labels"]
+                score = accuracy(net, *held_out, batch)
+                curve.append([step, torch.stack(losses).mean().item(), score])
                 losses.clear()
-                if found >= best:
-                    best, weights = found, copy.deepcopy(net.state_dict())
+                if score >= best:
+                    best, weights = score, copy.deepcopy(net.state_dict())
     net.load_state_dict(weights)
     return {
         "settings": arena_settings(model, task, file, size, seed, steps),
@@ -224,7 +236,7 @@ def run_lra(
         "accuracy": accuracy(net, rows["test_ids"], rows["test_labels"], batch),
         "curve": curve,
         "parameters": sum(p.numel() for p in net.parameters()),
-        "seconds": time.perf_counter() - start,
+        "seconds": time.perf_counter() - started,
         "device": device,
         "versions": versions(),
     }
@@ -232,33 +244,36 @@ def run_lra(
 
 @torch.no_grad()
 def accuracy(net: nn.Module, ids: Tensor, labels: Tensor, batch: int) -> float:
+    """The share of rows whose label has the highest score."""
     device = next(net.parameters()).device
+    right = 0
     net.eval()
-    right = [
-        (net(some.to(device)).argmax(-1).cpu() == wanted).sum().item()
-        for some, wanted in zip(ids.split(batch), labels.split(batch), strict=True)
-    ]
+    for some, answers in zip(ids.split(batch), labels.split(batch), strict=True):
+        guesses = net(some.to(device)).argmax(-1).cpu()
+        right += (guesses == answers).sum().item()
     net.train()
-    return sum(right) / len(labels)
+    return right / len(labels)
 
 
 def arena_models(
     mixers: Iterable[str], maps: Iterable[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The models that can be encoders, and notes on the others. mixers: as in `recall`, or of TRANSNORMER."""
-    mixers, found = list(mixers), []
+    mixers = list(mixers)
     candidates, notes = models([name for name in mixers if name not in TRANSNORMER], maps, MODEL)
-    candidates += [
-        {"mixer": n, "mixer_options": {}, "feature_map": None} for n in mixers if n in TRANSNORMER
-    ]
+    for name in mixers:
+        if name in TRANSNORMER:
+            candidates.append({"mixer": name, "mixer_options": {}, "feature_map": None})
+
+    encoders = []
     for model in candidates:
         try:
             arena_config(model, "quick", QUICK_ARENA["image"])
         except ValueError as error:
             notes.append(f"{label(model)} is left out: {error}")
         else:
-            found.append(model)
-    return found, notes
+            encoders.append(model)
+    return encoders, notes
 
 
 # ------------------------------ results
@@ -266,30 +281,25 @@ def arena_models(
 
 def arena_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each model: by task mean accuracy over seeds, deviation and chance; parameters; seconds."""
-    of: dict[str, dict[str, list[dict]]] = {}
+    runs: dict[str, dict[str, list[dict]]] = {}  # by model and task
     for record in records:
         chosen = record["settings"]
-        of.setdefault(label(chosen["model"]), {}).setdefault(chosen["task"]["name"], []).append(
-            record
-        )
+        tasks = runs.setdefault(label(chosen["model"]), {})
+        tasks.setdefault(chosen["task"]["name"], []).append(record)
+
     rows = []
-    for name, tasks in of.items():
-        scores = {task: [record["accuracy"] for record in mine] for task, mine in tasks.items()}
+    for name, tasks in runs.items():
+        scores = {task: [run["accuracy"] for run in each] for task, each in tasks.items()}
+        first = {task: each[0] for task, each in tasks.items()}
         rows.append(
             {
                 "model": name,
-                "accuracy": {task: fmean(mine) for task, mine in scores.items()},
-                "spread": {
-                    task: stdev(mine) if len(mine) > 1 else 0.0 for task, mine in scores.items()
-                },
-                "chance": {
-                    task: mine[0]["chance"] for task, mine in tasks.items() if "chance" in mine[0]
-                },
+                "accuracy": {task: fmean(each) for task, each in scores.items()},
+                "spread": {t: stdev(each) if len(each) > 1 else 0.0 for t, each in scores.items()},
+                "chance": {t: run["chance"] for t, run in first.items() if "chance" in run},
                 "seeds": max(map(len, tasks.values())),
-                "parameters": max(
-                    record["parameters"] for mine in tasks.values() for record in mine
-                ),
-                "seconds": sum(fmean(r["seconds"] for r in mine) for mine in tasks.values()),
+                "parameters": max(run["parameters"] for each in tasks.values() for run in each),
+                "seconds": sum(fmean(run["seconds"] for run in each) for each in tasks.values()),
             }
         )
     return rows
@@ -297,10 +307,10 @@ def arena_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def arena_chance(rows: list[dict[str, Any]], tasks: dict[str, ArenaTask]) -> dict[str, float]:
     """By task the accuracy of the best constant answer to the test rows; of guessing, in older records."""
-    known: dict[str, float] = {}
+    chance: dict[str, float] = {}
     for row in rows:
-        known |= row.get("chance", {})
-    return {name: known.get(name, 1 / task.classes) for name, task in tasks.items()}
+        chance |= row.get("chance", {})
+    return {name: chance.get(name, 1 / task.classes) for name, task in tasks.items()}
 
 
 def arena_table(
@@ -310,25 +320,25 @@ def arena_table(
     chance = arena_chance(rows, tasks)
     lines = [["chance", "–", *(f"{100 * level:.1f}" for level in chance.values()), "–", "–", "–"]]
     for row in rows:
-        found = row["accuracy"]
-        cells = [
-            f"{100 * found[t]:.1f}"
-            + (f" ± {100 * row['spread'][t]:.1f}" if row["spread"][t] else "")
-            if t in found
-            else "–"
-            for t in tasks
-        ]
-        mean = f"{100 * fmean(found.values()):.1f}" if len(found) == len(tasks) else "–"
-        lines.append(
-            [row["model"], "ours", *cells, mean, f"{row['parameters']:,}", f"{row['seconds']:,.0f}"]
-        )
-    for name, sizes, scores in PUBLISHED:
-        note = f"published, {'same size' if size in sizes else 'not comparable'}"
-        known = dict(zip(ARENA, scores, strict=True))
-        asked = [known[task] for task in tasks]
-        cells = ["–" if score is None else f"{score:.1f}" for score in asked]
-        scored = [score for score in asked if score is not None]
-        mean = f"{fmean(scored):.1f}" if len(scored) == len(asked) else "–"
+        accuracies, spreads = row["accuracy"], row["spread"]
+        cells = []
+        for task in tasks:
+            if task not in accuracies:
+                cells.append("–")
+                continue
+            deviation = f" ± {100 * spreads[task]:.1f}" if spreads[task] else ""
+            cells.append(f"{100 * accuracies[task]:.1f}{deviation}")
+        complete = len(accuracies) == len(tasks)
+        mean = f"{100 * fmean(accuracies.values()):.1f}" if complete else "–"
+        sizes = f"{row['parameters']:,}", f"{row['seconds']:,.0f}"
+        lines.append([row["model"], "ours", *cells, mean, *sizes])
+
+    for name, same_shape, accuracies in PUBLISHED:
+        note = f"published, {'same size' if size in same_shape else 'not comparable'}"
+        published = dict(zip(ARENA, accuracies, strict=True))
+        scores = [score for task in tasks if (score := published[task]) is not None]
+        cells = ["–" if published[task] is None else f"{published[task]:.1f}" for task in tasks]
+        mean = f"{fmean(scores):.1f}" if len(scores) == len(tasks) else "–"
         lines.append([name, note, *cells, mean, "–", "–"])
     return ["model", "from", *tasks, "mean", "parameters", "seconds"], lines
 
@@ -338,10 +348,11 @@ def draw_arena(rows: list[dict[str, Any]], tasks: dict[str, ArenaTask], file: Pa
     seeds = max(row["seeds"] for row in rows)
     bars = "; bars: ± 1 standard deviation" if seeds > 1 else ", so without bars"
     caption = f"Dots: means over n = {seeds} seed{'s' * (seeds > 1)}{bars}. Dashed: chance."
-    task, row = max(
-        ((t, row) for row in rows for t in row["accuracy"]), key=lambda x: x[1]["accuracy"][x[0]]
+    highest, best, task = max(
+        ((score, row["model"], task) for row in rows for task, score in row["accuracy"].items()),
+        key=lambda x: x[0],
     )
-    title = f"Long Range Arena: highest accuracy {row['model']} on {task}, {100 * row['accuracy'][task]:.0f} %"
+    title = f"Long Range Arena: highest accuracy {best} on {task}, {100 * highest:.0f} %"
     with drawing(
         file, title, caption, len(tasks), columns=3, height=0.8 + 0.16 * len(rows), sharey=True
     ) as panels:
@@ -349,7 +360,7 @@ def draw_arena(rows: list[dict[str, Any]], tasks: dict[str, ArenaTask], file: Pa
             panel.axvline(100 * level, color=GREY, linestyle="--", linewidth=1)
             for i, row in enumerate(reversed(rows)):  # the first is at the top
                 if name in row["accuracy"]:
-                    x, bar = (100 * row[part][name] for part in ("accuracy", "spread"))
+                    x, bar = 100 * row["accuracy"][name], 100 * row["spread"][name]
                     panel.errorbar(x, i, xerr=bar or None, marker="o", color=COLOURS[0])
             panel.set(
                 title=name, xlabel="accuracy (%)", xlim=(0, 100), ylim=(-0.5, len(rows) - 0.5)
@@ -362,12 +373,14 @@ def titled(header: list[str], lines: list[list[str]]) -> tuple[list[str], list[l
     """The table for a terminal: without `parameters`, and `from` as a line of its own."""
     shown = []
     for kind, group in itertools.groupby(lines, lambda line: line[1]):
-        shown += [[kind] + [""] * (len(header) - 3)] if kind.startswith("published") else []
+        if kind.startswith("published"):
+            shown.append([kind] + [""] * (len(header) - 3))
         shown += [[line[0], *line[2:-2], line[-1]] for line in group]
     return [header[0], *header[2:-2], header[-1]], shown
 
 
 def show(header: list[str], lines: list[list[str]], console: Console) -> None:
+    """Prints a table."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     for i, head in enumerate(header):
         table.add_column(head, justify="right" if i else "left", overflow="fold", no_wrap=i > 0)
@@ -386,17 +399,19 @@ def peak_bytes(step: Callable[[], None], device: str) -> int:
         before = torch.cuda.memory_allocated(device)
         step()
         return torch.cuda.max_memory_allocated(device) - before
-    kept = os.dup(2)
+
+    stderr = os.dup(2)
     with open(os.devnull, "w") as nowhere:  # the profiler writes to stderr that it starts and stops
         os.dup2(nowhere.fileno(), 2)
         try:
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
                 step()
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr, 2)
+            os.close(stderr)
+
     live = peak = 0
-    for event in found.profiler.kineto_results.events():  # pyrefly: ignore[missing-attribute]
+    for event in profiled.profiler.kineto_results.events():  # pyrefly: ignore[missing-attribute]
         if event.name() == "[memory]":
             live += event.nbytes()
             peak = max(peak, live)
@@ -415,16 +430,17 @@ def lra_speed(
     Models take turns in one process, and the fastest of the rounds counts. A row for each model and length:
     `seconds`, `bytes`, and `speed` and `memory`, softmax's over the model's.
     """
-    beside = arena_models(["softmax"], ["own"])[0]
-    every = beside + [model for model in candidates if label(model) != label(beside[0])]
+    (reference,), _ = arena_models(["softmax"], ["own"])
+    softmax = label(reference)
     rows = []
     for length in lengths:
         task = ArenaTask("text", length, 2)
         ids = torch.randint(1, 256, (1, length), device=device)
         steps = {}
-        for model in every:
+        for model in [reference, *(each for each in candidates if label(each) != softmax)]:
             net = ArenaNet(arena_config(model, size, task), pairs=False).to(device)
             steps[label(model)] = partial(training_step, net, ids)
+
         peaks = {name: peak_bytes(step, device) for name, step in steps.items()}
         seconds = dict.fromkeys(steps, math.inf)
         for _ in range(rounds):
@@ -432,16 +448,22 @@ def lra_speed(
                 start = time.perf_counter()
                 step()
                 seconds[name] = min(seconds[name], time.perf_counter() - start)
-        softmax = next(iter(steps))
-        rows += [
-            {"model": name, "length": length, "seconds": seconds[name], "bytes": peaks[name]}
-            | {"speed": seconds[softmax] / seconds[name], "memory": peaks[softmax] / peaks[name]}
-            for name in steps
-        ]
+        for name in steps:
+            rows.append(
+                {
+                    "model": name,
+                    "length": length,
+                    "seconds": seconds[name],
+                    "bytes": peaks[name],
+                    "speed": seconds[softmax] / seconds[name],
+                    "memory": peaks[softmax] / peaks[name],
+                }
+            )
     return rows
 
 
 def training_step(net: ArenaNet, ids: Tensor) -> None:
+    """A forward and a backward pass, to their end."""
     net(ids).logsumexp(-1).sum().backward()
     net.zero_grad()
     if ids.is_cuda:
@@ -449,14 +471,17 @@ def training_step(net: ArenaNet, ids: Tensor) -> None:
 
 
 def lengths_table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of `lra_speed`: a line for each model."""
     lengths = list(dict.fromkeys(row["length"] for row in rows))
-    of = {(row["model"], row["length"]): row for row in rows}
-    lines = [
-        [name]
-        + [f"{of[name, length]['speed']:.2f}×" for length in lengths]
-        + [f"{of[name, length]['bytes'] / 2**20:,.0f}" for length in lengths]
-        for name in dict.fromkeys(row["model"] for row in rows)
-    ]
+    of_model: dict[str, list[dict]] = {}
+    for row in rows:
+        of_model.setdefault(row["model"], []).append(row)
+
+    lines = []
+    for name, each in of_model.items():
+        speeds = [f"{row['speed']:.2f}×" for row in each]
+        sizes = [f"{row['bytes'] / 2**20:,.0f}" for row in each]
+        lines.append([name, *speeds, *sizes])
     return ["model", *(f"speed\n{n:,}" for n in lengths), *(f"MiB\n{n:,}" for n in lengths)], lines
 
 
@@ -502,64 +527,101 @@ def lra(
     Raises:
         InputError: an unknown name, or files that are missing or have other columns.
     """
-    console, folder, device = (
-        Console(emoji=False),
-        output_folder(output, "--output"),
-        choose_device(device),
-    )
-    known, size = QUICK_ARENA if quick else ARENA, size or ("quick" if quick else "skyformer")
-    for option, name, names in [("--tasks", t, known) for t in tasks or ()] + [
-        ("--size", size, SIZES)
-    ]:
-        if name not in names:
-            raise InputError(f"{option}: unknown name {name!r}{suggest(name, names)}")
+    console = Console(emoji=False)
+    folder = output_folder(output, "--output")
+    device = choose_device(device)
+    arena = QUICK_ARENA if quick else ARENA
+    size = size or ("quick" if quick else "skyformer")
+    for name in tasks or ():
+        if name not in arena:
+            raise InputError(f"--tasks: unknown name {name!r}{suggest(name, arena)}")
+    if size not in SIZES:
+        raise InputError(f"--size: unknown name {size!r}{suggest(size, SIZES)}")
     candidates, notes = arena_models(
         mixers or (QUICK_MIXERS if quick else [*MIXERS, *TRANSNORMER]), maps or ["own"]
     )
     if not candidates:
         raise InputError(f"--mixers: none of them can be an encoder: {'; '.join(notes)}")
+
     if speed:
-        rows = lra_speed(
-            candidates, (256, 512, 1024) if quick else (1024, 2048, 4096, 8192), size, device
-        )
+        lengths = (256, 512, 1024) if quick else (1024, 2048, 4096, 8192)
+        rows = lra_speed(candidates, lengths, size, device)
         title = "Training step on one row, beside softmax (SDPA): times as fast, and peak MiB of tensors"
-        made = [versions()]
-        (header, lines), left, name = lengths_table(rows), 1, "speed"
-        shown = header, lines
-    else:
-        asked = {name: task for name, task in known.items() if not tasks or name in tasks}
-        if data is None and not tasks and not quick:
-            asked = {name: task for name, task in asked.items() if not task.columns}
-            notes.append(
-                "text, retrieval and image are left out: name their folder with --data (docs/lra.md)"
-            )
-        place = None if data is None else Path(data).expanduser()
-        paths = {name: prepare(task, place, folder / "data") for name, task in asked.items()}
-        total = steps or (QUICK_ARENA_STEPS if quick else ARENA_STEPS)
-        runs = [
-            (model, task, paths[name], size, seed, total)
-            for seed in range(seeds)
-            for name, task in asked.items()
-            for model in candidates
-        ]
-        jobs = {key(arena_settings(*run)): partial(run_lra, *run, device=device) for run in runs}
-        records = follow(jobs, folder / "runs.jsonl", workers, describe_arena)
-        rows, made = arena_rows(records), [record.get("versions", {}) for record in records]
-        rows.sort(key=lambda row: [label(model) for model in candidates].index(row["model"]))
-        draw_arena(rows, asked, folder / "lra")
-        title = "Long Range Arena: accuracy, %" + ("; small tasks" if quick else "")
-        (header, lines), left, name = arena_table(rows, asked, size), 2, "results"
-        shown = titled(header, lines)
-    kept = {"rows": rows, "notes": notes, "versions": list_versions(made)}
-    write_atomically(folder / f"{name}.json", json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
-    flat = [head.replace("\n", " ") for head in header]
-    text = [f"# {title}", markdown_table(flat, lines, left), *notes]
-    write_atomically(folder / f"{name}.md", "\n\n".join(text) + "\n")
-    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
-    show(*shown, console)
-    for note in [*notes, f"table and numbers in {folder}"]:
-        console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+        header, lines = lengths_table(rows)
+        report = _Report("speed", title, rows, header, lines, notes, [versions()])
+        _publish(report, (header, lines), 1, folder, console)
+        return rows
+
+    chosen = {name: task for name, task in arena.items() if not tasks or name in tasks}
+    if data is None and not tasks and not quick:
+        chosen = {name: task for name, task in chosen.items() if not task.columns}
+        notes.append(
+            "text, retrieval and image are left out: name their folder with --data (docs/lra.md)"
+        )
+    source = None if data is None else Path(data).expanduser()
+    paths = {name: prepare(task, source, folder / "data") for name, task in chosen.items()}
+    total = steps or (QUICK_ARENA_STEPS if quick else ARENA_STEPS)
+    runs = [
+        (model, task, paths[name], size, seed, total)
+        for seed in range(seeds)
+        for name, task in chosen.items()
+        for model in candidates
+    ]
+    jobs = {key(arena_settings(*run)): partial(run_lra, *run, device=device) for run in runs}
+    records = follow(jobs, folder / "runs.jsonl", workers, describe_arena)
+
+    rows = arena_rows(records)
+    order = [label(model) for model in candidates]
+    rows.sort(key=lambda row: order.index(row["model"]))
+    draw_arena(rows, chosen, folder / "lra")
+    title = "Long Range Arena: accuracy, %" + ("; small tasks" if quick else "")
+    header, lines = arena_table(rows, chosen, size)
+    made = [record.get("versions", {}) for record in records]
+    report = _Report("results", title, rows, header, lines, notes, made)
+    _publish(report, titled(header, lines), 2, folder, console)
     return rows
+
+
+class _Report(NamedTuple):
+    """The results of a command."""
+
+    name: str
+    """Of its files."""
+    title: str
+    rows: list[dict[str, Any]]
+    header: list[str]
+    lines: list[list[str]]
+    notes: list[str]
+    versions: list[dict[str, str]]
+
+
+def _publish(
+    report: _Report,
+    shown: tuple[list[str], list[list[str]]],
+    left: int,
+    folder: Path,
+    console: Console,
+) -> None:
+    """Writes .json and .md, and prints the table.
+
+    shown: header and lines of the printed table. left: columns of text at the left of the written one.
+    """
+    content = {
+        "rows": report.rows,
+        "notes": report.notes,
+        "versions": list_versions(report.versions),
+    }
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    write_atomically(folder / f"{report.name}.json", text + "\n")
+    header = [head.replace("\n", " ") for head in report.header]
+    table = markdown_table(header, report.lines, left)
+    blocks = [f"# {report.title}", table, *report.notes]
+    write_atomically(folder / f"{report.name}.md", "\n\n".join(blocks) + "\n")
+
+    console.print(report.title, style="bold", markup=False, highlight=False, soft_wrap=True)
+    show(*shown, console)
+    for note in [*report.notes, f"table and numbers in {folder}"]:
+        console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def describe_arena(record: dict[str, Any]) -> str:

@@ -74,18 +74,18 @@ def prepare(task: ArenaTask, data: Path | None, folder: Path) -> Path:
 
     Raises InputError for files that are missing or have other columns.
     """
-    found = files(task, data) if task.columns else {}
-    source = {file.name: sha256_of(file) for part in found.values() for file in part}
-    if not found and task.name in ("text", "retrieval"):
+    parts = files(task, data) if task.columns else {}
+    source = {file.name: sha256_of(file) for paths in parts.values() for file in paths}
+    if not parts and task.name in ("text", "retrieval"):
         source = {"python": platform.python_version()}  # whose documents they are made of
-    made = json.dumps([dataclasses.asdict(task), source], sort_keys=True)
-    target = folder / f"{task.name}-{hash_text(made) % 16**8:08x}.npz"
+    identity = json.dumps([dataclasses.asdict(task), source], sort_keys=True)
+    target = folder / f"{task.name}-{hash_text(identity) % 16**8:08x}.npz"
     if not target.is_file():
-        arrays = read(task, found) if found else generated(task)
+        arrays = read(task, parts) if parts else generated(task)
         folder.mkdir(parents=True, exist_ok=True)
-        part = target.with_suffix(".part.npz")
-        np.savez(part, **arrays)  # pyrefly: ignore[bad-argument-type]
-        part.replace(target)
+        unfinished = target.with_suffix(".part.npz")
+        np.savez(unfinished, **arrays)  # pyrefly: ignore[bad-argument-type]
+        unfinished.replace(target)
     return target
 
 
@@ -96,6 +96,7 @@ def stacked(rows: Iterable[bytes], length: int) -> np.ndarray:
 
 
 def text_bytes(text: str) -> bytes:
+    """The bytes of a text. Zero stands for padding, so zero bytes become blanks."""
     return text.encode().replace(b"\0", b" ") or b" "
 
 
@@ -128,10 +129,10 @@ def read(task: ArenaTask, parts: dict[str, list[Path]]) -> Arrays:
         if paths:
             arrays |= split_arrays(split, *columns(task, paths))
     if not parts["validation"]:
-        held = np.arange(len(arrays["train_labels"])) % 10 == 0
+        held_out = np.arange(len(arrays["train_labels"])) % 10 == 0
         for kind in ("ids", "labels"):
-            every = arrays[f"train_{kind}"]
-            arrays |= {f"train_{kind}": every[~held], f"validation_{kind}": every[held]}
+            rows = arrays[f"train_{kind}"]
+            arrays |= {f"train_{kind}": rows[~held_out], f"validation_{kind}": rows[held_out]}
     return arrays
 
 
@@ -162,10 +163,11 @@ def columns(task: ArenaTask, paths: list[Path]) -> tuple[np.ndarray, np.ndarray]
                 )
             column.append(stacked(tokens, task.length))
         labels += table["label"].to_pylist()
-        if bad := [x for x in labels if not isinstance(x, int) or not 0 <= x < task.classes]:
-            raise InputError(
-                f"{path}: label {bad[0]!r}: must be an integer from 0 to {task.classes - 1}"
-            )
+        for label in labels:
+            if not isinstance(label, int) or not 0 <= label < task.classes:
+                raise InputError(
+                    f"{path}: label {label!r}: must be an integer from 0 to {task.classes - 1}"
+                )
     ids = [np.concatenate(column) for column in inputs]
     return ids[0] if len(ids) == 1 else np.stack(ids, 1), np.array(labels)
 
@@ -181,15 +183,14 @@ def grey(image: dict[str, Any]) -> bytes:
 
 
 def generated(task: ArenaTask) -> Arrays:
+    """The rows of a task that needs no files."""
     if task.name == "image":
         return digits(task)
-    make = {"listops": listops, "text": texts, "retrieval": text_pairs, "pathfinder": pathfinder}[
-        task.name
-    ]
+    makers = {"listops": listops, "text": texts, "retrieval": text_pairs, "pathfinder": pathfinder}
     assert task.rows is not None
     arrays: Arrays = {}
     for split, n in zip(ARENA_SPLITS, task.rows, strict=True):
-        arrays |= split_arrays(split, *make(task, split, n))
+        arrays |= split_arrays(split, *makers[task.name](task, split, n))
     return arrays
 
 
@@ -202,9 +203,9 @@ def listops(task: ArenaTask, split: str, n: int) -> tuple[np.ndarray, np.ndarray
     band = (task.length // 4, task.length)
     draw = torch.Generator().manual_seed(ARENA_SPLITS.index(split))
     ids, values = ListOps(bands=(band,)).batch(draw, n, split, band)
-    return ((ids + 1) % len(LISTOPS_TOKENS)).to(torch.uint8).numpy(), values.amax(
-        1
-    ).numpy()  # pad is 0
+    # The padding, which is the last token there, becomes 0.
+    ids = ((ids + 1) % len(LISTOPS_TOKENS)).to(torch.uint8)
+    return ids.numpy(), values.amax(1).numpy()
 
 
 def digits(task: ArenaTask) -> Arrays:
@@ -223,37 +224,43 @@ def digits(task: ArenaTask) -> Arrays:
 def split_documents(split: str) -> list[tuple[int, str]]:
     """(class, text) of the split's documents: a fifth each for validation and test."""
     split_of = {0: "test", 1: "validation"}
-    every = python_documents(only=MODULES).items()
-    mine = [
-        (name, text) for name, text in every if split_of.get(hash_text(name) % 5, "train") == split
-    ]
-    return [(MODULES.index(name.split("/")[0]), text) for name, text in mine]
+    documents = []
+    for name, text in python_documents(only=MODULES).items():
+        if split_of.get(hash_text(name) % 5, "train") == split:
+            documents.append((MODULES.index(name.split("/")[0]), text))
+    return documents
 
 
 def passage(draw: random.Random, text: str, length: int) -> bytes:
+    """`length` characters of a text from a random place on."""
     start = draw.randrange(max(1, len(text) - length))
     return text_bytes(text[start : start + length])
 
 
 def texts(task: ArenaTask, split: str, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Passages of Python's documents; the class is the module."""
-    draw, labels, every = (
-        random.Random(f"text {split}"),
-        np.arange(n) % task.classes,
-        split_documents(split),
-    )
-    of = [[text for kind, text in every if kind == wanted] for wanted in range(task.classes)]
-    rows = (draw.choices(of[label], [*map(len, of[label])])[0] for label in labels)
-    return stacked((passage(draw, text, task.length) for text in rows), task.length), labels
+    draw = random.Random(f"text {split}")
+    labels = np.arange(n) % task.classes
+    of_class: list[list[str]] = [[] for _ in MODULES]
+    for kind, text in split_documents(split):
+        of_class[kind].append(text)
+
+    rows = []
+    for label in labels:
+        choices = of_class[label]
+        (text,) = draw.choices(choices, [*map(len, choices)])
+        rows.append(passage(draw, text, task.length))
+    return stacked(rows, task.length), labels
 
 
 def text_pairs(task: ArenaTask, split: str, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Pairs of passages; the class is 1 if both are from one document."""
-    draw, labels = random.Random(f"retrieval {split}"), np.arange(n) % 2
-    every = [text for _, text in split_documents(split) if len(text) > 2 * task.length]
+    draw = random.Random(f"retrieval {split}")
+    labels = np.arange(n) % 2
+    long = [text for _, text in split_documents(split) if len(text) > 2 * task.length]
     rows = []
     for label in labels:
-        one, other = draw.sample(every, 2)
+        one, other = draw.sample(long, 2)
         rows += [passage(draw, text, task.length) for text in (one, one if label else other)]
     return stacked(rows, task.length).reshape(n, 2, -1), labels
 
@@ -277,7 +284,7 @@ def pathfinder(task: ArenaTask, split: str, n: int) -> tuple[np.ndarray, np.ndar
 
 def picture(draw: random.Random, side: int, joined: bool) -> np.ndarray:
     """Grey values `[side²]`."""
-    long, others = 14 * side**2 // 1024, 5 * side**2 // 1024
+    long, others = 14 * side**2 // 1024, 5 * side**2 // 1024  # dashes, distractors
     while True:
         first = walk(draw, side, long, 0)
         # The second path has circles too: they need more room than its dashes.
@@ -285,18 +292,22 @@ def picture(draw: random.Random, side: int, joined: bool) -> np.ndarray:
         second = walk(draw, side, long, near)
         if first and second and not around(side, first[:1], 3) >> first[-1] & 1:  # circles apart
             break
-    paths, taken = [first, second], room(side, first) | room(side, second)
+
+    paths = [first, second]
+    taken = room(side, first) | room(side, second)
     for _ in range(others):
         paths.append(walk(draw, side, max(1, long // 3), taken))
         taken |= room(side, paths[-1])
-    image = np.ones(side**2, dtype=np.uint8)
+
+    image = np.ones((side, side), dtype=np.uint8)
     for path in paths:
-        image[[place for i, place in enumerate(path) if i % 3 < 2]] = DASH
+        for i, pixel in enumerate(path):
+            if i % 3 < 2:  # two pixels of a dash, then a gap
+                image.flat[pixel] = DASH
     for end in (first[0], first[-1] if joined else second[draw.choice((0, -1))]):
-        image.reshape(side, side)[
-            end // side - 1 : end // side + 2, end % side - 1 : end % side + 2
-        ] = CIRCLE
-    return image
+        y, x = divmod(end, side)
+        image[y - 1 : y + 2, x - 1 : x + 2] = CIRCLE
+    return image.reshape(-1)
 
 
 def walk(draw: random.Random, side: int, dashes: int, taken: int, tries: int = 40) -> list[int]:
@@ -319,9 +330,8 @@ def walk(draw: random.Random, side: int, dashes: int, taken: int, tries: int = 4
                     break
             else:
                 break
-            full |= around(
-                side, path[-3:], 2
-            )  # the dash before the last: a path may not meet itself
+            # The dash before the last: a path may not meet itself.
+            full |= around(side, path[-3:], 2)
             path += [a * side + b for a, b in dash]
             angle, y, x = angle + turn, y + 3 * down, x + 3 * right
         else:
@@ -336,11 +346,13 @@ def room(side: int, path: list[int]) -> int:
 
 def around(side: int, path: list[int], reach: int) -> int:
     """The pixels at most `reach` rows and columns from those of a path."""
-    return functools.reduce(int.__or__, (neighbours(side, place, reach) for place in path), 0)
+    return functools.reduce(int.__or__, (neighbours(side, pixel, reach) for pixel in path), 0)
 
 
 @functools.cache
-def neighbours(side: int, place: int, reach: int) -> int:
-    y, x = divmod(place, side)
-    rows, columns = (range(max(0, c - reach), min(side, c + reach + 1)) for c in (y, x))
+def neighbours(side: int, pixel: int, reach: int) -> int:
+    """`around` of a single pixel."""
+    y, x = divmod(pixel, side)
+    rows = range(max(0, y - reach), min(side, y + reach + 1))
+    columns = range(max(0, x - reach), min(side, x + reach + 1))
     return sum(1 << a * side + b for a in rows for b in columns)
