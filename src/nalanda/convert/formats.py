@@ -366,6 +366,7 @@ def attention_interval(config: NalandaConfig) -> int:
         ("conv_size", delta.conv_size or 0, 4),
         ("value_conv", delta.value_conv, 0),
     ]
+
     if soft:
         needs += [
             ("window", soft.reach, None),

@@ -79,12 +79,14 @@ def info(
         "parameters_without_embeddings": parameters - sum(embeddings.values()),
         "training_flops_per_token": flops,
         "flops_source": flops_source,
+        # bytes: of the state, and on each device
         "state_bytes_per_sequence": model_config.state_bytes(seq_len) if stateful else None,
         "state_grows": stateful
         and model_config.state_bytes(2 * seq_len) > model_config.state_bytes(seq_len),
         "weights_and_optimizer_bytes": weights,
         "activation_bytes": activations,
         "memory_bytes_per_device": None if activations is None else weights + activations,
+        # the plan of the run
         "seq_len": seq_len,
         "rows_per_step": train.tokens_per_step // seq_len,
         "accumulation": accumulation,
