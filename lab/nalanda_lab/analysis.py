@@ -72,12 +72,13 @@ def local_score(weights: Tensor, windows: Iterable[float] = WINDOWS) -> Tensor:
     For each r in `windows` it is the share of a row's |w| at keys at most r·T tokens from the query, averaged
     over rows. It rises with r to 1 at r = 1. Rows of zeros do not count.
     """
-    T, p = weights.shape[-1], weights.abs()
-    total = p.sum(-1, keepdim=True)
-    p = torch.where(total > 0, p / total, 0.0)
-    reach = [math.floor(r * T + 1e-9) for r in windows]
-    inside = torch.stack([p.triu(-d).tril(d).sum((-2, -1)) for d in reach], -1)
-    return inside / (total > 0).sum(-2)
+    T = weights.shape[-1]
+    sizes = weights.abs()
+    total = sizes.sum(-1, keepdim=True)  # [..., T, 1]
+    shares = torch.where(total > 0, sizes / total, 0.0)
+    reaches = [math.floor(r * T + 1e-9) for r in windows]  # in tokens
+    inside = [shares.triu(-reach).tril(reach).sum((-2, -1)) for reach in reaches]
+    return torch.stack(inside, -1) / (total > 0).sum(-2)
 
 
 def relative_std(values: Tensor) -> Tensor:
@@ -87,7 +88,8 @@ def relative_std(values: Tensor) -> Tensor:
 
 def measure_layer(weights: Tensor) -> dict[str, Any]:
     """Measures of one layer's weights `[B, H, T, T]`: means over texts, rows and heads, and by head."""
-    weights = weights if weights.dtype == torch.float64 else weights.float()
+    if weights.dtype != torch.float64:
+        weights = weights.float()
     heads = {
         "entropy": positive_entropy(weights).nanmean((0, -1)),
         "negative_share": share_of_negatives(weights).mean(0),
@@ -108,11 +110,10 @@ def map_entropy(head_dim: int, keys: int, seed: int = 0) -> dict[str, Any]:
     sum to 1 and may be negative: the entropy is that of the positive ones, rescaled.
     """
     draw = torch.Generator().manual_seed(seed)
-    direction = F.normalize(
-        torch.randn(DIRECTIONS, head_dim, generator=draw, dtype=torch.float64), dim=-1
-    )
+    directions = torch.randn(DIRECTIONS, head_dim, generator=draw, dtype=torch.float64)
     k = torch.randn(keys, head_dim, generator=draw, dtype=torch.float64)
-    q = (math.sqrt(head_dim) * NORMS[:, None, None] * direction).flatten(0, 1)
+    q = math.sqrt(head_dim) * NORMS[:, None, None] * F.normalize(directions, dim=-1)
+    q = q.flatten(0, 1)  # [norms · directions, K]
 
     def kernel(name: str, power: int = 1) -> Tensor:
         phi = build_feature_map(name, num_heads=1, head_dim=head_dim)
@@ -131,9 +132,10 @@ def map_entropy(head_dim: int, keys: int, seed: int = 0) -> dict[str, Any]:
         "relu³": kernel("relu", 3),
         "softmax": (q @ k.T / math.sqrt(head_dim)).softmax(-1),
     }
-    entropy = {
-        n: positive_entropy(w).view(len(NORMS), -1).nanmean(1).tolist() for n, w in weights.items()
-    }
+    entropy = {}
+    for name, w in weights.items():
+        by_norm = positive_entropy(w).view(len(NORMS), -1)
+        entropy[name] = by_norm.nanmean(1).tolist()
     return {"head_dim": head_dim, "keys": keys, "query_norm": NORMS.tolist(), "entropy": entropy}
 
 
@@ -147,37 +149,40 @@ def layer_measures(model: PreTrainedModel, rows: Tensor) -> list[dict[str, Any]]
     Each layer's `[B, H, T, T]` is measured and dropped before the next layer's exists.
     """
     mixers = token_mixers(model)
-    found: dict[nn.Module, dict[str, Any]] = {}
+    measures: dict[nn.Module, dict[str, Any]] = {}
     square = (rows.shape[1], rows.shape[1])
 
-    def own(mixer: Any, args: tuple) -> None:
-        found[mixer] = measure_layer(mixer.weights(args[0]))
+    def measure_ours(mixer: Any, args: tuple) -> None:
+        measures[mixer] = measure_layer(mixer.weights(args[0]))
 
-    def foreign(mixer: nn.Module, args: tuple, output: Any) -> None:
+    def measure_output(mixer: nn.Module, args: tuple, output: Any) -> None:
         for t in output if isinstance(output, tuple) else ():
             if isinstance(t, Tensor) and t.dim() == 4 and t.shape[-2:] == square:
-                found[mixer] = measure_layer(t)
+                measures[mixer] = measure_layer(t)
 
     with ExitStack() as hooks:
         if model.config.model_type == "nalanda":
             for mixer in mixers:
-                hooks.enter_context(mixer.register_forward_pre_hook(own))
+                hooks.enter_context(mixer.register_forward_pre_hook(measure_ours))
         else:
             model.set_attn_implementation("eager")  # other implementations do not form the weights
             for mixer in mixers:
-                hooks.enter_context(mixer.register_forward_hook(foreign))
+                hooks.enter_context(mixer.register_forward_hook(measure_output))
         model.base_model(rows, use_cache=False)
-    return [found.get(mixer, {}) for mixer in mixers]
+    return [measures.get(mixer, {}) for mixer in mixers]
 
 
 def projection_ranks(mixer: nn.Module) -> dict[str, float]:
     """Effective rank of a mixer's q, k and v projections, or of all its matrices if it has none of them."""
-    named = mixer.named_parameters()
-    matrices = {
-        n.removesuffix(".weight"): p for n, p in named if n.endswith(".weight") and p.dim() == 2
+    matrices = {}
+    for name, parameter in mixer.named_parameters():
+        if name.endswith(".weight") and parameter.dim() == 2:
+            matrices[name.removesuffix(".weight")] = parameter
+    usual = {name: matrices[name] for name in ("q_proj", "k_proj", "v_proj") if name in matrices}
+    return {
+        name: effective_rank(matrix.detach().float()).item()
+        for name, matrix in (usual or matrices).items()
     }
-    usual = {n: matrices[n] for n in ("q_proj", "k_proj", "v_proj") if n in matrices}
-    return {n: effective_rank(p.detach().float()).item() for n, p in (usual or matrices).items()}
 
 
 def gradient_spread(model: PreTrainedModel, rows: Tensor) -> list[dict[str, float]]:
@@ -191,27 +196,27 @@ def gradient_spread(model: PreTrainedModel, rows: Tensor) -> list[dict[str, floa
     layers = [next(m for m in model.modules() if mixer in set(m.children())) for mixer in mixers]
     norms = torch.zeros(len(rows), len(mixers), 3, dtype=torch.float64)
 
-    def keep(place: Tensor, gradient: Tensor) -> None:
-        place.fill_(gradient.norm().item())
+    def store_norm(entry: Tensor, gradient: Tensor) -> None:
+        entry.fill_(gradient.norm().item())
 
-    def watch(place: Tensor, mixer: nn.Module, args: tuple, output: Any) -> None:
-        (output[0] if isinstance(output, tuple) else output).register_hook(partial(keep, place))
+    def watch(entry: Tensor, mixer: nn.Module, args: tuple, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        output.register_hook(partial(store_norm, entry))
 
-    for row, place in zip(rows, norms, strict=True):
+    for row, norms_of_row in zip(rows, norms, strict=True):
         model.zero_grad()
         with ExitStack() as hooks:
             for i, mixer in enumerate(mixers):
-                hooks.enter_context(mixer.register_forward_hook(partial(watch, place[i, 0])))
+                hooks.enter_context(mixer.register_forward_hook(partial(watch, norms_of_row[i, 0])))
             model(input_ids=row[None], labels=row[None], use_cache=False).loss.backward()
         for i, (layer, mixer) in enumerate(zip(layers, mixers, strict=True)):
-            own = set(mixer.parameters())
-            for group, inside in ((1, True), (2, False)):
-                members = [
-                    p.grad
-                    for p in layer.parameters()
-                    if p.grad is not None and (p in own) == inside
-                ]
-                place[i, group] = torch.nn.utils.get_total_norm(members)
+            of_mixer = set(mixer.parameters())
+            inside, outside = [], []
+            for p in layer.parameters():
+                if p.grad is not None:
+                    (inside if p in of_mixer else outside).append(p.grad)
+            norms_of_row[i, 1] = torch.nn.utils.get_total_norm(inside)
+            norms_of_row[i, 2] = torch.nn.utils.get_total_norm(outside)
     model.zero_grad()
     names = ("mixer_output", "mixer_parameters", "other_parameters")
     return [dict(zip(names, values, strict=True)) for values in relative_std(norms).tolist()]
@@ -265,19 +270,22 @@ def analyze(
         raise InputError(str(error)) from None
     tokens = text_rows(model, tokenizer, text, length, rows, seed).to(model.device)
 
-    measured, spread = layer_measures(model, tokens[:rows]), gradient_spread(model, tokens)
+    measures = layer_measures(model, tokens[:rows])
+    spreads = gradient_spread(model, tokens)
+    names = [type(mixer).__name__ for mixer in mixers]
+    if config.model_type == "nalanda":
+        names = config.layer_mixers
     layers: list[dict[str, Any]] = [
         {
             "layer": i,
-            "mixer": config.layer_mixers[i]
-            if config.model_type == "nalanda"
-            else type(mixer).__name__,
-            **measured[i],
+            "mixer": names[i],
+            **measures[i],
             "projections": projection_ranks(mixer),
-            "gradients": spread[i],
+            "gradients": spreads[i],
         }
         for i, mixer in enumerate(mixers)
     ]
+
     notes = []
     if lacking := [str(layer["layer"]) for layer in layers if "entropy" not in layer]:
         where = "any layer" if len(lacking) == len(layers) else f"layers {', '.join(lacking)}"
@@ -286,8 +294,11 @@ def analyze(
         notes.append(
             "weights of both signs: entropy is of the positive ones, the local score of |w|"
         )
-    heads = getattr(config, "num_attention_heads", None)
+
     head_dim = getattr(config, "key_dim", None) or getattr(config, "head_dim", None)
+    if not head_dim:
+        heads = getattr(config, "num_attention_heads", None)
+        head_dim = config.hidden_size // heads if heads else 64
     uniform = torch.ones(1, 1, length, length, dtype=torch.float64).tril()
     result = {
         "model": title,
@@ -302,13 +313,12 @@ def analyze(
         "windows": WINDOWS,
         "uniform": measure_layer(uniform / uniform.sum(-1, keepdim=True)),
         "layers": layers,
-        "map_entropy": map_entropy(
-            head_dim or (config.hidden_size // heads if heads else 64), length, seed
-        ),
+        "map_entropy": map_entropy(head_dim, length, seed),
     }
-    result = finite(result | {"figures": [path.name for path in draw_analysis(result, directory)]})
-    text = json.dumps(result, indent=1, allow_nan=False)
-    (directory / "analysis.json").write_text(text + "\n", encoding="utf-8")
+    figures = draw_analysis(result, directory)
+    result = finite(result | {"figures": [path.name for path in figures]})
+    content = json.dumps(result, indent=1, allow_nan=False)
+    (directory / "analysis.json").write_text(content + "\n", encoding="utf-8")
     return result, directory
 
 
@@ -321,13 +331,15 @@ def open_model(
     if is_model(name):
         if overrides:
             raise InputError(f"{overrides[0]}: settings change a recipe; {name} is a model")
-        found = resolve(name)
-        beside = found.run or (path.parent if path.is_dir() else Path("runs", path.name))
-        return *load_model(found.model, **options), found.model, beside / "analysis"
+        resolved = resolve(name)
+        beside = resolved.run or (path.parent if path.is_dir() else Path("runs", path.name))
+        return *load_model(resolved.model, **options), resolved.model, beside / "analysis"
+
     config = load_config(name, overrides or [])
     run = Path(config.output_dir)
     if (run / "final" / "config.json").is_file() and not overrides:
         return *load_model(str(run / "final"), **options), str(run / "final"), run / "analysis"
+
     with tempfile.TemporaryDirectory() as scratch:
         parent = run if (run / "tokenizer").is_dir() else Path(scratch)
         tokenizer = build_tokenizer(config.tokenizer, config.data, parent / "tokenizer")
@@ -351,7 +363,8 @@ def text_rows(
 ) -> Tensor:
     """int64 `[≥ rows, length]`: beginnings of documents, then their later parts; bos as in training."""
     data = DataConfig(source=text or "python", validation_source=text)  # all of a file is used
-    bos, needed, wanted = bos_token(model, tokenizer), max(rows, 2), max(rows, BATCHES)
+    bos = bos_token(model, tokenizer)
+    needed, wanted = max(rows, 2), max(rows, BATCHES)
     first, later = [], []
     step = length - len(bos)
     for document in documents(data, seed):
@@ -360,13 +373,13 @@ def text_rows(
         first, later = first + spans[:1], later + spans[1:]
         if len(first) >= wanted:
             break
-    found = (first + later)[:wanted]
-    if len(found) < needed:
+    spans = (first + later)[:wanted]
+    if len(spans) < needed:
         raise InputError(
-            f"{text or 'the python corpus'}: has {len(found)} of the {needed} rows of {length} tokens "
+            f"{text or 'the python corpus'}: has {len(spans)} of the {needed} rows of {length} tokens "
             "needed; give a longer text, fewer --rows or a smaller --length"
         )
-    return torch.tensor(found)
+    return torch.tensor(spans)
 
 
 def finite(value: Any) -> Any:

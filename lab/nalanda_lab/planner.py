@@ -87,7 +87,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a recipe computes, keeps and exchanges. FLOPs are of the forward pass."""
+    """Counts of a recipe: FLOPs of the forward pass, and bytes that it keeps and exchanges."""
 
     seq_len: int
     steps: int
@@ -190,19 +190,18 @@ def count(recipe: str, overrides: list[str]) -> Counts:
         fixed, each = measured[recompute]
         return fixed + each * tokens + logits_bytes(c, int(tokens))
 
-    layers = {
+    costs = {
         name: _cut_costs(mixer, T, dtype.itemsize) for name, mixer in c.distinct_mixers().items()
     }
-    sums = sum((layers[name] for name in c.layer_mixers), Counter())
+    sums = sum((costs[name] for name in c.layer_mixers), Counter())
+    linears = [linear for block in blocks for linear in parallel.linears(block)]
     return Counts(
-        T,
-        train.steps,
-        train.tokens_per_step // T,
-        train.micro_batch_size,
+        seq_len=T,
+        steps=train.steps,
+        rows=train.tokens_per_step // T,
+        micro=train.micro_batch_size,
         parameters=sum(p.numel() for p in model.parameters()),
-        matrices=sum(
-            p.numel() for block in blocks for m in parallel.linears(block) for p in m.parameters()
-        ),
+        matrices=sum(p.numel() for linear in linears for p in linear.parameters()),
         wire=dtype.itemsize,
         layers=len(blocks),
         hidden_size=c.hidden_size,
@@ -215,31 +214,29 @@ def count(recipe: str, overrides: list[str]) -> Counts:
 
 
 def _cut_costs(mixer: Any, T: int, itemsize: int) -> Counter:
-    """What a layer adds to the sums of `Counts`."""
-    found: Counter = Counter()
+    """The summands of a layer in the sums of `Counts`."""
+    costs: Counter = Counter()
     longer = mixer.state_spec(2 * T)
     for name, (shape, dtype) in mixer.state_spec(T).items():
         entries = math.prod(shape)
         if longer[name][0] != shape:  # keys or values of all tokens
-            found.update(keys=itemsize * entries // T, key_messages=1)
+            costs.update(keys=itemsize * entries // T, key_messages=1)
         elif dtype is None:
-            found.update(halos=itemsize * entries)
-            found["halo_messages"] = 1
+            costs.update(halos=itemsize * entries)
+            costs["halo_messages"] = 1
         else:
             HV, F, V = shape
-            delta, more = (
-                isinstance(mixer, DeltaNet),
-                2.0 * HV * F * V,
-            )  # reading the state that arrives
-            if delta:
-                more += delta_rule_flops(HV, F, F, channels=mixer.channels)
-            found["state_messages"] += 1
-            found["states"] += 4 * HV * F * V
-            found["transitions"] += 4 * HV * F * (F if delta else 1)
-            found["passing"] += mixer.steps * more  # pyrefly: ignore[unsupported-operation]
-    if found["keys"]:
-        found.update(growing=1, attention=mixer.flops(2 * T) - mixer.flops(T))
-    return found
+            is_delta = isinstance(mixer, DeltaNet)
+            reading = 2.0 * HV * F * V  # of the state that arrives
+            if is_delta:
+                reading += delta_rule_flops(HV, F, F, channels=mixer.channels)
+            costs["state_messages"] += 1
+            costs["states"] += 4 * HV * F * V
+            costs["transitions"] += 4 * HV * F * (F if is_delta else 1)
+            costs["passing"] += mixer.steps * reading  # pyrefly: ignore[unsupported-operation]
+    if costs["keys"]:
+        costs.update(growing=1, attention=mixer.flops(2 * T) - mixer.flops(T))
+    return costs
 
 
 def predict(counts: Counts, cluster: Cluster, split: Split) -> Cost:
@@ -252,15 +249,18 @@ def predict(counts: Counts, cluster: Cluster, split: Split) -> Cost:
     passes = 4 if split.recompute else 3
     accumulation = c.rows // (N // C * split.micro)
     tokens = split.micro * c.seq_len // C
-    more = [0.0, *[c.passing] * (C - 2), 0.0][:C]  # of the parts; the last one waits for its state
+
+    # FLOPs of a token in each part. The first part passes no state on; the last one waits for its state.
+    more = [0.0, *[c.passing] * (C - 2), 0.0][:C]
     share = [(2 * r + 1) / C for r in range(C)]  # a part's queries see all keys of the parts before
-    parts = [c.flops - c.attention + m + s * c.attention for m, s in zip(more, share, strict=True)]
+    fixed = c.flops - c.attention
+    parts = [fixed + m + s * c.attention for m, s in zip(more, share, strict=True)]
     # Parts meet in each layer, so the slowest of each kind of layer counts.
-    slowest = c.flops - c.attention + max(more) + max(share) * c.attention
+    slowest = fixed + max(more) + max(share) * c.attention
+
     micro = cluster.seconds(passes * tokens * slowest)
     shards = {"ddp": 1, "fsdp": N, "hybrid": min(N, cluster.node)}[split.kind]
     update = UPDATE * c.parameters / shards / (cluster.hbm * 1e9)
-
     weights, exposed = _weights(c, cluster, shards, accumulation, micro / passes, passes)
     rows = _context(c, cluster, split) * ((passes - 1) * accumulation)
     step = accumulation * micro + exposed + rows[0] + update
@@ -270,27 +270,28 @@ def predict(counts: Counts, cluster: Cluster, split: Split) -> Cost:
     if C > 1 and c.growing:
         layers = c.growing if split.recompute else 1
         memory += c.keys / layers * (split.micro * c.seq_len - tokens)
-    sent = weights + rows
+
+    _, sent, crossing = weights + rows
     model = 3 * c.flops * c.rows * c.seq_len
     return Cost(
-        split,
-        N,
-        accumulation,
-        memory,
-        memory <= USABLE * cluster.memory * 1e9,
-        accumulation * micro,
-        step,
-        1 - busy / step,
-        float(sent[1]),
-        float(sent[2]),
-        model / (step * N * cluster.peak * 1e12),
+        split=split,
+        devices=N,
+        accumulation=accumulation,
+        memory=memory,
+        fits=memory <= USABLE * cluster.memory * 1e9,
+        compute=accumulation * micro,
+        step=step,
+        idle=1 - busy / step,
+        sent=float(sent),
+        crossing=float(crossing),
+        mfu=model / (step * N * cluster.peak * 1e12),
     )
 
 
 def _weights(
     c: Counts, cluster: Cluster, shards: int, accumulation: int, forward: float, passes: int
 ) -> tuple[np.ndarray, float]:
-    """What a step exchanges of weights and gradients, as `Cluster.send`, and the seconds that nothing hides.
+    """A step's exchanges of weights and gradients, as `Cluster.send`, and the seconds that nothing hides.
 
     forward: seconds of a micro-batch's forward pass. DDP reduces gradients behind the last backward pass.
     FSDP2 gathers a block behind the computation of the one before; the root and the first block wait.
@@ -300,25 +301,31 @@ def _weights(
     if shards == 1:
         reduced = 2 * cluster.gather(gradients, N)
         return reduced, max(0.0, reduced[0] - backward)
+
     root = cluster.gather(4 * (c.parameters - c.matrices), shards)
     blocks = cluster.gather(c.wire * c.matrices, shards, messages=c.layers)
     reduced = cluster.gather(gradients, shards, messages=c.layers + 1)
     if shards < N:
         reduced += 2 * cluster.gather(gradients / shards, N // shards, shards, c.layers + 1)
+
     first = root[0] + blocks[0] / c.layers
     ahead = max(0.0, blocks[0] * (1 - 1 / c.layers) - forward * cluster.overlap)
-    again, last = (max(0.0, seconds - backward) for seconds in (blocks[0], blocks[0] + reduced[0]))
+    again = max(0.0, blocks[0] - backward)
+    last = max(0.0, blocks[0] + reduced[0] - backward)
     exposed = accumulation * (first + ahead) + (accumulation - 1) * again + last
     return (root + 2 * blocks) * accumulation + reduced, exposed
 
 
 def _context(c: Counts, cluster: Cluster, split: Split) -> np.ndarray:
-    """What the parts of a micro-batch exchange in a pass, as `Cluster.send`; nothing hides it. The backward
-    pass sends the same."""
+    """The exchanges between the parts of a micro-batch in a pass, as `Cluster.send`; nothing hides them.
+
+    The backward pass sends the same.
+    """
     C, B = split.context, split.micro
     sent = cluster.gather(B * C * c.halos, C, messages=c.halo_messages)
     sent += cluster.gather(B * c.keys * c.seq_len, C, messages=c.key_messages)
-    both = B * (c.transitions + c.states)
+    both = B * (c.transitions + c.states)  # M and U
+
     if 2 < C < SCAN_FROM:
         return sent + cluster.gather(C * both, C, messages=c.state_messages)
     if C > 2:
@@ -334,29 +341,32 @@ def plan(counts: Counts, cluster: Cluster) -> list[Cost]:
 
     Where none fits, the one with least memory; nothing where the rows of a step do not fill the processes.
     """
-    N, found = cluster.devices, []
-    kinds: list[parallel.Kind] = ["ddp", "fsdp", *(["hybrid"] if cluster.node < N else [])]
-    whole = [[(kind, 1)] for kind in kinds] if N > 1 else [[("ddp", 1)]]
+    N = cluster.devices
+    kinds: list[parallel.Kind] = ["ddp", "fsdp"]
+    if cluster.node < N:
+        kinds.append("hybrid")
+    uncut = [[(kind, 1)] for kind in kinds] if N > 1 else [[("ddp", 1)]]
     cut = [(kind, 2**i) for kind in kinds for i in range(1, N.bit_length())]
-    for choices in (*whole, cut):
+
+    best = []
+    for choices in (*uncut, cut):
         costs = []
         for kind, context in choices:
             for micro in range(counts.micro, 0, -1):  # of equals the first is taken
                 for recompute in {counts.recompute, True}:
+                    split = Split(kind, context, micro, recompute)
                     with contextlib.suppress(ValueError):
-                        costs.append(
-                            predict(counts, cluster, Split(kind, context, micro, recompute))
-                        )
+                        costs.append(predict(counts, cluster, split))
         fitting = [cost for cost in costs if cost.fits]
         if fitting:
-            found.append(min(fitting, key=lambda cost: cost.step))
+            best.append(min(fitting, key=lambda cost: cost.step))
         elif costs:
-            found.append(min(costs, key=lambda cost: cost.memory))
-    return found
+            best.append(min(costs, key=lambda cost: cost.memory))
+    return best
 
 
 def tensor_parallelism(counts: Counts, cluster: Cluster) -> dict[str, float]:
-    """When tensor parallelism over a node would pay; it is not built.
+    """Limits from which tensor parallelism over a node would pay; it is not built.
 
     activations: time of its all-reduces, as a share of that of the products. A block all-reduces 2·D bytes a
         token four times, and nothing hides it.
@@ -373,9 +383,8 @@ def tensor_parallelism(counts: Counts, cluster: Cluster) -> dict[str, float]:
     def needed(layers: int) -> float:
         width = 128 * layers
         block = 12 * width**2
-        return (
-            16 * layers * block / cluster.devices + 12 * block + tokens * width * (2 * layers + 34)
-        )
+        shards = 16 * layers * block / cluster.devices
+        return shards + 12 * block + tokens * width * (2 * layers + 34)
 
     layers = next(n for n in itertools.count(1) if needed(n) > USABLE * cluster.memory * 1e9)
     share = reduced / cluster.seconds(3 * counts.flops / t)
@@ -383,33 +392,34 @@ def tensor_parallelism(counts: Counts, cluster: Cluster) -> dict[str, float]:
 
 
 def clusters(devices: str, settings: str = "") -> list[Cluster]:
-    """Of `8,64,512` and `network=3200,mfu=0.3`. Raises InputError for what is neither."""
-    known = [f.name for f in fields(Cluster) if f.name != "devices"]
-    given: dict[str, Any] = {}
+    """The clusters of `8,64,512` and `network=3200,mfu=0.3`. Raises InputError for other text."""
+    names = [field.name for field in fields(Cluster) if field.name != "devices"]
+    values: dict[str, Any] = {}
     for setting in filter(None, settings.split(",")):
         name, _, value = setting.partition("=")
-        if name not in known:
-            raise InputError(f"--cluster: no setting {name!r}{suggest(name, known)}")
+        if name not in names:
+            raise InputError(f"--cluster: no setting {name!r}{suggest(name, names)}")
         try:
-            given[name] = int(value) if name == "node" else float(value)
+            values[name] = int(value) if name == "node" else float(value)
         except ValueError:
-            given[name] = -1
+            values[name] = -1
         least = 0 if name in ("latency", "overlap") else 1e-9
         share = name in ("mfu", "overlap")
-        if not least <= given[name] <= (1 if share else 1e99):
+        if not least <= values[name] <= (1 if share else 1e99):
             wanted = "a share from 0 to 1" if share else "a positive number"
             raise InputError(f"--cluster: {setting!r}: expected {wanted}")
-    found = []
+
+    parsed = []
     for number in devices.split(","):
         if not number.strip().isdecimal() or not int(number):
             raise InputError(
                 f"--devices: {number!r} is no number of devices; give such as 8,64,512"
             )
-        cluster = Cluster(int(number), **given)
+        cluster = Cluster(int(number), **values)
         if cluster.devices > cluster.node and cluster.devices % cluster.node:
             raise InputError(f"--devices: {number} devices do not fill nodes of {cluster.node}")
-        found.append(cluster)
-    return found
+        parsed.append(cluster)
+    return parsed
 
 
 def plan_rows(plans: dict[Cluster, list[Cost]]) -> list[dict[str, Any]]:
@@ -429,7 +439,7 @@ def print_plan(
     """Prints the costs on each cluster as a table, the fastest of those that fit in bold."""
     console = console or stdout()
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for head in (
+    columns = (
         "devices",
         "split",
         "batches",
@@ -439,7 +449,8 @@ def print_plan(
         "sent, GB",
         "crossing",
         "MFU, %",
-    ):
+    )
+    for head in columns:
         table.add_column(head, justify="left" if head == "split" else "right", no_wrap=True)
     for cluster, costs in plans.items():
         best = fastest(costs)
@@ -466,9 +477,9 @@ def print_plan(
     for cluster, costs in plans.items():
         t = tensor_parallelism(counts, cluster)
         best = fastest(costs)
-        whole = f"take {duration(counts.steps * best.step)}" if best else "do not fit"
+        outcome = f"take {duration(counts.steps * best.step)}" if best else "do not fit"
         console.print(
-            f"{cluster.devices} devices: {counts.steps:,} steps {whole}; tensor parallelism (not built) "
+            f"{cluster.devices} devices: {counts.steps:,} steps {outcome}; tensor parallelism (not built) "
             f"would pay from {t['parameters'] / 1e9:,.0f} B parameters, here its all-reduces would take "
             f"{100 * t['activations']:.0f} % of the products' time",
             soft_wrap=True,

@@ -21,11 +21,8 @@ from torch import Tensor
 from nalanda.common.errors import InputError
 
 IGNORED = -100
-SPLITS = {
-    "test": (0,),
-    "validation": (1,),
-    "train": (2, 3, 4, 5, 6, 7),
-}  # of eight values of the hash
+SPLITS = {"test": (0,), "validation": (1,), "train": (2, 3, 4, 5, 6, 7)}
+"""Values of the hash, from 0 to 7."""
 
 
 def hash_rows(rows: Tensor) -> Tensor:
@@ -88,12 +85,12 @@ class Task:
         curriculum: steps in which the trained cases come in turn, each for as long, and batches have about as
             many tokens as n rows of the first. None: cases are drawn, and batches have n rows.
         """
-        draw, cases = torch.Generator().manual_seed(seed), self.trained
+        draw = torch.Generator().manual_seed(seed)
+        cases = self.trained
         for step in itertools.count():
             if curriculum is None:
-                yield self.batch(
-                    draw, n, split, cases[int(torch.randint(len(cases), (), generator=draw))]
-                )
+                case = cases[int(torch.randint(len(cases), (), generator=draw))]
+                yield self.batch(draw, n, split, case)
             else:
                 case = cases[min(len(cases) * step // curriculum, len(cases) - 1)]
                 rows = max(1, n * self.length(cases[0]) // self.length(case))
@@ -104,15 +101,17 @@ class Task:
 
         Raises `InputError` if no candidate is of the split.
         """
-        found, missing = [], n
+        values = torch.tensor(SPLITS[split])
+        rounds, missing = [], n
         while missing > 0:
-            if missing == n and len(found) == 100:  # rounds of 16 or more
+            if missing == n and len(rounds) == 100:  # of 16 or more candidates
                 raise self.too_few(split)
-            new = rows(max(16, missing * 9 // len(SPLITS[split])))
-            bits = new.view(torch.int32) if new.is_floating_point() else new
-            found.append(new[torch.isin(hash_rows(bits), torch.tensor(SPLITS[split]))])
-            missing -= len(found[-1])
-        return torch.cat(found)[:n]
+            candidates = rows(max(16, missing * 9 // len(values)))
+            is_float = candidates.is_floating_point()
+            bits = candidates.view(torch.int32) if is_float else candidates
+            rounds.append(candidates[torch.isin(hash_rows(bits), values)])
+            missing -= len(rounds[-1])
+        return torch.cat(rounds)[:n]
 
     def too_few(self, split: str) -> InputError:
         return InputError(
@@ -126,17 +125,20 @@ def distinct(draw: torch.Generator, n: int, count: int, of: int) -> Tensor:
 
 
 def key_value_pairs(draw: torch.Generator, n: int, count: int, values: int) -> Tensor:
-    """n rows of `count` pairs, one after the other, `[n, 2·count]`: keys below `values`, and values as many
-    above; none of either twice."""
-    keys, found = (distinct(draw, n, count, values) for _ in range(2))
-    return torch.stack([keys, values + found], 2).flatten(1)
+    """n rows of `count` pairs, one after the other, `[n, 2·count]`.
+
+    Keys are below `values`, values from there to twice as many; none of either occurs twice.
+    """
+    keys = distinct(draw, n, count, values)
+    answers = values + distinct(draw, n, count, values)
+    return torch.stack([keys, answers], 2).flatten(1)
 
 
-def check_room(name: str, what: str, count: int, each: int, sequence: int, values: int) -> None:
-    """Raises ValueError unless `count` of them, of `each` tokens, fit into a sequence and differ."""
+def check_room(name: str, kind: str, count: int, each: int, sequence: int, values: int) -> None:
+    """Raises ValueError unless `count` things of a kind, of `each` tokens, fit into a sequence and differ."""
     if count > values or each * count > sequence:
         raise ValueError(
-            f"{name}: {count} {what} need a sequence of {each * count} or more, "
+            f"{name}: {count} {kind} need a sequence of {each * count} or more, "
             f"and as many values; sequence is {sequence}, values {values}"
         )
 
@@ -172,14 +174,18 @@ class MQAR(Task):
         def pairs(m: int) -> Tensor:
             return 1 + key_value_pairs(draw, m, case, self.values)  # 0 is blank
 
-        told = self.kept(pairs, n, split)
+        context = self.kept(pairs, n, split)  # [n, 2 · case]
+        keys, values = context[:, ::2], context[:, 1::2]
+
+        # Positions of the queries behind the context, [n, case].
         slots = (self.sequence - 2 * case) // 2
         density = torch.arange(1, slots + 1, dtype=torch.float64) ** (self.power - 1)
-        where = 2 * case + 2 * torch.multinomial(density.expand(n, -1), case, generator=draw)
+        queries = 2 * case + 2 * torch.multinomial(density.expand(n, -1), case, generator=draw)
+
         ids = torch.zeros(n, self.sequence, dtype=torch.int64)
-        ids[:, : 2 * case] = told
+        ids[:, : 2 * case] = context
         labels = torch.full_like(ids, IGNORED)
-        return ids.scatter(1, where, told[:, ::2]), labels.scatter(1, where, told[:, 1::2])
+        return ids.scatter(1, queries, keys), labels.scatter(1, queries, values)
 
 
 @dataclass(frozen=True)
@@ -208,11 +214,11 @@ class Needle(Task):
         self, draw: torch.Generator, n: int, split: str, case: float | None
     ) -> tuple[Tensor, Tensor]:
         def pairs(m: int) -> Tensor:
-            return torch.randint(self.values, (m, 2), generator=draw) + torch.tensor(
-                [0, self.values]
-            )
+            offsets = torch.tensor([0, self.values])
+            return torch.randint(self.values, (m, 2), generator=draw) + offsets
 
-        pair, last = self.kept(pairs, n, split), self.sequence - 1
+        pair = self.kept(pairs, n, split)
+        last = self.sequence - 1
         ids = torch.randint(2 * self.values, 3 * self.values, (n, last + 1), generator=draw)
         if case is None:
             where = torch.randint(last - 1, (n, 1), generator=draw)
@@ -254,13 +260,18 @@ class Needles(Task):
         def pairs(m: int) -> Tensor:
             return key_value_pairs(draw, m, case, self.values)
 
-        told, end = self.kept(pairs, n, split), self.sequence - case
+        needles = self.kept(pairs, n, split)  # [n, 2 · case]
+        keys, values = needles[:, ::2], needles[:, 1::2]
+        end = self.sequence - case  # of the noise
+
         ids = torch.randint(2 * self.values, 3 * self.values, (n, self.sequence), generator=draw)
         first = 2 * distinct(draw, n, case, end // 2).sort(1).values
-        ids = ids.scatter(1, torch.stack([first, first + 1], 2).flatten(1), told)
+        ids = ids.scatter(1, torch.stack([first, first + 1], 2).flatten(1), needles)
+
         order = distinct(draw, n, case, case)
         labels = torch.full_like(ids, IGNORED)
-        ids[:, end:], labels[:, end:] = (told[:, i::2].gather(1, order) for i in range(2))
+        ids[:, end:] = keys.gather(1, order)
+        labels[:, end:] = values.gather(1, order)
         return ids, labels
 
 
@@ -312,16 +323,19 @@ def permutations(group: str) -> dict[tuple[int, ...], int]:
     if group[0] == "A":
         elements = (
             a for a in elements if sum(x > y for x, y in itertools.combinations(a, 2)) % 2 == 0
-        )
+        )  # an even number of inversions
     return {element: i for i, element in enumerate(elements)}
 
 
 def generators(group: str) -> list[int]:
-    """A few elements whose products are the group: 1 in "Zp", the swaps of neighbours in "S5", the cycles of
-    three neighbours in "A5"."""
+    """A few elements whose products are the group.
+
+    They are 1 in "Zp", the swaps of neighbours in "S5", and the cycles of three neighbours in "A5".
+    """
     if group[0] == "Z":
         return [1]
-    number, order, moved = permutations(group), int(group[1:]), 2 if group[0] == "S" else 3
+    number, order = permutations(group), int(group[1:])
+    moved = 2 if group[0] == "S" else 3
     return [
         number[(*range(i), *range(i + 1, i + moved), i, *range(i + moved, order))]
         for i in range(order - moved + 1)
@@ -472,11 +486,11 @@ class ListOps(Task):
             return [digit], digit
         tokens, values = [10 + draw.randrange(4)], []
         for _ in range(draw.randint(2, self.max_arguments)):
-            part = self.expression(draw, depth + 1, room - len(tokens) - 1)
-            if part is None or len(tokens) + len(part[0]) >= room:
+            argument = self.expression(draw, depth + 1, room - len(tokens) - 1)
+            if argument is None or len(tokens) + len(argument[0]) >= room:
                 return None
-            tokens += part[0]
-            values.append(part[1])
+            tokens += argument[0]
+            values.append(argument[1])
         return [*tokens, 14], OPERATORS[LISTOPS_TOKENS[tokens[0]]](values)
 
     def batch(
@@ -489,16 +503,19 @@ class ListOps(Task):
             """Tokens, padding, and in the last column the value, which the expression determines."""
             out = torch.full((m, high), len(LISTOPS_TOKENS) - 1)
             for row in out:
-                tries = (self.expression(source, 1, high - 1) for _ in range(10**6))
-                made = next((made for made in tries if made and len(made[0]) > low), None)
-                if made is None:
+                for _ in range(10**6):
+                    node = self.expression(source, 1, high - 1)
+                    if node and len(node[0]) > low:
+                        break
+                else:
                     raise self.too_few(split)
-                row[: len(made[0])] = torch.tensor(made[0])
-                row[-1] = made[1]
+                tokens, value = node
+                row[: len(tokens)] = torch.tensor(tokens)
+                row[-1] = value
             return out
 
-        found = self.kept(rows, n, split)
-        ids, values = found[:, :-1], found[:, -1:]
+        drawn = self.kept(rows, n, split)
+        ids, values = drawn[:, :-1], drawn[:, -1:]
         last = (ids != len(LISTOPS_TOKENS) - 1).sum(1, keepdim=True) - 1
         labels = torch.full_like(ids, IGNORED).scatter(1, last, values)
         longest = int(last.max()) + 1
