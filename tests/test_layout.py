@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nalanda.common.errors import explained
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "nalanda": "src",
@@ -78,12 +80,16 @@ def targets(module: str, node: ast.AST) -> set[str]:
 
 
 @cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(file.read_text()) for name, file in modules().items()}
+
+
+@cache
 def imports() -> dict[str, set[str]]:
     """Every import, in functions and under TYPE_CHECKING too."""
-    trees = {name: ast.parse(file.read_text()) for name, file in modules().items()}
     return {
         name: {target for node in ast.walk(tree) for target in targets(name, node)}
-        for name, tree in trees.items()
+        for name, tree in trees().items()
     }
 
 
@@ -148,8 +154,8 @@ def test_model_and_kernels_travel():
         if room(module) == "nalanda.model":
             allowed = {"nalanda_kernels"} if module == "nalanda.model.ops" else set()
             assert {room(target) for target in found} <= {"nalanda.model"} | allowed, module
-            tree = ast.parse(modules()[module].read_text())
-            absolute = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and not n.level]
+            nodes = ast.walk(trees()[module])
+            absolute = [n for n in nodes if isinstance(n, ast.ImportFrom) and not n.level]
             assert not [n.module for n in absolute if (n.module or "").startswith("nalanda.")], (
                 module
             )
@@ -158,9 +164,9 @@ def test_model_and_kernels_travel():
 @pytest.mark.parametrize("package", ["nalanda", "nalanda_eval"])
 def test_a_public_name_means_one_thing(package):
     seen: dict[str, str] = {}
-    for module, file in modules().items():
+    for module, tree in trees().items():
         if module.split(".")[0] == package:
-            for node in ast.parse(file.read_text()).body:
+            for node in tree.body:
                 if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith(
                     "_"
                 ):
@@ -170,11 +176,11 @@ def test_a_public_name_means_one_thing(package):
 
 def test_deferred_imports_have_a_reason():
     found = set()
-    for module, file in modules().items():
-        tree = ast.parse(file.read_text())
+    for module, tree in trees().items():
         if room(module) in ("nalanda_cli", "nalanda_typer", "nalanda_kernels"):
             continue  # each command and each backend imports what it needs
-        inner = [n for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)]
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        inner = {node for function in functions for node in ast.walk(function)}
         found |= {(module, target) for node in inner for target in targets(module, node)}
     assert found == set(DEFERRED)
 
@@ -255,15 +261,9 @@ for line, code in {LIGHT!r}.items():
     run(program)
 
 
-def test_a_package_of_an_extra_is_named():
-    program = """
-import sys
-sys.modules["matplotlib"] = None  # as if it were not there
-import nalanda_cli
-from nalanda.common.errors import explained
-try:
-    import matplotlib.pyplot
-except ImportError as error:
-    print(explained(error))
-"""
-    assert run(program) == "matplotlib: not installed; pip install 'nalanda[eval]'\n"
+def test_a_package_of_an_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not there
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
+    with pytest.raises(ImportError) as missing:
+        import matplotlib.pyplot  # noqa: F401
+    assert str(explained(missing.value)) == "matplotlib: not installed; pip install 'nalanda[eval]'"
