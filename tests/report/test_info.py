@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,20 @@ WIKITEXT = {
 }
 
 
+@cache
+def figures_of(recipe: str) -> dict:
+    return info(recipe, [])
+
+
+@pytest.fixture
+def figures_once(monkeypatch):
+    """The tables take the figures of recipes that another test has computed."""
+    monkeypatch.setattr(tables, "info", lambda recipe, *_, **__: figures_of(recipe))
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
 def test_recipes_build_at_the_literatures_size(recipe):
-    figures = info(str(recipe), [])
+    figures = figures_of(str(recipe))
     if recipe.stem in MILLIONS:
         assert figures["parameters"] / 1e6 == pytest.approx(MILLIONS[recipe.stem], rel=1e-3)
         assert figures["tokens"] == 28672 * 524288
@@ -266,6 +278,7 @@ def test_every_key_of_a_recipe_is_explained():
         key_rows("(")
 
 
+@pytest.mark.usefixtures("figures_once")
 @pytest.mark.parametrize("page", tables.TABLES)
 def test_the_tables_of_a_page_are_the_codes(page):
     text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
@@ -279,6 +292,7 @@ def test_the_tables_of_a_page_are_the_codes(page):
         tables.updated(page, "# Title")
 
 
+@pytest.mark.usefixtures("figures_once")
 def test_tables_fit_a_terminal(capsys):
     tables.print_tables(tables.all_rows(), Console(width=80))
     out = capsys.readouterr().out
