@@ -136,37 +136,42 @@ def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 NO_VALIDATION = ("validation.every=0", "guard.window=16")
 
 
-@pytest.mark.parametrize("kind", ["nan loss", "nan gradient", "spike"])
-def test_a_bad_step_changes_nothing(recipe, tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize(
+    ("kind", "bad"), [("nan loss", 4), ("nan gradient", 4), ("spike", MIN_GOOD_STEPS + 2)]
+)
+def test_a_bad_step_changes_nothing(recipe, tmp_path, monkeypatch, kind, bad):
     """Not a bit of weights, moments or their counts, although weight decay alone would move them."""
-    poisoned(monkeypatch, {20: kind})
+    poisoned(monkeypatch, {bad: kind})
+    steps = f"train.steps={bad + 2}"
     loop.train(
         configured(
             recipe,
             tmp_path / "run",
+            steps,
             "checkpoint.every=1",
             "checkpoint.keep_last=24",
             *NO_VALIDATION,
         )
     )
-    before = tensors(tmp_path / "run", 19)
-    # A checkpoint between bad steps is none that a run could go back to: there is no step-20.
-    assert not (tmp_path / "run" / "checkpoints" / "step-20").exists()
+    before = tensors(tmp_path / "run", bad - 1)
+    # A checkpoint between bad steps is none that a run could go back to.
+    assert not (tmp_path / "run" / "checkpoints" / f"step-{bad}").exists()
     lines = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     (event,) = [line for line in lines if "event" in line]
-    assert (event["step"], event["event"]) == (20, "skipped")
+    assert (event["step"], event["event"]) == (bad, "skipped")
     assert ("nan" in event["reason"]) == (kind != "spike")
     assert [line["step"] for line in lines if "loss" in line] == [
-        s for s in range(1, 25) if s != 20
+        *range(1, bad),
+        *range(bad + 1, bad + 3),
     ]
     stopped = tmp_path / "stopped"
-    poisoned(monkeypatch, {20: kind})
+    poisoned(monkeypatch, {bad: kind})
     monkeypatch.setattr(
-        training_step, "learning_rate", kicked(training_step.learning_rate, 19, signal.SIGTERM)
+        training_step, "learning_rate", kicked(training_step.learning_rate, bad - 1, signal.SIGTERM)
     )
     with pytest.raises(SystemExit):
-        loop.train(configured(recipe, stopped, "checkpoint.every=50", *NO_VALIDATION))
-    after = tensors(stopped, 20)
+        loop.train(configured(recipe, stopped, steps, "checkpoint.every=50", *NO_VALIDATION))
+    after = tensors(stopped, bad)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -276,7 +281,7 @@ SPOILT = ["weight nan", "weight inf", "weight 1e30", "moment nan", "moment inf",
 
 @pytest.mark.parametrize("kind", SPOILT)
 def test_spoilt_weights_and_moments_are_never_saved(recipe, tmp_path, monkeypatch, kind):
-    """They go bad between the update of step 15 and its save, in which only the save could have seen them."""
+    """A value goes bad between the update of step 6 and its save: only the save can see it."""
     asked, unsound = [], checkpoint.Saver.unsound
 
     def struck(saver, model, optimizer):
@@ -287,11 +292,12 @@ def test_spoilt_weights_and_moments_are_never_saved(recipe, tmp_path, monkeypatc
 
     monkeypatch.setattr(checkpoint.Saver, "unsound", struck)
     run = tmp_path / "run"
-    loop.train(configured(recipe, run, "checkpoint.keep_last=1", *NO_VALIDATION))
+    settings = ("train.steps=8", "checkpoint.every=2", "checkpoint.keep_last=1")
+    loop.train(configured(recipe, run, *settings, *NO_VALIDATION))
     found = [line for line in read_metrics(run / "metrics.jsonl") if "event" in line]
-    assert [(line["event"], line["step"]) for line in found] == [("unsound", 15), ("rollback", 11)]
+    assert [(line["event"], line["step"]) for line in found] == [("unsound", 6), ("rollback", 5)]
     assert re.search("exp_avg_sq" if "moment" in kind else "weight", found[0]["reason"])
-    assert all(torch.isfinite(t).all() and t.abs().max() < 1e3 for t in tensors(run, 24).values())
+    assert all(torch.isfinite(t).all() and t.abs().max() < 1e3 for t in tensors(run, 8).values())
 
 
 def test_a_spoilt_checkpoint_is_marked_and_passed_over(recipe, tmp_path, monkeypatch, capsys):
@@ -378,23 +384,31 @@ def usual_signals():
         signal.signal(signum, handler)
 
 
-@pytest.mark.parametrize(
-    "signum", [signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU]
-)
-def test_signals_save_and_the_run_goes_on(recipe, tmp_path, whole, monkeypatch, capfd, signum):
+def interrupt(recipe, run, monkeypatch, signum):
     with monkeypatch.context() as patch:
         patch.setattr(
             training_step, "learning_rate", kicked(training_step.learning_rate, 9, signum)
         )
         with pytest.raises(SystemExit) as stop:
-            loop.train(configured(recipe, tmp_path / "run"))
+            loop.train(configured(recipe, run))
     assert stop.value.code == 128 + signum
+
+
+@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT])
+def test_signals_save(recipe, tmp_path, whole, monkeypatch, capfd, signum):
+    interrupt(recipe, tmp_path / "run", monkeypatch, signum)
     assert read_facts(tmp_path / "run")["state"] == "interrupted"
-    assert (
-        tmp_path / "run" / "checkpoints" / "step-10"
-    ).exists()  # whose validation the next start makes
+    # The next start makes the validation of step 10.
     assert not any("val_loss" in line for line in read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    saved, expected = tensors(tmp_path / "run", 10), tensors(whole, 10)
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in saved)
     assert ("ctrl-C again ends at once" in capfd.readouterr().err) == (signum == signal.SIGINT)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGINT])
+def test_a_run_that_a_signal_stopped_goes_on(recipe, tmp_path, whole, monkeypatch, signum):
+    interrupt(recipe, tmp_path / "run", monkeypatch, signum)
     loop.train(configured(recipe, tmp_path / "run"))
     assert outcome(tmp_path / "run") == outcome(whole)
 
@@ -503,7 +517,9 @@ def test_the_position_in_the_data_is_only_made_for_a_checkpoint(recipe, tmp_path
     monkeypatch.setattr(
         PackedBatches, "state_dict", lambda self: made.append(1) or state_dict(self)
     )
-    loop.train(configured(recipe, tmp_path / "run", "checkpoint.every=12", *NO_VALIDATION))
+    loop.train(
+        configured(recipe, tmp_path / "run", "train.steps=6", "checkpoint.every=3", *NO_VALIDATION)
+    )
     assert len(made) == 2
 
 
