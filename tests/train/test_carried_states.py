@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from tiny_models import VARIANTS, build, close, ids
 from tiny_models import rows as every_row
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
 
 from nalanda import NalandaCache
@@ -60,13 +61,13 @@ def batches(slots=SLOTS, seed: int = 1) -> tuple[torch.Tensor, list[dict]]:
 
 
 def alone(model, tokens, slots=SLOTS) -> torch.Tensor:
-    """The logits of every document read by itself."""
-    return torch.stack(
-        [
-            torch.cat([model(text[None], use_cache=False).logits[0] for text in row.split(lengths)])
-            for row, lengths in zip(tokens, slots, strict=True)
-        ]
-    )
+    """The logits of every document as a row of its own, padded behind its end, where no token looks."""
+    texts = [
+        text for row, lengths in zip(tokens, slots, strict=True) for text in row.split(lengths)
+    ]
+    padded = model(pad_sequence(texts, batch_first=True), use_cache=False).logits
+    logits = [row[: len(text)] for row, text in zip(padded, texts, strict=True)]
+    return torch.cat(logits).view(*tokens.shape, -1)
 
 
 def run(model, batch, states, **options):
