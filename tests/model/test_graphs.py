@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from covering import covering
 from tiny_models import VARIANTS, build, ids, logits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +21,7 @@ from nalanda.model import FEATURE_MAPS, MIXERS, graphs
 ROWS = {name: {"mixer": name} for name in MIXERS} | VARIANTS
 SERVED = [name for name in ROWS if name != "softmax"]  # its state grows
 SOME = ["gated_deltanet", "nala", "hybrid"]
-NEW = 10
+NEW = 7
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 SAMPLED = GREEDY | {"do_sample": True}
 
@@ -93,9 +94,9 @@ def replays(function):
     return function(), Tape.replays
 
 
-@pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize(("batch", "options"), [(1, SAMPLED), (3, GREEDY)])
-def test_text_is_that_of_eager_decoding(name, batch, options):
+@covering(strength=1, name=ROWS, sampled=(True, False))
+def test_text_is_that_of_eager_decoding(name, sampled):
+    batch, options = (1, SAMPLED) if sampled else (3, GREEDY)
     model, tokens = tiny(name), ids(batch, 5)
     mask = torch.ones_like(tokens)
     mask[1:, :2] = 0
@@ -125,7 +126,9 @@ def test_text_is_that_of_eager_decoding(name, batch, options):
 def test_nothing_is_copied_from_the_host(options, monkeypatch):
     """On the meta device, which is another one than the host's."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # it knows no such device
-    model, cache = build(**options).to("meta"), NalandaCache(2)
+    layers = 1 if isinstance(options.get("mixer", ""), str) else 2
+    model = build(**options, num_hidden_layers=layers).to("meta")
+    cache = NalandaCache(layers)
     for layer, state in zip(model.model.layers, cache.states, strict=True):
         for n, (shape, _) in layer.mixer.state_spec(5).items():
             state[n] = torch.empty(3, *shape, dtype=model.dtype, device="meta")
