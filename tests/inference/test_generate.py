@@ -125,7 +125,7 @@ def test_prefix_of_a_batch(small):
 # Cropped tokens
 
 
-@covering(strength=1, times=2, row=ROWS, draft=["lookup", "early_exit", "nalanda", "llama"])
+@covering(strength=1, row=ROWS, draft=["lookup", "early_exit", "nalanda", "llama"])
 def test_assisted_is_greedy(model, draft):
     drafts = {
         "lookup": {"prompt_lookup_num_tokens": 5},

@@ -31,23 +31,27 @@ for package in ("nalanda", "nalanda_kernels", "nalanda_eval"):
 import torch
 from transformers import AutoModelForCausalLM
 
-folder, result = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-assert "transformers_modules" in type(model).__module__
-
+*folders, result = sys.argv[1:]
 tokens = torch.randint(0, {VOCAB}, (2, 9), generator=torch.Generator().manual_seed(1))
-with torch.no_grad():
-    logits = model(tokens).logits
-    continued = model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
-torch.save((logits, continued), result)
+results = []
+for folder in folders:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    name = folder.rsplit("/", 1)[1]
+    assert type(model).__module__.startswith(f"transformers_modules.{{name}}."), type(model)
+    with torch.no_grad():
+        logits = model(tokens).logits
+        continued = model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    results.append((logits, continued))
+torch.save(results, result)
 """
 
 
-@pytest.fixture
-def checkpoint(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints") / "old"
     with zipfile.ZipFile(OLD) as archive:
-        archive.extractall(tmp_path / "old")
-    return tmp_path / "old"
+        archive.extractall(folder)
+    return folder
 
 
 def by_todays_code(folder: Path) -> tuple[Tensor, Tensor]:
@@ -62,12 +66,18 @@ def by_todays_code(folder: Path) -> tuple[Tensor, Tensor]:
     return logits, continued
 
 
-def by_its_own_code(folder: Path) -> tuple[Tensor, Tensor]:
-    """The same, of a process that runs the folder's files and can import nothing of ours."""
-    result = folder.with_suffix(".pt")
-    cache = {"HF_MODULES_CACHE": str(folder.with_suffix(".modules")), "HF_HUB_OFFLINE": "1"}
+@pytest.fixture(scope="module")
+def by_their_own_code(checkpoint) -> list[tuple[Tensor, Tensor]]:
+    """The same of the old folder and of one saved again today.
+
+    One process runs the folders' files and can import nothing of ours.
+    """
+    again = checkpoint.with_name("new")
+    AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(again)
+    result = checkpoint.with_suffix(".pt")
+    cache = {"HF_MODULES_CACHE": str(checkpoint.with_suffix(".modules")), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), str(result)],
+        [sys.executable, "-c", PROGRAM, str(checkpoint), str(again), str(result)],
         env=os.environ | cache,
         capture_output=True,
         text=True,
@@ -81,19 +91,18 @@ def check_equal(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> None:
     assert torch.equal(a[1], b[1])
 
 
-def test_an_old_folder_has_the_same_logits_by_todays_and_by_its_own_code(checkpoint):
+def test_an_old_folder_has_the_same_logits_by_todays_and_by_its_own_code(
+    checkpoint, by_their_own_code
+):
     assert json.loads((checkpoint / "config.json").read_text())["auto_map"]["AutoModel"] == (
         "modeling.Decoder"
     )
-    check_equal(by_todays_code(checkpoint), by_its_own_code(checkpoint))
+    check_equal(by_todays_code(checkpoint), by_their_own_code[0])
 
 
-def test_an_old_folder_saved_again_carries_todays_code(checkpoint, tmp_path):
-    expected = by_todays_code(checkpoint)
-
-    AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(tmp_path / "new")
-
-    check_equal(by_its_own_code(tmp_path / "new"), expected)
+def test_an_old_folder_saved_again_carries_todays_code(checkpoint, by_their_own_code):
+    assert (checkpoint.with_name("new") / "decoder.py").exists()
+    check_equal(by_their_own_code[1], by_todays_code(checkpoint))
 
 
 def test_an_old_folders_ops_are_served_by_todays_kernels(checkpoint, monkeypatch):
