@@ -1,4 +1,4 @@
-"""Measures a model's token mixers on a text: entropy, sign, locality and rank of their weights.
+"""Measures a model's token mixers on a text: entropy, sign, locality and rank of their weights, q and k.
 
 A mixer multiplies the values by a matrix of weights `w[t, j]`, j ≤ t: `weights` of our mixers, which is exact
 because each is linear in v, or a transformer's attention probabilities. The measures take such causal
@@ -28,6 +28,7 @@ from nalanda.config.schema import DataConfig, check_seed
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda.inference.load import bos_token, choose_device, load_model
 from nalanda.model import build_feature_map
+from nalanda.model.sequences import Sequences
 from nalanda.train.build import build_model
 from nalanda.train.resolve import resolve
 from nalanda_lab.names import is_model
@@ -139,13 +140,65 @@ def map_entropy(head_dim: int, keys: int, seed: int = 0) -> dict[str, Any]:
     return {"head_dim": head_dim, "keys": keys, "query_norm": NORMS.tolist(), "entropy": entropy}
 
 
+def measure_signs(q: Tensor, k: Tensor, weights: Tensor) -> dict[str, float]:
+    """How often an entry of q and the same one of k agree in sign: NaLaFormer's figure of strong pairs.
+
+    q and k: `[B, H, T, K]`; weights: `[B, H, T, T]`. A strong pair is a query and the key of its largest weight.
+    The other pairs are those that `weights` leaves in, j ≤ t. A map that drops negative entries loses the
+    products of two negative ones.
+    """
+    K, seen = q.shape[-1], torch.ones_like(weights[0, 0], dtype=torch.bool).tril()
+    partner = k.take_along_dim(weights.argmax(-1)[..., None], 2)  # [B, H, T, K]
+    agreement = (q.sign() @ k.sign().mT / K + 1) / 2  # [B, H, T, T], where no entry is 0
+    return {
+        "equal in strong pairs": (q * partner > 0).float().mean().item(),
+        "equal in all pairs": agreement[..., seen].mean().item(),
+        "both negative in strong pairs": ((q < 0) & (partner < 0)).float().mean().item(),
+    }
+
+
+def measure_key_norms(k: Tensor, phi_k: Tensor) -> tuple[dict[str, float], float]:
+    """Spreads of the lengths of keys and of their features over tokens, and the correlation of both lengths.
+
+    k and phi_k: `[B, T, H, ·]`. Spreads are std over mean for each head. NaLaFormer calls it norm consistency
+    where a map leaves the order of norms, so that the correlation is near 1.
+    """
+    norms = torch.stack([x.norm(dim=-1).flatten(0, 1) for x in (k, phi_k)])  # [2, B·T, H]
+    centred = norms - norms.mean(1, keepdim=True)
+    correlation = F.cosine_similarity(centred[0], centred[1], dim=0)
+    spread, mapped_spread = (norms.std(1) / norms.mean(1)).nanmean(-1).tolist()
+    spreads = {"spread of ‖k‖": spread, "spread of ‖φ(k)‖": mapped_spread}
+    return spreads, correlation.nanmean().item()
+
+
 # ------------------------------ measures of a model
+
+
+def measure_pairs(mixer: Any, x: Tensor, weights: Tensor) -> dict[str, Any]:
+    """`measure_signs` and `measure_key_norms` of a mixer of ours with input x `[B, T, D]`."""
+    heads = mixer.heads(x, Sequences(bidirectional=mixer.bidirectional), {}, None)
+    q, k, steps = heads["q"].float(), heads["k"].float(), mixer.steps
+    count = weights.shape[1] // steps  # heads of one step
+
+    # Heads of q and k stand beside those of the weights, step by step: [B, steps·count, T, K].
+    of_q = q.repeat_interleave(count // q.shape[2], 2).repeat(1, 1, steps, 1)
+    of_k = k.unflatten(2, (steps, -1))
+    of_k = of_k.repeat_interleave(count // of_k.shape[3], 3).flatten(2, 3)
+    signs = measure_signs(of_q.transpose(1, 2), of_k.transpose(1, 2), weights)
+
+    phi_k = k
+    if mixer.map_name is not None:
+        # The map of a head is the same in each of its steps.
+        phi_k = torch.cat([mixer.feature_map(q, each)[1] for each in k.chunk(steps, 2)], 2)
+    norms, correlation = measure_key_norms(k, phi_k)
+    return {"signs": signs, "key_norms": norms, "key_norm_correlation": correlation}
 
 
 @torch.no_grad()
 def layer_measures(model: PreTrainedModel, rows: Tensor) -> list[dict[str, Any]]:
     """`measure_layer` of every layer on the texts `rows`, int64 `[B, T]`; {} for a layer without weights.
 
+    Ours have `measure_pairs` too, because a layer of transformers does not give its q and k.
     Each layer's `[B, H, T, T]` is measured and dropped before the next layer's exists.
     """
     mixers = token_mixers(model)
@@ -153,7 +206,8 @@ def layer_measures(model: PreTrainedModel, rows: Tensor) -> list[dict[str, Any]]
     square = (rows.shape[1], rows.shape[1])
 
     def measure_ours(mixer: Any, args: tuple) -> None:
-        measures[mixer] = measure_layer(mixer.weights(args[0]))
+        weights = mixer.weights(args[0])
+        measures[mixer] = measure_layer(weights) | measure_pairs(mixer, args[0], weights)
 
     def measure_output(mixer: nn.Module, args: tuple, output: Any) -> None:
         for t in output if isinstance(output, tuple) else ():

@@ -56,10 +56,12 @@ def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
     def draw_names(name: str, section: str, quantity: str, unit: str, caption: str) -> None:
         points: dict[str, list[tuple[int, float]]] = {}
         for layer in layers:
-            for part, value in layer[section].items():
+            for part, value in layer.get(section, {}).items():
                 points.setdefault(
                     part.replace("_", " ") if section == "gradients" else part, []
                 ).append((layer["layer"], value))
+        if not points:  # transformers' layers give no q and k
+            return
         groups, looks = in_panels(list(points))
         value, layer, part = max((y, x, part) for part, mine in points.items() for x, y in mine)
         title = f"{quantity}: largest for {part} of layer {layer}, {value:.3g}"
@@ -125,6 +127,20 @@ def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
             )
             axes.set(xlim=(0, None), ylim=(0, 1.02))
     draw_names(
+        "signs_of_pairs",
+        "signs",
+        "Signs of q and k",
+        "share",
+        f"Strong: a query and the key of its largest weight. Means over {read}",
+    )
+    draw_names(
+        "key_norms",
+        "key_norms",
+        "Spread of key lengths",
+        "std/mean",
+        f"Over tokens, means over heads; {read}",
+    )
+    draw_names(
         "effective_rank_projections",
         "projections",
         "Effective rank of matrices",
@@ -145,13 +161,15 @@ def print_analysis(result: dict[str, Any], directory: Path, console: Console | N
     """Prints the table, one row a layer, and where the files are."""
     console = console or Console(highlight=False, emoji=False)
     tenth = result["windows"].index(0.1)
-    table = Table("layer", "mixer", box=None, pad_edge=False)
+    table = Table("layer", "mixer", box=None, pad_edge=False, collapse_padding=True)
     table.columns[1].no_wrap = True
     for head in (
         "entropy\nnats",
         "negative",
         "within\nT/10",
         "effective\nrank",
+        "same\nsigns",
+        "‖k‖\nspread",
         "gradient\nstd/mean",
     ):
         table.add_column(head, justify="right")
@@ -162,6 +180,8 @@ def print_analysis(result: dict[str, Any], directory: Path, console: Console | N
             (row.get("negative_share"), ".1%"),
             (row.get("local_score", {tenth: None})[tenth], ".1%"),
             (row.get("effective_rank"), ".1f"),
+            (row.get("signs", {}).get("equal in strong pairs"), ".1%"),
+            (row.get("key_norms", {}).get("spread of ‖k‖"), ".2f"),
             (row.get("gradients", {}).get("mixer_output"), ".3f"),
         )
         shown = ("–" if value is None else format(value, form) for value, form in cells)

@@ -15,7 +15,10 @@ from nalanda_lab.analysis import (
     layer_measures,
     local_score,
     map_entropy,
+    measure_key_norms,
     measure_layer,
+    measure_pairs,
+    measure_signs,
     positive_entropy,
     relative_std,
     share_of_negatives,
@@ -27,6 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import InputError
 from nalanda.model import MIXERS
+from nalanda.model.sequences import Sequences
 
 T = 6
 PROSE = "Below the weir the water is slow, and the boats lie there in a row all winter. " * 12
@@ -103,6 +107,46 @@ def test_a_layer_is_measured_by_head():
     close(found["negative_share"], 7.5 / 21)
     assert len(found["local_score"]) == len(analysis.WINDOWS)
     assert found["heads"]["effective_rank"][0] < found["heads"]["effective_rank"][1] <= T
+
+
+def test_signs_of_strong_pairs_by_hand():
+    q = torch.tensor([[1.0, -1, 1, -1], [-2, -2, 2, 2], [1, 1, 1, 1]]).double()[None, None]
+    k = torch.tensor([[1.0, -1, -1, 1], [-1, 3, 1, -1], [1, -1, -1, -1]]).double()[None, None]
+    weights = torch.tensor([[[[1.0, 0, 0], [0.7, 0.3, 0], [-0.9, 0.3, 0.2]]]]).double()
+    found = measure_signs(q, k, weights)
+    # The keys of the largest weights: 0, 0, 1; of equal signs are 2, 2, 2 entries of 4.
+    close(found["equal in strong pairs"], 6 / 12)
+    # Entries 1 of query 0, and 1 of query 1.
+    close(found["both negative in strong pairs"], 2 / 12)
+    close(found["equal in all pairs"], (2 + 2 + 2 + 2 + 2 + 1) / 24)
+
+
+def test_lengths_of_keys_by_hand():
+    lengths = torch.tensor([1.0, 2, 3, 6], dtype=torch.float64)
+    k = (lengths[:, None] * torch.tensor([0.6, 0.8], dtype=torch.float64))[None, :, None]
+    spreads, correlation = measure_key_norms(k, 2 * k)
+    spread = lengths.std() / lengths.mean()
+    close([*spreads.values(), correlation], [spread, spread, 1.0])
+    unit = k / k.norm(dim=-1, keepdim=True)
+    close(measure_key_norms(k, unit)[0]["spread of ‖φ(k)‖"], 0.0)
+    close(measure_key_norms(k, unit * (7 - lengths[:, None, None]))[1], -1.0)
+
+
+def test_a_mixers_pairs_are_those_of_its_weights():
+    """Softmax weights are the products of q and k, so strong pairs agree in more signs than others."""
+    model, rows = ours(mixer="softmax", mixer_options={"num_kv_heads": 1}), tokens(2, 24)
+    x = model.model.layers[0].mixer_norm(model.model.embed_tokens(rows)).detach()
+    mixer = model.model.layers[0].mixer
+    with torch.no_grad():
+        mixer.q_proj.weight *= 30
+        weights = mixer.weights(x)
+        found = measure_pairs(mixer, x, weights)
+        heads = mixer.heads(x, Sequences(), {}, None)
+    q, k = (heads[name].transpose(1, 2) for name in "qk")
+    close((q @ k.mT / q.shape[-1] ** 0.5).tril().argmax(-1)[..., -1], weights.argmax(-1)[..., -1])
+    assert found["signs"] == measure_signs(q, k.expand_as(q), weights)
+    assert found["signs"]["equal in strong pairs"] > 0.05 + found["signs"]["equal in all pairs"]
+    assert found["key_norm_correlation"] > 0.9999  # no map
 
 
 def test_entropy_against_the_norm_of_the_query():
@@ -192,7 +236,8 @@ def test_the_weights_measured_are_those_of_the_layers_own_input():
     found = layer_measures(model, rows)
     for layer, x, measured in zip(model.model.layers, hidden, found, strict=False):
         weights = layer.mixer.weights(layer.mixer_norm(x))
-        assert measured == measure_layer(weights)
+        pairs = measure_pairs(layer.mixer, layer.mixer_norm(x), weights)
+        assert measured == measure_layer(weights) | pairs
         assert measured["negative_share"] > 0
     assert not any(layer.mixer._forward_pre_hooks for layer in model.model.layers)
 
@@ -206,6 +251,8 @@ def test_every_mixer_can_be_measured(mixer):
         assert 0 < measured["entropy"] <= math.log(20)
         assert 0 <= measured["negative_share"] < 1 < measured["effective_rank"] < 20 + 1e-5
         assert abs(measured["local_score"][-1] - 1) < 1e-5
+        assert all(0 < share < 1 for share in measured["signs"].values())
+        assert all(0 <= spread < 2 for spread in measured["key_norms"].values())
         assert all(0 < value < 2 for value in spread.values())
 
 
@@ -253,6 +300,7 @@ KEYS = {
     "figures",
 }
 OF_WEIGHTS = {"entropy", "negative_share", "local_score", "effective_rank_weights"}
+OF_PAIRS = {"signs_of_pairs", "key_norms"}
 OF_ALL = {"map_entropy", "effective_rank_projections", "gradient_relative_std"}
 
 
@@ -270,7 +318,7 @@ def test_analyze_a_checkpoint(tokenizer, tmp_path, prose):
     assert set(found["layers"][0]["projections"]) == {"q_proj", "k_proj", "v_proj"}
     assert "both signs" in " ".join(found["notes"])
     close(found["uniform"]["entropy"], torch.arange(1, 33).log().mean())
-    for figure in OF_WEIGHTS | OF_ALL:
+    for figure in OF_WEIGHTS | OF_PAIRS | OF_ALL:
         for suffix, magic in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
             assert f"{figure}.{suffix}" in found["figures"]
             assert (directory / f"{figure}.{suffix}").read_bytes().startswith(magic)
