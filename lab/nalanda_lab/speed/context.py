@@ -21,8 +21,14 @@ from nalanda.common.progress import track
 from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, NalandaForCausalLM, build_feature_map
 from nalanda.model.context import Context
 
-TINY: dict[str, Any] = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 2}
-TINY |= {"intermediate_size": 32, "initializer_range": 0.3}
+TINY: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_heads": 2,
+    "intermediate_size": 32,
+    "initializer_range": 0.3,
+}
 TOKENS = 120
 """Of a row, for errors."""
 DOCUMENTS = (5, 23, 52, 40)
@@ -32,8 +38,9 @@ SMALL: dict[str, Any] = {
     "hidden_size": 256,
     "num_hidden_layers": 2,
     "num_heads": 2,
+    "intermediate_size": 512,
+    "tie_word_embeddings": True,
 }
-SMALL |= {"intermediate_size": 512, "tie_word_embeddings": True}
 SYSTEMS: dict[str, dict[str, Any]] = {
     "gated_deltanet": {"mixer": "gated_deltanet"},
     "gated_deltanet, nala": {"mixer": "gated_deltanet", "feature_map": "nala", "expand_k": 0.5},
@@ -54,47 +61,60 @@ def bench_context(
     """
     file = None if json is None else output_file(json, "--json")
     console = Console(highlight=False, emoji=False)
-    cases = _cases()
-    errors: dict[str, dict[str, list[float]]] = {name: {} for name in cases}
+    errors: dict[str, dict[str, list[float]]] = {name: {} for name in _cases()}
     for number in track(processes, "errors"):
-        for name, found in _launch(number, _errors).items():
-            errors[name][str(number)] = found
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("worst map of", no_wrap=True)
-    for number in processes:
-        for what in (f"{number}: logits", "loss", "gradients"):
-            table.add_column(what, justify="right")
-    for mixer in MIXERS:
-        maps = [found for name, found in errors.items() if name.split(" + ")[0] == mixer]
-        cells = [
-            f"{max(found[str(n)][i] for found in maps):.0e}" for n in processes for i in range(3)
-        ]
-        table.add_row(mixer, *cells)
-    console.print(table)
+        for name, largest in _launch(number, _errors).items():
+            errors[name][str(number)] = largest
+    _print_errors(console, errors, processes)
 
     steps: dict[str, dict[str, Any]] = {}
     for name in track(SYSTEMS, "memory"):
         one, two = (_launch(number, _step, name, length) for number in (1, 2))
         steps[name] = {"one": one, "two": two}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(f"{length:,} tokens", no_wrap=True)
-    for head in ("kept by 1", "each of 2", "peak of 1", "each of 2", "time 2 / 1"):
-        table.add_column(head, justify="right")
-    for name, of in steps.items():
-        sizes = [
-            f"{of[n][kind] / 2**20:,.0f} MiB" for kind in ("saved", "peak") for n in ("one", "two")
-        ]
-        table.add_row(name, *sizes, f"{of['two']['seconds'] / of['one']['seconds']:.2f}")
-    console.print(table)
+    _print_steps(console, steps, length)
+
     result = {"torch": torch.__version__, "errors": errors, "length": length, "steps": steps}
     if file is not None:
         file.write_text(jsonlib.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
 
 
+def _print_errors(
+    console: Console, errors: dict[str, dict[str, list[float]]], processes: tuple[int, ...]
+) -> None:
+    """Prints the worst errors of each mixer's maps. errors: by case and number of processes."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("worst map of", no_wrap=True)
+    for number in processes:
+        for head in (f"{number}: logits", "loss", "gradients"):
+            table.add_column(head, justify="right")
+    for mixer in MIXERS:
+        maps = [each for name, each in errors.items() if name.split(" + ")[0] == mixer]
+        cells = []
+        for number in processes:
+            of_maps = zip(*(each[str(number)] for each in maps), strict=True)
+            cells += [f"{max(values):.0e}" for values in of_maps]
+        table.add_row(mixer, *cells)
+    console.print(table)
+
+
+def _print_steps(console: Console, steps: dict[str, dict[str, Any]], length: int) -> None:
+    """Prints memory and time of a step. steps: by system, on "one" process and on "two"."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(f"{length:,} tokens", no_wrap=True)
+    for head in ("kept by 1", "each of 2", "peak of 1", "each of 2", "time 2 / 1"):
+        table.add_column(head, justify="right")
+    for name, step in steps.items():
+        one, two = step["one"], step["two"]
+        sizes = [one["saved"], two["saved"], one["peak"], two["peak"]]
+        cells = [f"{size / 2**20:,.0f} MiB" for size in sizes]
+        table.add_row(name, *cells, f"{two['seconds'] / one['seconds']:.2f}")
+    console.print(table)
+
+
 def _cases() -> dict[str, dict[str, Any]]:
     """Every mixer with every map that it takes."""
-    found = {}
+    cases = {}
     for mixer, kind in MIXERS.items():
         for feature_map in FEATURE_MAPS if kind.map_name else [None]:
             case: dict[str, Any] = {"mixer": mixer, "feature_map": feature_map}
@@ -105,12 +125,12 @@ def _cases() -> dict[str, dict[str, Any]]:
                 NalandaConfig(**TINY, **case)
             except ValueError:
                 continue
-            found[f"{mixer} + {feature_map or '–'}"] = case
-    return found
+            cases[f"{mixer} + {feature_map or '–'}"] = case
+    return cases
 
 
 def _launch(processes: int, work: Callable, *arguments: Any) -> Any:
-    """What `work(context, *arguments)` returns on the first of so many processes."""
+    """Runs `work(context, *arguments)` on so many processes, and returns the first one's result."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_run, (processes, folder, work, arguments), nprocs=processes)
         return jsonlib.loads((Path(folder) / "result.json").read_text())
@@ -130,7 +150,7 @@ def _run(rank: int, processes: int, folder: str, work: Callable, arguments: tupl
 
 def _errors(context: Context) -> dict[str, list[float]]:
     """By case: the largest relative error of logits, loss and gradients."""
-    found = {}
+    errors = {}
     ids = torch.randint(61, (2, TOKENS), generator=torch.Generator().manual_seed(0))
     bounds = torch.tensor([0, *DOCUMENTS, *DOCUMENTS[::-1]]).cumsum(0)
     for name, case in _cases().items():
@@ -138,12 +158,13 @@ def _errors(context: Context) -> dict[str, list[float]]:
         model: Any = NalandaForCausalLM(NalandaConfig(**TINY, **case)).double()
         worst = [0.0, 0.0, 0.0]
         for cu_seqlens in (None, bounds):
-            whole, cut = (_gradients(model, ids, cu_seqlens, one) for one in (None, context))
-            for i, (ours, theirs) in enumerate(zip(cut, whole, strict=True)):
-                far = [_relative(a, b) for a, b in zip(ours, theirs, strict=True)]
-                worst[i] = max(worst[i], *far)
-        found[name] = worst
-    return found
+            expected = _gradients(model, ids, cu_seqlens, None)
+            cut = _gradients(model, ids, cu_seqlens, context)
+            for i, (tensors, references) in enumerate(zip(cut, expected, strict=True)):
+                differences = map(_relative, tensors, references)
+                worst[i] = max(worst[i], *differences)
+        errors[name] = worst
+    return errors
 
 
 def _gradients(
@@ -172,29 +193,32 @@ def _relative(a: Tensor, b: Tensor) -> float:
 
 
 def _step(context: Context, name: str, length: int) -> dict[str, float]:
-    """A step's seconds, the bytes that autograd keeps, and the rise of the peak memory: of the process that
-    has the most of each."""
+    """A step's seconds, the bytes that autograd keeps, and the rise of the peak memory.
+
+    Each is of the process that has the most.
+    """
     torch.manual_seed(0)
     model: Any = NalandaForCausalLM(NalandaConfig(**SMALL, **SYSTEMS[name])).train()
     ids = torch.randint(4096, (1, length), generator=torch.Generator().manual_seed(0))
     options: Any = {"context": context} if context.size > 1 else {}
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}  # bytes of each storage, by its address
 
-    def keep(x: Tensor) -> Tensor:
-        if (place := x.untyped_storage().data_ptr()) not in own:
-            kept[place] = x.untyped_storage().nbytes()
+    def record(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
         return x
 
-    model(
-        ids[:, : 64 * context.size], labels=ids[:, : 64 * context.size], **options
-    ).loss.backward()
+    # A short step first, so that the peak is that of the long one alone.
+    short = ids[:, : 64 * context.size]
+    model(short, labels=short, **options).loss.backward()
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
         loss = model(ids, labels=ids, num_items_in_batch=length - 1, **options).loss
     loss.backward()
     seconds = time.perf_counter() - began
     peak = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-    found = torch.tensor([seconds, sum(kept.values()), peak], dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return dict(zip(("seconds", "saved", "peak"), found.tolist(), strict=True))
+    figures = torch.tensor([seconds, sum(saved.values()), peak], dtype=torch.float64)
+    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    return dict(zip(("seconds", "saved", "peak"), figures.tolist(), strict=True))

@@ -106,14 +106,13 @@ def _peer(case: str, H: int) -> Function:
         attention = _lightning_attention(H)
 
         def peer(q, k, v, beta, g):  # has fixed decays, which `_inputs` gives ours too
-            return attention(torch.cat([q, k, v], -1).flatten(2), None, None)[0].unflatten(
-                2, (H, HEAD_DIM)
-            )
+            o = attention(torch.cat([q, k, v], -1).flatten(2), None, None)[0]  # [B, T, H·V]
+            return o.unflatten(2, (H, HEAD_DIM))
 
         return peer
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # from flash-linear-attention, where that is installed
+
+    # flash-linear-attention warns of a CPU, where it is installed.
+    with warnings.catch_warnings(action="ignore"):
         from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
     # The public name uses a GPU kernel where installed, even on a CPU.
@@ -144,8 +143,10 @@ def _lightning_attention(H: int) -> torch.nn.Module:
 
 
 def _inputs(case: str, T: int, H: int) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-    """The case's leaf tensors q, k, v, beta, g (k of unit length, β in (0, 1)), for Gated DeltaNet 2 erase,
-    write and β = 1, and a gradient of o."""
+    """The case's leaf tensors q, k, v, beta, g, and a gradient of o.
+
+    k has unit length, β is in (0, 1). Gated DeltaNet 2 has β = 1, and erase and write too.
+    """
     generator = torch.Generator().manual_seed(T)
     q, k, v, d_o = (torch.randn(1, T, H, HEAD_DIM, generator=generator) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, F.normalize(k, dim=-1), v)]
@@ -157,12 +158,9 @@ def _inputs(case: str, T: int, H: int) -> tuple[list[torch.Tensor | None], torch
         g = F.logsigmoid(gates.pop() + 3).requires_grad_()
         if case == "KDA":
             return [*leaves, gates[0][..., 0].sigmoid().requires_grad_(), g], d_o
-        return [
-            *leaves,
-            torch.ones(1, T, H),
-            g,
-            *(x.sigmoid().requires_grad_() for x in gates),
-        ], d_o
+        erase, write = (x.sigmoid().requires_grad_() for x in gates)
+        return [*leaves, torch.ones(1, T, H), g, erase, write], d_o
+
     beta, g = (torch.randn(1, T, H, generator=generator) for _ in range(2))
     g = F.logsigmoid(g + 3).requires_grad_() if case == "gated delta rule" else None
     return [*leaves, beta.sigmoid().requires_grad_(), g], d_o
@@ -184,10 +182,10 @@ def _seconds(function: Function, inputs: list[torch.Tensor | None], d_o: torch.T
 def _print_agreement(console: Console) -> None:
     for case in CASES:
         inputs, d_o = _inputs(case, 1000, 4)
-        pairs = zip(_run(_ours(case), inputs, d_o), _run(_peer(case, 4), inputs, d_o), strict=True)
-        errors = [
-            ((ours - theirs).abs().max() / theirs.abs().max()).item() for ours, theirs in pairs
-        ]
+        ours, peers = _run(_ours(case), inputs, d_o), _run(_peer(case, 4), inputs, d_o)
+        errors = []
+        for x, expected in zip(ours, peers, strict=True):
+            errors.append(((x - expected).abs().max() / expected.abs().max()).item())
         named = dict(zip(("o", "dq", "dk", "dv", "dbeta", "dg"), errors, strict=False))
         text = ", ".join(f"{name} {error:.0e}" for name, error in named.items())
         console.print(f"largest difference from the peer, {case}: {text}")
@@ -214,17 +212,17 @@ def _compare(case: str, T: int, H: int, repeats: int) -> dict:
         (_seconds(ours, inputs, d_o), _seconds(peer, inputs, d_o), _matmul_rate())
         for _ in range(repeats)
     ]
-    mine, theirs, rate = (statistics.median(column) for column in zip(*measured, strict=True))
+    ours_s, peer_s, rate = map(statistics.median, zip(*measured, strict=True))
     count = ops.linear_attention_flops if case == "linear attention" else ops.delta_rule_flops
     return {
         "case": case,
         "T": T,
         "H": H,
-        "ours_ms": 1e3 * mine,
-        "peer_ms": 1e3 * theirs,
-        "ratio": statistics.median(theirs / mine for mine, theirs, _ in measured),
+        "ours_ms": 1e3 * ours_s,
+        "peer_ms": 1e3 * peer_s,
+        "ratio": statistics.median(peer / ours for ours, peer, _ in measured),
         "matmul_gflops": rate / 1e9,
-        "matmul_share": 3 * T * count(H, HEAD_DIM, HEAD_DIM) / mine / rate,
+        "matmul_share": 3 * T * count(H, HEAD_DIM, HEAD_DIM) / ours_s / rate,
     }
 
 

@@ -54,24 +54,24 @@ def bench_scale(*, rounds: int = 10, json: str | Path | None = None) -> dict:
     file = None if json is None else output_file(json, "--json")
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_measure, (folder, rounds), nprocs=PROCESSES)
-        found = jsonlib.loads(Path(folder, "measured.json").read_text())
-    links = {key: found[key] for key in ("peak", "hbm", "nvlink", "latency")}
+        measured = jsonlib.loads(Path(folder, "measured.json").read_text())
+    links = {key: measured[key] for key in ("peak", "hbm", "nvlink", "latency")}
+
     rows = []
-    for model, seconds in found["seconds"].items():
+    for model, seconds in measured["seconds"].items():
         counts = count(RECIPE, MODELS[model])
         update = UPDATE * counts.parameters / (links["hbm"] * 1e9)
         work = 3 * counts.flops * ROWS * counts.seq_len
         mfu = work / (seconds.pop("whole") - update) / (links["peak"] * 1e12)
         cluster = Cluster(PROCESSES, node=PROCESSES, mfu=mfu, overlap=0, **links)
         for split in SPLITS:
-            predicted, measured = predict(counts, cluster, split).step, seconds[str(split)]
             rows.append(
                 {
                     "model": model,
                     "mfu": mfu,
                     "split": str(split),
-                    "predicted": predicted,
-                    "measured": measured,
+                    "predicted": predict(counts, cluster, split).step,
+                    "measured": seconds[str(split)],
                 }
             )
     _print_rows(links, rows)
@@ -82,11 +82,12 @@ def bench_scale(*, rounds: int = 10, json: str | Path | None = None) -> dict:
 
 
 def _measure(rank: int, folder: str, rounds: int) -> None:
-    """One of the processes; the first writes what was measured."""
+    """Runs one of the processes; the first writes the figures."""
     torch.set_flush_denormal(True)
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", PROCESSES)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
+
     steps = {model: _steps(overrides, rank) for model, overrides in MODELS.items()}
     block, message, large = torch.ones(2**24), torch.ones(1), torch.ones(2**22)
     target = torch.empty_like(block)
@@ -102,23 +103,27 @@ def _measure(rank: int, folder: str, rounds: int) -> None:
             for name, step in named.items():
                 took = _seconds(step)
                 seconds[model].setdefault(name, []).extend([took] * (i >= 0))
+
     best = {name: min(values) for name, values in rates.items()}
     latency = best["message"] / 2  # a ring's all-reduce among two is two messages
-    found = {
+    fastest = {
+        model: {name: min(times) for name, times in each.items()} for model, each in seconds.items()
+    }
+    figures = {
         "peak": peak / 1e12,
         "hbm": 2 * block.nbytes / best["copy"] / 1e9,
         "nvlink": large.nbytes / (best["large"] - best["message"]) / 1e9,
         "latency": latency * 1e6,
-        "seconds": {m: {name: min(times) for name, times in s.items()} for m, s in seconds.items()},
+        "seconds": fastest,
     }
     if rank == 0:
-        Path(folder, "measured.json").write_text(jsonlib.dumps(found))
+        Path(folder, "measured.json").write_text(jsonlib.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Of `run` in the slowest process; all begin together."""
+    """Seconds of `run` in the slowest process; all begin together."""
     dist.barrier()
     start = time.perf_counter()
     run()
@@ -149,7 +154,7 @@ def _steps(overrides: list[str], rank: int) -> dict[str, Callable[[], None]]:
     config, _ = describe_recipe(RECIPE, overrides)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(4096, (ROWS, config.data.seq_len), generator=generator)
-    own = rows.chunk(PROCESSES)[rank]
+    share = rows.chunk(PROCESSES)[rank]
     sharded = built()
     parallel.shard(
         sharded, parallel.units(sharded), init_device_mesh("cpu", (PROCESSES,)), dtype=None
@@ -157,8 +162,8 @@ def _steps(overrides: list[str], rank: int) -> dict[str, Callable[[], None]]:
     ddp, fsdp, context = map(str, SPLITS)
     return {
         "whole": step(built(), rows),
-        ddp: step(DistributedDataParallel(built()), own),
-        fsdp: step(sharded, own),
+        ddp: step(DistributedDataParallel(built()), share),
+        fsdp: step(sharded, share),
         context: step(DistributedDataParallel(built()), rows, context=Context()),
     }
 

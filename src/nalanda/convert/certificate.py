@@ -104,7 +104,7 @@ def probes(tokenizer: PreTrainedTokenizerBase | None, *texts: str) -> list[str]:
     if tokenizer is None:
         return []
     added = tokenizer.added_tokens_decoder.values()
-    in_place = [place.format(str(token)) for token in added for place in _PLACES]
+    in_place = [pattern.format(str(token)) for token in added for pattern in _PLACES]
     return [*filter(None, texts), *_TEXTS, *in_place]
 
 

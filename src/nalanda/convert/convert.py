@@ -204,7 +204,7 @@ def _match_tensors(
 def _save_tensors(parts: dict[str, Part], tensors: list[Tensors], folder: Path) -> None:
     """Writes `tensors`, made of ours (`parts`). Files keep their names and their tensors."""
     files: dict[str, list[Tensors]] = {}
-    last = max(part.stored.file.name for part in parts.values())
+    last = max(tensor.stored.file.name for tensor in parts.values())
     for tensor in tensors:
         # A constant comes from no file, and goes into the last.
         file = parts[tensor.ours[0]].stored.file.name if tensor.ours else last
