@@ -158,9 +158,21 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize(
-    "more", [(), ("optim.name=muon", "train.z_loss=1e-4", "train.gradient_checkpointing=true")]
+    ("steps", "more"),
+    [
+        (24, ()),
+        (
+            12,
+            (
+                "train.steps=12",
+                "optim.name=muon",
+                "train.z_loss=1e-4",
+                "train.gradient_checkpointing=true",
+            ),
+        ),
+    ],
 )
-def test_a_run_in_fp16_follows_that_in_fp32(recipe, whole, tmp_path, more):
+def test_a_run_in_fp16_follows_that_in_fp32(recipe, whole, tmp_path, steps, more):
     exact = whole
     if more:
         exact = trained(recipe, tmp_path / "fp32", *more)
@@ -169,10 +181,10 @@ def test_a_run_in_fp16_follows_that_in_fp32(recipe, whole, tmp_path, more):
         [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
         for folder in (exact, run)
     )
-    assert len(found) == len(expected) == 24
+    assert len(found) == len(expected) == steps
     assert found == pytest.approx(expected, rel=2e-3)
     assert read_facts(run)["precision"] == "fp16"
-    assert weights(run, 24)["model.embed_tokens.weight"].dtype == torch.float32
+    assert weights(run, steps)["model.embed_tokens.weight"].dtype == torch.float32
 
 
 @pytest.mark.usefixtures("fresh_accelerate")

@@ -104,8 +104,8 @@ def test_a_shard_that_shrinks_under_a_run_saves_and_stops_it(
     folder = shutil.copytree(prepared_set, tmp_path / "set")
     file = folder / "train" / f"00000.{kind}"
     content = file.read_bytes()
-    loop.train(on_set(recipe, tmp_path / "whole", folder))
-    config = on_set(recipe, tmp_path / "run", folder)
+    loop.train(on_set(recipe, tmp_path / "whole", folder, "train.steps=12"))
+    config = on_set(recipe, tmp_path / "run", folder, "train.steps=12")
     with monkeypatch.context() as patch:
         patch.setattr(training_step, "learning_rate", at_step(7, lambda: os.truncate(file, 100)))
         with pytest.raises(InputError, match=rf"00000\.{kind}: ends before byte") as error:

@@ -135,6 +135,7 @@ def test_bad_data_may_be_corrected_in_the_same_folder(recipe, tmp_path):
     assert (tmp_path / "run" / "final" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_the_command_line_gives_bad_input_one_line_and_code_2(recipe, tmp_path):
     process = start(recipe, tmp_path / "run", "optim.learnin_rate=1")
     stdout, stderr = process.communicate(timeout=100)
