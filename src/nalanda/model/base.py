@@ -3,7 +3,7 @@
 A mixer is a subclass of `Mixer` and a row in `mixers.MIXERS`; `register_mixer` adds one from outside the
 package. It defines
 
-- `equation` and `source`, texts for the tables of `nalanda info` and docs/mixers.md;
+- `equation` and `source`, texts for the tables of `nalanda info`; docs/mixers.md shows only `equation`;
 - `__init__(self, config, layer_idx, *, …)`: its options, `mixer_options` of a recipe, are the keyword-only
   arguments. Each has a default and is annotated with its type. Raise ValueError, in one line, for a value
   that cannot work;
