@@ -144,6 +144,38 @@ def test_bad_values_get_one_line(recipe, override, words):
     assert words in refusal(recipe, override)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "warmup"),
+    [
+        ([], 40),
+        (["train.steps=50"], 20),
+        (["train.steps=10"], 4),  # fewer steps than the recipe's warm-up
+        (["train.steps=1"], 1),
+        (["train.steps=200"], 40),  # no run becomes slower to warm up
+        (["train={steps: 50, tokens_per_step: 512, micro_batch_size: 4}"], 20),
+        (["train.steps=50", "schedule.warmup_steps=30"], 30),
+        (["train.steps=50", "schedule={warmup_steps: 31}"], 31),
+        (["train.steps=50", "schedule.name=linear"], 20),
+    ],
+)
+def test_the_warmup_follows_shortened_steps(recipe, overrides, warmup):
+    with open(recipe, "a") as file:
+        file.write("schedule: {warmup_steps: 40}\n")
+    config = load_config(recipe, overrides)
+    assert config.schedule.warmup_steps == warmup
+    assert (
+        config.to_dict()["schedule"].keys() == typing.get_type_hints(type(config.schedule)).keys()
+    )
+
+
+def test_a_recipe_whose_warmup_is_longer_than_its_training_is_refused(recipe):
+    with open(recipe, "a") as file:
+        file.write("schedule: {warmup_steps: 101}\n")
+    message = "schedule.warmup_steps: 101 is more than train.steps {0}; set {0} or less"
+    assert refusal(recipe) == message.format(100)
+    assert refusal(recipe, "train.steps=50") == message.format(50)
+
+
 def bounded_keys() -> dict[str, tuple[str, str]]:
     """Every key of a section with a bound: a value outside it, and the words of the bound."""
     keys = {}

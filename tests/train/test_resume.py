@@ -137,6 +137,24 @@ def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(
     assert (tmp_path / "run" / "final" / "model.safetensors").read_bytes() != model
 
 
+def test_a_resume_keeps_the_warmup_that_followed_the_steps(recipe, tmp_path, capsys):
+    longer = tmp_path / "recipe.yaml"
+    longer.write_text(recipe.read_text().replace("warmup_steps: 2", "warmup_steps: 12"))
+    run = tmp_path / "run"
+    loop.train(configured(longer, run, "train.steps=4"))
+    line = "changed    schedule.warmup_steps: 12 → 2 (in proportion to train.steps)"
+    assert line in capsys.readouterr().out
+
+    def recorded() -> int:
+        return load_config(run / "config.yaml").schedule.warmup_steps
+
+    assert recorded() == 2
+    # Of a new run of 8 steps it would be 4: the rates of this one go on.
+    loop.train(configured(longer, run, "train.steps=8"))
+    assert recorded() == 2
+    assert "schedule.warmup_steps" not in capsys.readouterr().out
+
+
 def test_a_refused_start_leaves_no_trace(recipe, tmp_path, capsys):
     """Its settings never ran: the next start says what changed since those that did."""
     run, settings = tmp_path / "run", ("train.steps=4", "validation.every=0")

@@ -27,7 +27,12 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
             settings that contradict one another; in one line.
     """
     path = find_recipe(str(path))
-    return recipe_of(read_sections(path, overrides), path.parent)
+    sections = read_sections(path, overrides)
+    before = shorten_warmup(sections, path, overrides)
+
+    config = recipe_of(sections, path.parent)
+    config.schedule.unshortened_warmup = before
+    return config
 
 
 def recipe_of(sections: dict, folder: Path) -> RunConfig:
@@ -110,6 +115,36 @@ def _drop_another_tokenizer(values: dict, overrides: typing.Sequence[str]) -> No
         values["tokenizer"] = {}
     elif "tokenizer.train" in overridden and isinstance(tokenizer, dict):
         tokenizer.pop("path", None)
+
+
+def shorten_warmup(sections: dict, path: Path, overrides: typing.Sequence[str]) -> int | None:
+    """Shortens the warm-up in proportion, if an override shortens the training and none sets the warm-up.
+
+    Returns the warm-up steps of the recipe in the file `path`, or None where they stay.
+    """
+    overridden = {override.partition("=")[0] for override in overrides}
+    if overridden.isdisjoint({"train", "train.steps"}) or overridden & WARMUP_KEYS:
+        return None
+    recipe = read_sections(path)
+    whole, steps = (_read_count(values, "train", "steps") for values in (recipe, sections))
+    warmup = _read_count(recipe, "schedule", "warmup_steps")
+
+    # A warm-up longer than its recipe's training is a mistake there, which `RunConfig.check` refuses.
+    if not 0 < steps < whole or not 0 < warmup <= whole:
+        return None
+    sections["schedule"]["warmup_steps"] = max(1, round(warmup * steps / whole))
+    return warmup
+
+
+WARMUP_KEYS = {"schedule", "schedule.warmup_steps"}
+"""Overrides that set the warm-up."""
+
+
+def _read_count(sections: dict, section: str, key: str) -> int:
+    """The whole number at a key of unchecked sections; 0 if there is none."""
+    values = sections.get(section)
+    number = _number(values.get(key)) if isinstance(values, dict) else None
+    return int(number) if number is not None and number.is_integer() else 0
 
 
 def find_recipe(name: str) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import yaml
 
@@ -423,6 +423,9 @@ class ScheduleConfig:
     decay_share: Annotated[float, SHARE] = 0.2
     """wsd: share of all steps in the final decay."""
 
+    # No field, so no key of a recipe: the recipe's warm-up, where `load_config` has shortened it.
+    unshortened_warmup = cast(int | None, None)
+
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
         check_bounds(self, "schedule")
@@ -522,7 +525,7 @@ class RunConfig:
         if self.schedule.warmup_steps > self.train.steps:
             raise InputError(
                 f"schedule.warmup_steps: {self.schedule.warmup_steps} is more than "
-                f"train.steps {self.train.steps}"
+                f"train.steps {self.train.steps}; set {self.train.steps} or less"
             )
         check_seed(self.seed)
         if self.data.seq_len % (parts := self.train.context_parallel):

@@ -36,6 +36,7 @@ from nalanda.train.run import Run
 from nalanda.train.run_dir import (
     claim,
     is_exported,
+    keep_warmup,
     last_good,
     lock_run_dir,
     make_newest,
@@ -96,6 +97,8 @@ def train_together(
     # config.yaml gets the recipe as it was written; the run reads copies of token sets of a store.
     recipe, config = config, with_local_sets(config)
     changes, facts, resume = from_main_process(claimed)
+    if resume:
+        keep_warmup(config, changes)
     if is_finished(config, facts, resume):
         if main:
             done = f"{run_dir} is finished, {step_of(resume)} steps"
@@ -266,6 +269,11 @@ def changed_settings(run: Run, changes: dict) -> Iterator[str]:
             if run.at.step >= run.config.train.steps:
                 note = f" (already at step {run.at.step}: nothing is trained, the learning rate did not fall)"
         yield f"{key}: {old} → {new}{note}"
+
+    schedule = run.config.schedule
+    if schedule.unshortened_warmup and not run.checkpoint:
+        key, old = "schedule.warmup_steps", schedule.unshortened_warmup
+        yield f"{key}: {old} → {schedule.warmup_steps} (in proportion to train.steps)"
 
 
 def validate_if_due(run: Run) -> None:

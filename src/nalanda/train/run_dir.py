@@ -190,6 +190,18 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
     return {key: list(values) for key, values in changes.items()}, facts, resume
 
 
+def keep_warmup(config: RunConfig, changes: dict[str, list]) -> None:
+    """Gives a resumed run its recorded warm-up, if `load_config` has shortened that of the recipe.
+
+    changes: as `claim` returns them; this one is taken away.
+    """
+    key, schedule = "schedule.warmup_steps", config.schedule
+    recorded = changes.get(key, [config.train.steps + 1])[0]
+    if schedule.unshortened_warmup and recorded <= config.train.steps:
+        schedule.warmup_steps = recorded
+        del changes[key]
+
+
 def section_of(key: str) -> str:
     """The section of a recipe's key."""
     return key.split(".")[0]
