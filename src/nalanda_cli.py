@@ -3,7 +3,6 @@
 This module is outside the package, whose import takes seconds: each command imports only what it needs.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,11 @@ try:
         command,
         group,
         loading_torch,
+        print_json,
         print_next,
         resolve_models,
         run_command,
+        set_environment,
         under_way,
     )
 except KeyboardInterrupt:  # before `main` can handle it
@@ -28,7 +29,7 @@ except KeyboardInterrupt:  # before `main` can handle it
     raise SystemExit(130) from None
 
 PANELS: dict[str, tuple[str, ...]] = {
-    "Train a model": ("info", "data", "train"),
+    "Train a model": ("recipes", "info", "data", "train"),
     "Look at runs": ("runs", "plot", "verify"),
     "Evaluate a model": ("eval", "perplexity"),
     "Use a model": ("generate",),
@@ -45,6 +46,7 @@ app = group(
     nalanda COMMAND --help                      examples and options of a command
     """,
     PANELS,
+    completion=True,
 )
 data = group("Tokenise a corpus before training, and check the result.")
 app.add_typer(data, name="data")
@@ -168,6 +170,20 @@ def generate(
 
 
 @command(app)
+def recipes() -> None:
+    """List the recipes that ship with Nalanda.
+
+    nalanda recipes
+
+    Shows mixer, feature map and parameters; on wide terminals the state, tokens and FLOPs too.
+    """
+    with loading_torch():
+        from nalanda.report.tables import print_recipes, recipe_rows
+
+    print_recipes(recipe_rows())
+
+
+@command(app)
 def info(
     recipe: opt.RecipeOrTables = None,
     overrides: opt.Overrides = None,
@@ -179,11 +195,8 @@ def info(
 
     nalanda info gated_deltanet_340m --device H100
 
-    The model is not allocated. Without a recipe: tables of the recipes that ship with Nalanda, the token
-    mixers and the feature maps.
+    The model is not allocated. Without a recipe: tables of recipes, token mixers and feature maps.
     """
-    import json
-
     from nalanda.config.load import load_config
 
     if recipe is not None:
@@ -199,10 +212,7 @@ def info(
         figures, show = tables.all_rows(), tables.print_tables
     else:
         figures, show = info(recipe, overrides or [], processes, device=device), print_info
-    if as_json:
-        print(json.dumps(figures, indent=1, ensure_ascii=False))
-    else:
-        show(figures)
+    print_json(figures) if as_json else show(figures)
 
 
 @command(app)
@@ -431,13 +441,7 @@ def main(arguments: list[str] | None = None) -> None:
     """The `nalanda` command; by default with the process's own arguments."""
     global running
     running = True
-    # Warnings of the libraries below are for their callers, not for who typed the command.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    # By default GNU's OpenMP threads spin for milliseconds while they wait for one another. Where another
-    # program has a core, a step then takes up to ten times as long; on an idle machine nothing changes.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    set_environment()
     run_command(app, "nalanda", sys.argv[1:] if arguments is None else arguments)
 
 

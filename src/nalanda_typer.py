@@ -4,6 +4,8 @@ Imports of `nalanda` stand inside functions, as the package takes seconds.
 """
 
 import contextlib
+import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -39,13 +41,48 @@ class Panels(typer.core.TyperGroup):
                 formatter.write_dl(rows)
 
 
-def group(help: str, panels: dict[str, tuple[str, ...]] | None = None) -> typer.Typer:
-    """A group of commands, listed in panels as `Panels.panels` says."""
+INSTEAD_OF_COMMANDS = {
+    "chat": "nalanda generate",
+    "compare": "nalanda plot RUN RUN",
+    "inspect": "nalanda data inspect",
+    "list": "nalanda recipes or nalanda runs",
+    "maps": "nalanda info",
+    "mixers": "nalanda info",
+    "models": "nalanda recipes",
+    "prepare": "nalanda data prepare",
+    "pretrain": "nalanda train",
+    "sample": "nalanda generate",
+    "version": "nalanda --version",
+}
+"""Commands of other programs, with ours for the same end. They are only suggested."""
+
+ON_DEVICES = (
+    "nalanda info RECIPE --processes N estimates for N devices, "
+    "accelerate launch --num_processes N recipes/pretrain.py RECIPE trains on them"
+)
+INSTEAD_OF_OPTIONS = {
+    "--data": "write data.source=FILE",
+    "--dataset": "write data.source=FILE",
+    "--devices": ON_DEVICES,
+    "--dry-run": "nalanda info RECIPE checks and estimates",
+    "--gpus": ON_DEVICES,
+}
+"""Options of other programs that take a recipe, with what is typed here."""
+
+
+def group(
+    help: str, panels: dict[str, tuple[str, ...]] | None = None, completion: bool = False
+) -> typer.Typer:
+    """A group of commands, listed in panels as `Panels.panels` says.
+
+    completion: whether it has `--install-completion`, of the shell.
+    """
     return typer.Typer(
         cls=type("Panels", (Panels,), {"panels": panels}),
         help=keep_example_lines(help),
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=completion,
+        context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
@@ -66,6 +103,9 @@ def take_apart(function: Callable) -> Callable:
     parameters: list[Parameter] = []
     objects: dict[str, type] = {}
     for parameter in signature(function).parameters.values():
+        if parameter.name == "recipe":
+            (argument,) = parameter.annotation.__metadata__
+            argument.autocompletion = complete_recipe
         if not is_dataclass(parameter.annotation):
             parameters.append(parameter)
             continue
@@ -90,17 +130,32 @@ def take_apart(function: Callable) -> Callable:
     return call
 
 
+def complete_recipe(incomplete: str) -> list[str]:
+    """The recipes that begin so, for the shell's completion."""
+    from nalanda.config.load import shipped_recipes
+
+    return [name for name in shipped_recipes() if name.startswith(incomplete)]
+
+
 def keep_example_lines(help: str) -> str:
     """Marks paragraphs of examples, which begin with `nalanda`: typer then keeps their lines apart."""
     return re.sub(r"\n\n( *)(?=nalanda )", r"\n\n\1\b\n\1", help)
 
 
 def run_command(app: typer.Typer, name: str, arguments: list[str]) -> None:
-    """Runs a command of `app`. A wrong use of it is one line on stderr, and its exit code."""
+    """Runs a command of `app`. A wrong use of it is one line on stderr, and its exit code.
+
+    `help COMMAND` is `COMMAND --help`.
+    """
     from nalanda.common.errors import one_line_errors
 
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+
     with one_line_errors():
-        command = typer.main.get_command(app)
+        command: Any = typer.main.get_command(app)
+        # The shell asks by an environment variable, and ends here.
+        command._main_shell_completion({}, name)
         try:
             with command.make_context(name, arguments) as context:
                 command.invoke(context)
@@ -118,12 +173,20 @@ def describe_misuse(error: UsageError, name: str) -> str:
         return message
 
     path = error.ctx.command_path if error.ctx else name
-    parameters = error.ctx.command.params if error.ctx else []
-    takes_settings = any(
-        p.name == "overrides" and p.param_type_name == "argument" for p in parameters
+    if unknown := re.match("No such command '(.*?)'", message):
+        if instead := INSTEAD_OF_COMMANDS.get(unknown[1]):
+            message = f"{unknown[0]}. Did you mean {instead}?"
+        return f"{path}: {message} See {path} --help"
+
+    option = getattr(error, "option_name", None)  # of an unknown one
+    parameters = (
+        [(p.name, p.param_type_name) for p in error.ctx.command.params] if error.ctx else []
     )
-    if takes_settings and hasattr(error, "option_name"):  # an unknown option
-        message += "; a recipe's settings are written section.key=value, such as train.steps=10"
+    if option == "--prompt" and ("prompt", "argument") in parameters:
+        message += """; the prompt is an argument: nalanda generate MODEL "TEXT\""""
+    elif option and ("overrides", "argument") in parameters:
+        settings = "a recipe's settings are written section.key=value, such as train.steps=10"
+        message += f"; {INSTEAD_OF_OPTIONS.get(option, settings)}"
     return f"{path}: {message}"
 
 
@@ -136,6 +199,10 @@ def allow_options(context: typer.Context, names: tuple[str, ...], why: str) -> N
         origin = context.get_parameter_source(name)
         if origin and origin.name == "COMMANDLINE" and name not in names:
             raise InputError(f"{parameter.opts[0]}: {why}; leave it out")
+
+
+def print_json(figures: Any) -> None:
+    print(json.dumps(figures, indent=1, ensure_ascii=False))
 
 
 def under_way(what: str, stream: TextIO | None = None) -> contextlib.AbstractContextManager:
@@ -178,3 +245,14 @@ def add_version_option(app: typer.Typer) -> None:
 
     @app.callback()
     def show_version(version: Annotated[bool, option] = False) -> None: ...
+
+
+def set_environment() -> None:
+    """Sets what the libraries below read, where the user has not."""
+    # Their warnings are for their callers, not for who typed the command.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    # By default GNU's OpenMP threads spin for milliseconds while they wait for one another. Where another
+    # program has a core, a step then takes up to ten times as long; on an idle machine nothing changes.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")

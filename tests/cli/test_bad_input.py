@@ -103,6 +103,29 @@ TABLE = [
     ("train r.yaml steps=10", r"steps: no such key; did you mean train\.steps\?"),
     ("train r.yaml step=10", r"step: no such key; did you mean train\.steps\?"),
     ("train r.yaml data.lr=1", r"data\.lr: no such key; did you mean optim\.lr\?"),
+    ("train r.yaml data=book.txt", r"data: .*; did you mean data\.source=book\.txt\?"),
+    ("train b.txt", r"b\.txt: not a recipe; did you mean nalanda train demo data\.source=b\.txt\?"),
+    ("info runs", r"runs: not a recipe; did you mean nalanda train demo data\.source=runs\?"),
+    ("train nothing_like_it", r".*: no such recipe or file; nalanda recipes lists those that ship"),
+    *(
+        (
+            f"train r.yaml model.mixer={name}",
+            rf"model: unknown mixer '{name}', did you mean '{ours}'\? .*",
+        )
+        for name, ours in {
+            "gdn": "gated_deltanet",
+            "GDN": "gated_deltanet",
+            "ssm": "mamba2",
+            "gated-deltanet": "gated_deltanet",
+            "GatedDeltaNet": "gated_deltanet",
+            "deltanet2": "gated_deltanet2",
+            "attention": "softmax",
+        }.items()
+    ),
+    (
+        "train r.yaml model.feature_map=nalaformer",
+        r"model: unknown feature_map 'nalaformer', did you mean 'nala'\? .*",
+    ),
     ("train r.yaml mixer=gla", r"mixer: no such key; did you mean model\.mixer\?"),
     (
         "train r.yaml every=1",

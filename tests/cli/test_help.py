@@ -151,7 +151,16 @@ def test_a_model_of_python_is_asked_for_python(tmp_path):
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
-        ("trian demo", "No such command 'trian'. Did you mean 'train'?"),
+        ("trian demo", "No such command 'trian'. Did you mean 'train'? See nalanda --help"),
+        ("list", "Did you mean nalanda recipes or nalanda runs? See nalanda --help"),
+        ("models", "Did you mean nalanda recipes?"),
+        ("xyzzy", "No such command 'xyzzy'. See nalanda --help"),
+        ("data xyzzy", "No such command 'xyzzy'. See nalanda data --help"),
+        ("generate m --prompt x", "the prompt is an argument"),
+        ("perplexity m --data x", "No such option: --data"),
+        ("train demo --data book.txt", "write data.source=FILE"),
+        ("info demo --gpus 8", "nalanda info RECIPE --processes N"),
+        ("train demo --devices 8", "accelerate launch --num_processes N"),
         ("data prepair x y", "No such command 'prepair'. Did you mean 'prepare'?"),
         ("generate m --max-new-token 3", "--max-new-tokens"),
         ("runs --jsn", "--json"),
@@ -164,6 +173,46 @@ def test_the_nearest_name_is_suggested(capsys, line, answer):
         nalanda_cli.main(line.split())
     assert stop.value.code == 2
     assert re.fullmatch(f"nalanda.*{re.escape(answer)}.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("line", "usage"),
+    [
+        ("-h", "nalanda"),
+        ("help", "nalanda"),
+        ("help train", "nalanda train"),
+        *((f"{' '.join(path)} -h", " ".join(["nalanda", *path])) for path in COMMANDS if path),
+    ],
+)
+def test_every_command_has_a_short_form_of_help(capsys, line, usage):
+    with pytest.raises(SystemExit) as stop:
+        nalanda_cli.main(line.split())
+    assert not stop.value.code
+    assert capsys.readouterr().out.startswith(f"Usage: {usage} ")
+
+
+@pytest.mark.parametrize(
+    ("typed", "answers"),
+    [
+        ("nalanda rec", ["recipes"]),
+        ("nalanda train hybrid", ["hybrid_30m", "hybrid_340m"]),
+        ("nalanda generate x --temp", ["--temperature"]),
+    ],
+)
+def test_the_shell_completes(capsys, monkeypatch, typed, answers):
+    monkeypatch.setenv("_NALANDA_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+    with pytest.raises(SystemExit):
+        nalanda_cli.main([])
+    assert capsys.readouterr().out.split() == answers
+
+
+def test_the_shell_is_told_how_to_complete(capsys, monkeypatch):
+    monkeypatch.setenv("_NALANDA_COMPLETE", "source_bash")
+    with pytest.raises(SystemExit):
+        nalanda_cli.main([])
+    assert "complete -o default" in capsys.readouterr().out
 
 
 def test_help_imports_nothing_slow():

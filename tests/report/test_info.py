@@ -302,6 +302,23 @@ def test_tables_fit_a_terminal(capsys):
     assert all(cell_len(line) <= 80 for line in out.splitlines())
 
 
+@pytest.mark.usefixtures("figures_once")
+@pytest.mark.parametrize(("width", "more"), [(80, False), (120, True)])
+def test_the_recipes_have_mixer_and_map_at_any_width(capsys, width, more):
+    rows = tables.recipe_rows()
+    tables.print_recipes(rows, Console(width=width))
+    out = capsys.readouterr().out
+    assert all(cell_len(line) <= width for line in out.splitlines())
+    assert "…" not in out
+    assert ("tokens" in out) == more
+    for row in rows:
+        first, *others = row["mixer"].split(", ")
+        line = next(line for line in out.splitlines() if line.startswith(f" {row['recipe']} "))
+        assert f" {first} " in line
+        assert f" {row['feature map']} " in line
+        assert all(f" {other} " in out for other in others)
+
+
 def test_the_folder_of_a_run_names_its_recipe(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     with pytest.raises(

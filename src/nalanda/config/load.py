@@ -4,6 +4,7 @@ import copy
 import math
 import os
 import re
+import shlex
 import types
 import typing
 from dataclasses import MISSING, fields, is_dataclass
@@ -147,18 +148,27 @@ def _read_count(sections: dict, section: str, key: str) -> int:
     return int(number) if number is not None and number.is_integer() else 0
 
 
+TEXTS = (".txt", ".md", ".jsonl", ".parquet", ".arrow", ".gz", ".zst")
+"""Ends of the names of texts, which no recipe has."""
+
+
 def find_recipe(name: str) -> Path:
     """The file `name`, or else the shipped recipe of that name, such as `demo` or `fla/deltanet_340m`.
 
-    Raises `InputError` if there is neither.
+    Raises `InputError` if there is neither, and for a text.
     """
     for path in (Path(name), *(folder / f"{name}.yaml" for folder in recipe_folders())):
-        if path.is_file():
+        if path.is_file() and not name.endswith(TEXTS):
             return path
     inside = Path(name) / "config.yaml"
     if inside.is_file():
         raise InputError(f"{name}: a folder, not a recipe; its recipe is {inside}")
-    raise InputError(f"{name}: no such recipe or file{suggest(name, shipped_recipes())}")
+    if name.endswith(TEXTS) or Path(name).is_dir():
+        setting = shlex.quote(f"data.source={name}")
+        raise InputError(f"{name}: not a recipe; did you mean nalanda train demo {setting}?")
+    near = closest(name, shipped_recipes())
+    advice = f"did you mean {near}?" if near else "nalanda recipes lists those that ship"
+    raise InputError(f"{name}: no such recipe or file; {advice}")
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -287,6 +297,10 @@ def parse_yaml(text: str, source: str) -> Any:
         raise InputError(f"{source}: line {line}: not YAML: {problem}") from None
 
 
+MAIN_KEYS = {"data": "source", "optim": "name", "schedule": "name"}
+"""The key that a lone text in place of a section may be meant for."""
+
+
 def section(cls: type, values: Any, where: str) -> Any:
     """An instance of dataclass `cls` from a mapping; checks its keys and types.
 
@@ -295,9 +309,10 @@ def section(cls: type, values: Any, where: str) -> Any:
     if cls is TokenizerConfig and isinstance(values, str):
         values = {"path": values}
     if not isinstance(values, dict):
-        raise InputError(
-            f"{where.rstrip('.') or 'recipe'}: expected a section of keys, got {_name(values)}"
-        )
+        name = where.rstrip(".") or "recipe"
+        main_key = MAIN_KEYS.get(name) if isinstance(values, str) else None
+        advice = f"; did you mean {name}.{main_key}={values}?" if main_key else ""
+        raise InputError(f"{name}: expected a section of keys, got {_name(values)}{advice}")
     kinds = typing.get_type_hints(cls)
     keys = {f.name: f for f in fields(cls) if f.init}
     for key in values:

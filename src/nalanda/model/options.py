@@ -3,6 +3,7 @@
 import difflib
 import inspect
 import math
+import re
 import types
 import typing
 
@@ -70,9 +71,42 @@ def check_names(options: dict, function) -> None:
             raise TypeError(f"no option {name!r}{did_you_mean(name, choices) or listed}")
 
 
+ALIASES = {
+    "attention": "softmax",
+    "deltanet2": "gated_deltanet2",
+    "deltarule": "deltanet",
+    "gateddeltaproduct": "delta_product",
+    "gateddeltarule": "gated_deltanet",
+    "gatedlinearattention": "gla",
+    "gdn": "gated_deltanet",
+    "gdn2": "gated_deltanet2",
+    "kimi": "kda",
+    "kimideltaattention": "kda",
+    "kimilinear": "kda",
+    "linear": "linear_attention",
+    "mamba": "mamba2",
+    "mha": "softmax",
+    "nalaformer": "nala",
+    "none": "identity",
+    "polaformer": "pola",
+    "retnet": "retention",
+    "ssd": "mamba2",
+    "ssm": "mamba2",
+    "swish": "silu",
+    "transformer": "softmax",
+    "transnormer": "norm_attention",
+}
+"""Other names of mixers and feature maps, in small letters and digits. They are only suggested."""
+
+
 def nearest(name: str, names: typing.Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The closest of `names`, or None if none is similar."""
-    return next(iter(difflib.get_close_matches(str(name), sorted(names), n=1, cutoff=cutoff)), None)
+    """The one of `names` that `name` means or may be a misspelling of, or None if none is similar."""
+    plain = {re.sub("[^a-z0-9]", "", choice): choice for choice in sorted(names)}
+    key = re.sub("[^a-z0-9]", "", str(name).lower())
+    if ALIASES.get(key) in plain.values():
+        return ALIASES[key]
+    matches = difflib.get_close_matches(key, plain, n=1, cutoff=cutoff)
+    return plain[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, names: typing.Iterable[str]) -> str:

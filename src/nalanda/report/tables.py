@@ -24,6 +24,8 @@ from nalanda.testing import build, norm_awareness, normal
 SHAPE = {"hidden_size": 1024, "num_heads": 8, "num_hidden_layers": 1}
 LENGTH = 2048
 NORMS = "‖q‖ / ‖k‖"
+WIDTHS = {"state": 120, "tokens": 120, "training GFLOPs a token": 150}
+"""The narrowest terminals, in characters, that show these columns of the recipes."""
 
 
 def recipe_rows() -> list[dict[str, Any]]:
@@ -133,8 +135,7 @@ def print_tables(tables: dict[str, list[dict[str, Any]]], console: Console | Non
     """Prints the tables of `all_rows`."""
     console = console or Console(emoji=False)
     recipes, mixers, maps = tables.values()
-    columns = ["recipe", "parameters", "training GFLOPs a token", "state", "tokens"]
-    _print_table(console, "Recipes", recipes, columns)
+    print_recipes(recipes, console)
 
     columns = ["mixer", "feature map", "convolution", "gate", "MFLOPs a token", "state, KiB", NORMS]
     title = f"Token mixers: one layer of 8 heads × 128 at length {LENGTH}"
@@ -145,12 +146,25 @@ def print_tables(tables: dict[str, list[dict[str, Any]]], console: Console | Non
     _print_table(console, "Feature maps", maps, columns)
 
 
+def print_recipes(rows: list[dict[str, Any]], console: Console | None = None) -> None:
+    """Prints the rows of `recipe_rows`, with the columns for which the terminal is wide enough."""
+    console = console or Console(emoji=False)
+    columns = ["recipe", "mixer", "map", "parameters"]
+    columns += [name for name, width in WIDTHS.items() if console.width >= width]
+    table_rows = []
+    for row in rows:
+        # Each kind of layer of a hybrid has its line.
+        by_line = row["mixer"].replace(", ", "\n")
+        table_rows.append(row | {"mixer": by_line, "map": row["feature map"]})
+    _print_table(console, "Recipes", table_rows, columns)
+
+
 def _print_table(
     console: Console, title: str, rows: list[dict[str, Any]], columns: list[str]
 ) -> None:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, no_wrap=i == 0)
+        table.add_column(column, no_wrap=i == 0, overflow="fold")
     for row in rows:
         table.add_row(*(escape(str(row[column])) for column in columns))
     console.print(table)
