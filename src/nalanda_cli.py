@@ -347,8 +347,7 @@ def plot(
     nalanda plot runs/demo
     nalanda plot runs/demo runs/lr --output losses.png --x hours
 
-    Shows training and validation losses. The names at the lines' ends are the settings in which the runs
-    differ.
+    Shows training and validation losses. Lines are named by the settings in which the runs differ.
     """
     from nalanda.report.plot import plot
     from nalanda.train.resolve import run_of
@@ -365,6 +364,7 @@ def prepare(
     context: typer.Context,
     source: opt.CorpusOrRecipe,
     output: opt.NewSet,
+    overrides: opt.Overrides = None,
     workers: opt.Workers = None,
     shard_mb: opt.ShardMb = None,
     format: opt.SetFormat = "nalanda",
@@ -375,7 +375,7 @@ def prepare(
     """Tokenise a corpus into token shards.
 
     nalanda data prepare python tokens/python --vocab-size 4096
-    nalanda data prepare gated_deltanet_340m tokens/340m --workers 16
+    nalanda data prepare gated_deltanet_340m tokens/340m data.source=/data/SlimPajama
 
     Runs in parallel and resumes after an interruption. The number of workers does not change the bytes.
     """
@@ -388,7 +388,6 @@ def prepare(
     if format not in ("nalanda", "megatron"):
         raise InputError(f"--format {format}: is unknown; there are nalanda and megatron")
     if format == "megatron":
-        # Options for tokenising do not apply.
         allow_options(context, ("source", "output", "format"), "a prepared set is written as it is")
         print_megatron(write_megatron(source, output), output)
         return
@@ -398,15 +397,15 @@ def prepare(
         output,
         data=vars(documents),
         tokenizer=vars(tokenizer),
+        overrides=overrides or [],
         workers=workers,
         shard_bytes=shard_mb and shard_mb << 20,
         say=print,
     )
     print_token_set(index, output)
 
-    recipe, settings = settings_to_train(source, index)
-    run = Path("runs", Path(output).name)
-    print_next("prepare", set=output, recipe=recipe, settings=settings, run=run)
+    training = settings_to_train(source, index, overrides or [])
+    print_next("prepare", set=output, run=Path("runs", Path(output).name), **training)
 
 
 @command(data)

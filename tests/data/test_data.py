@@ -1659,7 +1659,7 @@ def test_a_tokenizer_without_bos(byte_tokenizer, shards):
     bare = PreTrainedTokenizerFast(
         tokenizer_object=byte_tokenizer.backend_tokenizer, eos_token="<|endoftext|>"
     )
-    with pytest.raises(InputError, match=r"no bos token; set data\.bos: false"):
+    with pytest.raises(InputError, match=r"no bos token; set data\.bos=false"):
         PackedBatches(shards, bare, split="train", batch_size=1)
     shards.bos = False
     assert PackedBatches(shards, bare, split="train", batch_size=1)

@@ -2,6 +2,8 @@
 
 import pytest
 from corpora import corpus, flip, sums
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from nalanda.common.errors import InputError
@@ -9,6 +11,7 @@ from nalanda.config.load import load_config
 from nalanda.config.schema import TokenizerConfig
 from nalanda.data import make_set
 from nalanda.data.loader import validation_batches
+from nalanda.data.token_set import read_index
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda_cli import app
 
@@ -110,3 +113,54 @@ def test_the_next_line_fits_the_set(tmp_path, monkeypatch):
     tokenizer = build_tokenizer(config.tokenizer, config.data, tmp_path / "tokenizer")
     config.data.seq_len = 4
     assert validation_batches(config.data, tokenizer, batch_size=1)
+
+
+def prepare(*arguments: object):
+    words = ["data", "prepare", *map(str, arguments), "--workers", "1"]
+    return CliRunner().invoke(app, words)
+
+
+@pytest.fixture
+def without_bos(tmp_path):
+    """A tokenizer of bytes, without special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "no_bos")
+    return tmp_path / "no_bos"
+
+
+def test_a_recipes_keys_change_the_set(tmp_path, recipe, monkeypatch):
+    monkeypatch.setenv("NALANDA_NEXT_STEPS", "1")
+    source = corpus(tmp_path / "in")
+    keys = [f"data.source={source}", "data.eos=false", "tokenizer.vocab_size=310", "train.steps=3"]
+    done = prepare(recipe, tmp_path / "a", *keys)
+    assert done.exit_code == 0, done.exception
+    settings = read_index(tmp_path / "a")["settings"]
+    assert not settings["eos"]
+    assert read_index(tmp_path / "a")["tokenizer"]["vocab_size"] == 310
+    (line,) = [line for line in done.output.splitlines() if "nalanda train" in line]
+    assert line.count("data.eos=false") == line.count("train.steps=3") == 1
+    assert line.count("data.source=") == 1
+    assert "tokenizer.vocab_size" not in line
+    load_config(recipe, [word for word in line.split() if "=" in word])
+
+    refused = str(prepare(source, tmp_path / "b", "data.eos=false").exception)
+    assert refused.startswith(f"data.eos=false: {source} is not a recipe")
+    assert "flags" in refused
+
+
+def test_an_error_names_what_was_typed(tmp_path, recipe, without_bos):
+    source = corpus(tmp_path / "in")
+    message = str(prepare(source, tmp_path / "a", "--tokenizer", without_bos).exception)
+    assert message == "tokenizer: no bos token; set --no-bos"  # once, before the shards
+    keys = (f"data.source={source}", f"tokenizer.path={without_bos}")
+    message = str(prepare(recipe, tmp_path / "a", *keys).exception)
+    assert message == "tokenizer: no bos token; set data.bos=false"
+
+    options = ("--tokenizer", without_bos, "--vocab-size", 500)
+    assert str(prepare(source, tmp_path / "a", *options).exception).startswith(
+        "--vocab-size is 500"
+    )
+    message = str(prepare(source, tmp_path / "a", "--validation-share", "2").exception)
+    assert message.startswith("--validation-share: ")

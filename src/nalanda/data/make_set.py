@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +26,7 @@ def make_token_set(
     *,
     data: Mapping[str, Any],
     tokenizer: Mapping[str, Any],
+    overrides: Sequence[str] = (),
     workers: int | None = None,
     shard_bytes: int | None = None,
     say: Callable[[str], None] = lambda line: None,
@@ -32,11 +35,12 @@ def make_token_set(
 
     Args:
         source: of documents, or a recipe, whose data and tokenizer are taken; or PREFIX.idx of Megatron.
-        data, tokenizer: settings instead of the recipe's, or of the defaults; None is not given.
+        data, tokenizer: flags instead of the recipe's settings, or of the defaults; None is not given.
+        overrides: settings of the recipe, as `section.key=value`.
         workers: by default one per core.
         shard_bytes, say: as in `prepare`.
     Raises:
-        InputError: as in `prepare` or `read_megatron`.
+        InputError: as in `prepare` or `read_megatron`; overrides without a recipe.
     """
     check_output(directory, "output")
     directory = local_path(directory)
@@ -49,6 +53,7 @@ def make_token_set(
                 folder,
                 data=data,
                 tokenizer=tokenizer,
+                overrides=overrides,
                 workers=workers,
                 shard_bytes=shard_bytes,
                 say=say,
@@ -58,13 +63,17 @@ def make_token_set(
 
     data_config, tokenizer_config = DataConfig(source=source), TokenizerConfig(train="bpe")
     if is_recipe(source):
-        recipe = load_config(source)
+        recipe = load_config(source, overrides)
         data_config, tokenizer_config = recipe.data, recipe.tokenizer
+    elif overrides:
+        raise InputError(
+            f"{overrides[0]}: {source} is not a recipe and has no settings; write flags, see --help"
+        )
 
-    # Options of the command change the recipe's settings, or the defaults.
-    changes = _without_none(data)
+    # Flags of the command change the recipe's settings, or the defaults.
+    changes, tokenizer_changes = _without_none(data), _without_none(tokenizer)
     data_config = replace(data_config, **changes)
-    tokenizer_config = _changed_tokenizer(tokenizer_config, _without_none(tokenizer))
+    tokenizer_config = _changed_tokenizer(tokenizer_config, tokenizer_changes)
 
     if megatron_splits(data_config.source):
         if {"bos", "eos"} & changes.keys():
@@ -73,14 +82,32 @@ def make_token_set(
             )
         return read_megatron(data_config, tokenizer_config, directory)
 
-    return prepare(
-        data_config,
-        tokenizer_config,
-        directory,
-        workers=workers or processors(),
-        shard_bytes=shard_bytes,
-        say=say,
-    )
+    # Without a recipe there are no keys: every message names flags.
+    flags = (changes, tokenizer_changes) if is_recipe(source) else (data, tokenizer)
+    with _messages_name(*flags):
+        return prepare(
+            data_config,
+            tokenizer_config,
+            directory,
+            workers=workers or processors(),
+            shard_bytes=shard_bytes,
+            say=say,
+        )
+
+
+@contextlib.contextmanager
+def _messages_name(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Iterator[None]:
+    """Puts the flags of the command in place of these keys, in the message of an `InputError`."""
+    try:
+        yield
+    except InputError as error:
+        message = str(error)
+        for section, keys in {"data": data, "tokenizer": tokenizer}.items():
+            for key in keys:
+                flag = "tokenizer" if key == "path" else key.replace("_", "-")
+                message = message.replace(f"{section}.{key}=false", f"--no-{flag}")
+                message = re.sub(rf"\b{section}\.{key}\b", f"--{flag}", message)
+        raise type(error)(message) from None
 
 
 def _changed_tokenizer(config: TokenizerConfig, changes: dict[str, Any]) -> TokenizerConfig:
@@ -94,15 +121,19 @@ def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def settings_to_train(source: str, index: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """The recipe to train on a set of `source`, and the settings that it must have for that."""
+def settings_to_train(
+    source: str, index: Mapping[str, Any], overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The `recipe` to train on a set of `source`, and the `settings` that it must have for that."""
     recipe = source if is_recipe(source) else "demo"
-    config = load_config(recipe).data
-    settings = []
+    config = load_config(recipe, overrides).data
+    # The set has its own source and tokenizer.
+    gone = ("data.source=", "data.validation_source=", "tokenizer")
+    settings = [override for override in overrides if not override.startswith(gone)]
     for key in ("bos", "eos"):
         value = index["settings"][key]
         if value != getattr(config, key):
             settings.append(f"data.{key}={str(value).lower()}")
     if not index["validation"]["documents"]:
         settings.append("validation.every=0")
-    return recipe, settings
+    return {"recipe": recipe, "settings": settings}

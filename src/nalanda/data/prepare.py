@@ -50,7 +50,7 @@ from nalanda.data.prepare_run import (
     write_whole,
 )
 from nalanda.data.token_set import SPLITS, is_token_set, read_index, token_dtype
-from nalanda.data.tokenizer import build_tokenizer, describe_tokenizer, load_tokenizer
+from nalanda.data.tokenizer import build_tokenizer, describe_tokenizer, encoder, load_tokenizer
 
 
 def prepare(
@@ -461,6 +461,7 @@ def _save_tokenizer(
     work.mkdir(parents=True, exist_ok=True)
     folder = partial_folder if new else saved  # a trained one is saved there
     built = build_tokenizer(tokenizer, data, folder, lambda: corpus)
+    encoder(built, data)  # reports a lack of bos or eos once, before the shards
     if new and not folder.exists():
         built.save_pretrained(folder)
 

@@ -378,6 +378,6 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Encoder:
     ends = {"bos": (data.bos, tokenizer.bos_token_id), "eos": (data.eos, tokenizer.eos_token_id)}
     for name, (wanted, token) in ends.items():
         if wanted and token is None:
-            raise InputError(f"tokenizer: no {name} token; set data.{name}: false")
+            raise InputError(f"tokenizer: no {name} token; set data.{name}=false")
     first, last = ([token] if wanted else [] for wanted, token in ends.values())
     return Encoder(fast_backend(tokenizer), first, last)
