@@ -55,12 +55,16 @@ add_version_option(app)
 
 @command(app)
 def train(
-    recipe: opt.RecipeOrPattern = None, overrides: opt.Overrides = None, keys: opt.ListKeys = False
+    recipe: opt.RecipeOrPattern = None,
+    overrides: opt.Overrides = None,
+    keys: opt.ListKeys = False,
+    rehearse: opt.Rehearse = False,
 ) -> None:
     """Pretrain from a recipe.
 
     nalanda train demo
     nalanda train gated_deltanet_340m optim.lr=1e-3 output_dir=runs/lr
+    nalanda train gated_deltanet_340m --rehearse
     nalanda train --keys lr
 
     Runs in one process. For several: `accelerate launch recipes/pretrain.py RECIPE`.
@@ -79,8 +83,12 @@ def train(
         )
     config = load_config(recipe, overrides or [])  # reports mistakes before anything is opened
     with loading_torch(sys.stdout):
+        from nalanda.report import rehearse as rehearsal
         from nalanda.train.loop import train
 
+    if rehearse:
+        rehearsal.print_rehearsal(rehearsal.rehearse(config))
+        return
     run = train(config)
     print_next("train", of=run, run=run)
 

@@ -40,6 +40,9 @@ RecipeOrPattern = Annotated[str | None, Argument(help="recipe file, or the name 
 ListKeys = Annotated[
     bool, Option("--keys", help="only list the keys of recipes; RECIPE is then a pattern to search")
 ]
+Rehearse = Annotated[
+    bool, Option("--rehearse", help="train three steps, measure memory and time, leave nothing")
+]
 RecipeOrTables = Annotated[str | None, Argument(help="recipe file or name; tables without one")]
 Processes = Annotated[
     int | None, Option(min=1, help="processes that share a step; by default train.context_parallel")

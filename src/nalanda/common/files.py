@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -131,3 +132,17 @@ def append_record(record: Path | None, entry: Any) -> None:
     line = b"\n" + json.dumps(entry).encode() + b"\n"  # begins anew after a line that was cut short
     with contextlib.suppress(OSError), record.open("ab", buffering=0) as file:
         file.write(line)
+
+
+def missing_folders(path: Path) -> list[Path]:
+    """The folder `path` and those around it that do not exist yet, from the inside out."""
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
+def remove_new_folders(folders: list[Path]) -> None:
+    """Removes `missing_folders` that were made since: the first with all its files, the others if empty."""
+    for folder in folders[:1]:
+        shutil.rmtree(folder, ignore_errors=True)
+    for folder in folders[1:]:
+        with contextlib.suppress(OSError):  # another run lies there
+            folder.rmdir()

@@ -127,13 +127,13 @@ def shorten_warmup(sections: dict, path: Path, overrides: typing.Sequence[str]) 
     if overridden.isdisjoint({"train", "train.steps"}) or overridden & WARMUP_KEYS:
         return None
     recipe = read_sections(path)
-    whole, steps = (_read_count(values, "train", "steps") for values in (recipe, sections))
+    before, steps = (_read_count(values, "train", "steps") for values in (recipe, sections))
     warmup = _read_count(recipe, "schedule", "warmup_steps")
 
     # A warm-up longer than its recipe's training is a mistake there, which `RunConfig.check` refuses.
-    if not 0 < steps < whole or not 0 < warmup <= whole:
+    if not 0 < steps < before or not 0 < warmup <= before:
         return None
-    sections["schedule"]["warmup_steps"] = max(1, round(warmup * steps / whole))
+    sections["schedule"]["warmup_steps"] = max(1, round(warmup * steps / before))
     return warmup
 
 

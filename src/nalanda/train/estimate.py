@@ -104,21 +104,29 @@ def estimate(config: RunConfig, facts: dict, model: nn.Module) -> str:
         sizes = zip(sharded.placements, sharded.device_mesh.shape, strict=True)
         # Replicas hold the same shards, so only the sharded dimensions of the mesh divide.
         count = math.prod(n for placement, n in sizes if placement.is_shard())
-    held = held_bytes(model, config, facts["processes"], count)
+    held, activations = memory_parts(config, facts, model, count)
     memory = f"{size(held)} a device for weights, gradients and moments"
-    if isinstance(model.config, NalandaConfig):
-        train = config.train
-        activations = activation_bytes(
-            model.config,
-            train.micro_batch_size,
-            config.data.seq_len,
-            DTYPES[train.precision],
-            train.gradient_checkpointing,
-            train.context_parallel,
-            facts.get("device", "cpu"),
-        )
+    if activations is not None:
         memory += f", at most {size(activations)} for activations"
     return f"{time_range(time_left(config, facts))}; {memory}"
+
+
+def memory_parts(
+    config: RunConfig, facts: dict, model: nn.Module, shards: int
+) -> tuple[int, int | None]:
+    """Bytes of a device for weights, gradients and moments, and for activations; None: not known."""
+    held, train = held_bytes(model, config, facts["processes"], shards), config.train
+    if not isinstance(model.config, NalandaConfig):
+        return held, None
+    return held, activation_bytes(
+        model.config,
+        train.micro_batch_size,
+        config.data.seq_len,
+        DTYPES[train.precision],
+        train.gradient_checkpointing,
+        train.context_parallel,
+        facts.get("device", "cpu"),
+    )
 
 
 def time_range(seconds: Sequence[float]) -> str:

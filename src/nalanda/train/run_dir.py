@@ -13,7 +13,12 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from nalanda.common.errors import InputError, explained, output_folder
-from nalanda.common.files import verify_manifest, write_atomically
+from nalanda.common.files import (
+    missing_folders,
+    remove_new_folders,
+    verify_manifest,
+    write_atomically,
+)
 from nalanda.common.versions import versions
 from nalanda.config.load import differences, read_sections, recipe_of
 from nalanda.config.model import build_model_config, config_source, recorded_model, written_out
@@ -324,14 +329,8 @@ def make_newest(chosen: Path) -> None:
         print(f"{path} is set aside as {aside.name}", flush=True)
 
 
-@contextlib.contextmanager
-def lock_run_dir(run_dir: Path) -> Iterator[None]:
-    """Locks the run's folder, and makes it if needed. Only the process with the lock may write there; a
-    process that a launcher left behind may still be running.
-
-    Raises:
-        InputError: another process has the lock, the folder cannot be made, or it has other files than a run.
-    """
+def refuse_other_files(run_dir: Path) -> None:
+    """Raises `InputError` if the folder has files, and none of a run."""
     names = set()
     if run_dir.is_dir():
         names = {path.name for path in run_dir.iterdir()} - {".lock"}
@@ -340,6 +339,42 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
         raise InputError(
             f"{run_dir} has files that are no run of Nalanda's; choose another output_dir"
         )
+
+
+def refuse_other_recipe(run_dir: Path, config: RunConfig) -> None:
+    """Raises `InputError` if the folder has a run that `config` cannot resume."""
+    saved = checkpoint_folders(run_dir / "checkpoints")
+    if saved:
+        refuse_another_run(run_dir, changes_since(run_dir / "config.yaml", config, saved))
+
+
+@contextlib.contextmanager
+def removed_if_unused(run_dir: Path, config: RunConfig) -> Iterator[None]:
+    """Removes the folder of a run that fails before it has made anything. A folder that was there stays.
+
+    A tokenizer that was trained is kept, for the next start with the same data.
+    """
+    missing = missing_folders(run_dir)
+    try:
+        yield
+    except Exception:
+        metrics = run_dir / "metrics.jsonl"
+        logged = metrics.is_file() and metrics.stat().st_size > 0
+        prepared = config.tokenizer.train and (run_dir / "tokenizer").exists()
+        if not (logged or prepared or checkpoint_folders(run_dir / "checkpoints")):
+            remove_new_folders(missing)
+        raise
+
+
+@contextlib.contextmanager
+def lock_run_dir(run_dir: Path) -> Iterator[None]:
+    """Locks the run's folder, and makes it if needed. Only the process with the lock may write there; a
+    process that a launcher left behind may still be running.
+
+    Raises:
+        InputError: another process has the lock, the folder cannot be made, or it has other files than a run.
+    """
+    refuse_other_files(run_dir)
     output_folder(run_dir, "output_dir")
     lock = FileLock(run_dir / ".lock")  # the system's kind: it ends with the process
     try:

@@ -1,0 +1,96 @@
+"""A rehearsal measures a run, refuses what it would refuse, and leaves nothing."""
+
+import os
+import signal
+import sys
+
+import pytest
+from training import configured, contents, start
+
+import nalanda_cli
+from nalanda.common.errors import InputError
+from nalanda.report import rehearse as rehearsal
+from nalanda.report.rehearse import rehearse
+from nalanda.train import loop
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+def test_a_rehearsal_measures_beside_the_estimate_and_leaves_nothing(
+    recipe, tmp_path, monkeypatch, capsys
+):
+    seen = {}
+
+    def look(folder):
+        seen["steps"] = [path.name for path in (folder / "checkpoints").iterdir()]
+        seen["validations"] = (folder / "metrics.jsonl").read_text().count("val_loss")
+        seen["verdicts"] = list(verify(folder))
+        return seen["verdicts"]
+
+    verify = rehearsal.verify
+    monkeypatch.setattr(rehearsal, "verify", look)
+    output = tmp_path / "runs" / "mine"
+    nalanda_cli.main(["train", str(recipe), f"output_dir={output}", "--rehearse"])
+
+    assert seen["steps"] == ["step-3"]
+    assert seen["validations"] == 1
+    assert [verdict.good for verdict in seen["verdicts"]] == [True]
+    assert not list(tmp_path.iterdir())
+    printed = capsys.readouterr().out
+    for row in ("seconds a step", "24 steps", "memory a device", "checkpoint"):
+        assert row in printed
+
+
+def test_its_figures_are_those_of_the_whole_recipe(recipe, tmp_path):
+    figures = rehearse(configured(recipe, tmp_path / "mine", "train.steps=2000"))
+    assert figures["steps"] == 2000
+    assert 0 < figures["estimated_seconds"][0] < figures["estimated_seconds"][1]
+    assert figures["seconds"] > 0
+    assert figures["bytes"] > 0
+    assert figures["checkpoint_bytes"] > 0
+    # Weights, gradients and two moments of at least the embedding.
+    assert figures["estimated_bytes"] > 16 * 320 * 32
+
+
+def test_an_error_and_an_interrupt_leave_nothing(recipe, tmp_path, monkeypatch):
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(InputError):
+        rehearse(
+            configured(recipe, tmp_path / "runs" / "x", f"data.source={tmp_path / 'empty.txt'}")
+        )
+
+    def interrupt(run, step, verdict):
+        if step.number == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(loop, "report", interrupt)
+    with pytest.raises(SystemExit) as stop:
+        rehearse(configured(recipe, tmp_path / "runs" / "x"))
+    assert stop.value.code == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
+
+
+def test_it_refuses_the_folder_that_training_refuses(recipe, tmp_path, whole):
+    before = contents(whole)
+    with pytest.raises(InputError, match="holds another run: seed is 3 there and 4 here"):
+        rehearse(configured(recipe, whole, "seed=4"))
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(InputError, match="no run of Nalanda's"):
+        rehearse(configured(recipe, tmp_path))
+    assert contents(whole) == before
+    assert len(list(tmp_path.iterdir())) == 1
+    rehearse(configured(recipe, whole, "optim.lr=1e-3"))  # a resume may change it
+    assert contents(whole) == before
+
+
+@pytest.mark.slow
+def test_two_processes_rehearse_together(recipe, tmp_path):
+    process = start(
+        recipe, tmp_path / "runs" / "x", "--rehearse", launcher=TORCHRUN, ACCELERATE_USE_CPU="true"
+    )
+    printed, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert "2 process(es)" in printed
+    assert printed.count("memory a device") == 1
+    assert not list(tmp_path.iterdir())
