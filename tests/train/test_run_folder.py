@@ -127,6 +127,31 @@ def test_a_folder_that_is_no_run_is_refused(recipe, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_a_failed_start_leaves_no_new_folder(recipe, tmp_path, monkeypatch):
+    bad = f"data.source={tmp_path / 'missing.txt'}"
+    with pytest.raises(InputError):
+        loop.train(configured(recipe, tmp_path / "runs" / "x", bad))
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "there").mkdir()
+    with pytest.raises(InputError):
+        loop.train(configured(recipe, tmp_path / "there", bad))
+    assert (tmp_path / "there").is_dir()
+
+    # In the first step, after the run was announced: the tokenizer that was trained is left, or nothing.
+    def fail(*_):
+        raise InputError("the first step fails")
+
+    monkeypatch.setattr(loop, "forward_backward", fail)
+    run = tmp_path / "run"
+    with pytest.raises(InputError, match="the first step fails"):
+        loop.train(configured(recipe, run))
+    tokenizer = contents(run / "tokenizer")
+    assert tokenizer
+    with pytest.raises(InputError, match="the first step fails"):
+        loop.train(configured(recipe, tmp_path / "runs" / "x", f"tokenizer.path={run}/tokenizer"))
+    assert not (tmp_path / "runs").exists()
+
+
 def test_bad_data_may_be_corrected_in_the_same_folder(recipe, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(InputError):

@@ -41,6 +41,7 @@ from nalanda.train.run_dir import (
     lock_run_dir,
     make_newest,
     record_state,
+    removed_if_unused,
     rollback_message,
 )
 from nalanda.train.step import Judgement, Step, apply, forward_backward, judge, received_stop
@@ -73,8 +74,9 @@ def train(config: RunConfig) -> Path:
             if not accelerator.is_main_process:
                 return train_together(config, accelerator, kind, None, signals)
             # The main process locks and claims the folder; the others get its claim below.
-            with lock_run_dir(Path(config.output_dir)), mirrored(mirror):
-                claimed = claim(Path(config.output_dir), config)
+            run_dir = Path(config.output_dir)
+            with removed_if_unused(run_dir, config), lock_run_dir(run_dir), mirrored(mirror):
+                claimed = claim(run_dir, config)
                 return train_together(config, accelerator, kind, claimed, signals, mirror)
 
 
