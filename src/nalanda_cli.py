@@ -383,7 +383,7 @@ def prepare(
     """Tokenise a corpus into token shards.
 
     nalanda data prepare python tokens/python --vocab-size 4096
-    nalanda data prepare gated_deltanet_340m tokens/340m data.source=/data/SlimPajama
+    nalanda data prepare gated_deltanet_340m tokens/340m data.source=texts
 
     Runs in parallel and resumes after an interruption. The number of workers does not change the bytes.
     """
