@@ -64,7 +64,7 @@ INSTEAD_OF_OPTIONS = {
     "--data": "write data.source=FILE",
     "--dataset": "write data.source=FILE",
     "--devices": ON_DEVICES,
-    "--dry-run": "nalanda info RECIPE checks and estimates",
+    "--dry-run": "nalanda train RECIPE --rehearse tries a few steps, nalanda info RECIPE estimates",
     "--gpus": ON_DEVICES,
 }
 """Options of other programs that take a recipe, with what is typed here."""

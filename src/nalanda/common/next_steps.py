@@ -20,8 +20,8 @@ NEXT = {
         "nalanda verify {run}",
         "nalanda export {run} {run}-model",
     ),
-    "eval": ("nalanda perplexity {models}", "nalanda generate {model} {prompt}"),
-    "perplexity": ("nalanda eval {models} {tasks} --output {output}",),
+    "eval": ("nalanda perplexity {models} {text}", "nalanda generate {model} {prompt}"),
+    "perplexity": ("nalanda {measure}", "nalanda generate {model} {prompt}"),
     "prepare": (
         "nalanda data inspect {set} --show 3",
         "nalanda info {recipe} data.source={set} tokenizer={set}/tokenizer {settings}",
@@ -29,7 +29,7 @@ NEXT = {
     ),
     "write a model": (
         "nalanda generate {folder} {prompt}",
-        "nalanda eval {folder} {tasks}",
+        "nalanda {measure}",
         "python -c {load}",
     ),
     "write an encoder": ("python -c {load}",),
@@ -54,27 +54,23 @@ def next_steps(done: str, of: object = None, **values: Any) -> list[str]:
     recipe = ""
     if of is not None and (file := Path(str(of)) / "config.yaml").is_file():
         recipe = file.read_text("utf-8", "replace")
-    on_python = re.search("^  source: python$", recipe, re.MULTILINE) is not None
+    kind = _kind_of_source(recipe)
     # A mixer or map of the user's own, which the model's folder carries.
     trust = re.search("^plugins:$", recipe, re.MULTILINE) is not None
-    tasks = ["--tasks", "python_docs"] if on_python else []  # those of the default need a network
 
     values = {"settings": []} | values  # `settings`: keys that a recipe must set for a prepared set
-    values["prompt"] = "def read_lines(path):" if on_python else "Once upon a time"
-    values["tasks"] = tasks
+    values["prompt"] = "def read_lines(path):" if kind == "python" else "Once upon a time"
+    values["text"] = _held_out_text(recipe, str(of)) if kind == "text" else []
     if models := values.get("models"):
         values["model"] = models[0]
-    if "run" in values:
-        run = values["run"]
-        if _is_text(recipe) and not on_python:
-            values["measure"] = ["perplexity", run, "--text", f"{run}/config.yaml"]
-        else:
-            values["measure"] = ["eval", run, *tasks, "--output", run]
+    values["measure"] = _measuring_command(done, kind, values)
     if "folder" in values:
         values["load"] = _loading_code(done, str(values["folder"]), trust)
 
     commands = []
     for template in NEXT[done]:
+        if "{measure}" in template and not values["measure"]:
+            continue
         command = shlex.join(_fill_template(template, values))
         if trust and command.startswith(LOADING):
             command += " --trust-remote-code"
@@ -116,16 +112,44 @@ def _fill_template(template: str, values: dict[str, Any]) -> list[str]:
     return words
 
 
-def _is_text(recipe: str) -> bool:
-    """Whether the recipe's source is text on this machine.
+def _kind_of_source(recipe: str) -> str:
+    """The kind of the recipe's source: `python`, `text` or a token `set` on this machine, or else `remote`."""
+    source = _find_value(recipe, "source")
+    if source == "python":
+        return "python"
+    path = Path(source).expanduser()
+    if not source or not path.exists():
+        return "remote"
+    is_set = (path / "index.json").exists() or path.suffix in (".idx", ".bin")
+    return "set" if is_set else "text"
 
-    `nalanda perplexity` then reads its held-out part; the default tasks of `nalanda eval` need a network.
+
+def _find_value(recipe: str, key: str) -> str:
+    """The text at a key of `data`; "" if there is none, or a list."""
+    line = re.search(f"^  {key}: (.+)$", recipe, re.MULTILINE)
+    value = line[1].strip("'\"") if line else ""
+    return "" if value == "null" else value
+
+
+def _held_out_text(recipe: str, folder: str) -> list[str]:
+    """The option of `nalanda perplexity` that names the text of validation: its file, or the recipe."""
+    source = _find_value(recipe, "validation_source")
+    return ["--text", source if source.endswith(".txt") else f"{folder}/config.yaml"]
+
+
+def _measuring_command(done: str, kind: str, values: dict[str, Any]) -> list[str]:
+    """The words after `nalanda` that measure a model on texts at hand; [] if there are none.
+
+    The default tasks of `nalanda eval` need a network, as the data of a `remote` source do.
     """
-    line = re.search("^  source: (.+)$", recipe, re.MULTILINE)
-    if line is None:
-        return False
-    source = Path(line[1].strip("'\""))
-    return source.exists() and not (source / "index.json").exists()
+    run, output = values.get("run"), values.get("output", values.get("run"))
+    models = values.get("models", [run or values.get("folder")])
+    if kind in ("python", "remote"):
+        tasks = ["--tasks", "python_docs"] if kind == "python" else []
+        return ["eval", *models, *tasks, *(["--output", output] if output else [])]
+    if kind == "text" and done != "perplexity":
+        return ["perplexity", *models, *values["text"]]
+    return ["verify", run] if run else []
 
 
 def print_next_steps(done: str, **values: Any) -> None:
