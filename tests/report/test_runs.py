@@ -328,6 +328,27 @@ def test_only_losses_that_compare_are_compared(tmp_path, settings, bits, title):
     )
 
 
+def test_no_run_of_another_length_is_named_the_best(tmp_path):
+    """As the tutorial's: a run of all tokens, and one of a quarter of them."""
+    runs = [
+        make(tmp_path / "a", lines=losses(80), train__steps=80),
+        make(tmp_path / "b", lines=losses(20), train__steps=20),
+    ]
+    curves = [curve(run) for run in runs]
+    assert _title(curves, ["a", "b"]) == "Validation loss of 2 runs of different length"
+    caption = _caption(curves, ["a", "b"], True)
+    assert "The runs differ in length, 10.2 K to 41 K tokens, so none is named the best." in caption
+    at_20 = 3 + 5 * math.exp(-20 / 9)
+    assert f"after 10.2 K, the last that all have: {at_20:.3f} (a), {at_20:.3f} (b)." in caption
+    assert plot(runs, tmp_path / "loss.png").is_file()
+
+    same = [curves[0], replace(curves[0], name="c")]
+    assert _title(same, ["a", "c"]).startswith("Lowest last validation loss: ")
+    assert "Compared: the last validation losses, after 41 K tokens." in _caption(
+        same, ["a", "c"], True
+    )
+
+
 def test_one_runs_picture(tmp_path):
     folder = make(tmp_path / "run", lines=losses(60))
     plain, smooth = (

@@ -197,6 +197,8 @@ def _title(curves: Sequence[Curve], names: Sequence[str]) -> str:
     bits_known = all(c.bits_per_byte is not None for c in curves)
     if _differ(curves, _validation) or (tokenizers_differ and not bits_known):
         return f"Validation loss of {len(curves)} runs"
+    if _lengths_differ(curves):
+        return f"Validation loss of {len(curves)} runs of different length"
     if tokenizers_differ:
         best, i = min((c.bits_per_byte, i) for i, c in enumerate(curves))
         return f"Lowest last validation loss: {names[i]}, {best:.3f} bits a byte"
@@ -217,6 +219,7 @@ def _caption(curves: Sequence[Curve], names: Sequence[str], smooth: bool) -> str
         parts.append("The runs' tokenizers differ, so their losses a token do not compare.")
     if _differ(curves, _validation):
         parts.append("Their validation texts differ, so their validation losses do not compare.")
+    parts.append(_compared(curves, names))
     # The marks of `_draw_run`.
     kinds = {kind for c in curves for _, kind in c.events}
     if "skipped" in kinds:
@@ -232,7 +235,34 @@ def _caption(curves: Sequence[Curve], names: Sequence[str], smooth: bool) -> str
         parts.append(f"Without a finite training loss: {', '.join(broken)} on.")
     seeds = sorted({str(c.config.get("seed", "unknown")) for c in curves})
     count = f"n = {len(curves)} run{'s' * (len(curves) > 1)}"
-    return " ".join([*parts, f"{count}, seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}."])
+    return " ".join(
+        [*filter(None, parts), f"{count}, seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}."]
+    )
+
+
+def _lengths_differ(curves: Sequence[Curve]) -> bool:
+    """Whether the last validations are after different numbers of tokens, by more than 1 %."""
+    ends = [c.validation[-1][1] for c in curves]
+    return max(ends) > 1.01 * min(ends)
+
+
+def _compared(curves: Sequence[Curve], names: Sequence[str]) -> str:
+    """The tokens at which validation losses of several runs compare; of different lengths, the losses too."""
+    if len(curves) == 1 or not all(c.validation for c in curves) or _differ(curves, _validation):
+        return ""
+    ends = [c.validation[-1][1] for c in curves]
+    common = min(ends)
+    if not _lengths_differ(curves):
+        return f"Compared: the last validation losses, after {si(common)} tokens."
+
+    text = f"The runs differ in length, {si(common)} to {si(max(ends))} tokens, so none is named the best."
+    if _differ(curves, _tokenizer) or any(c.validation[0][1] > common for c in curves):
+        return text
+    losses = []
+    for c, name in zip(curves, names, strict=True):
+        tokens, values = [point[1] for point in c.validation], [point[3] for point in c.validation]
+        losses.append(f"{_interpolate(common, tokens, values):.3f} ({name})")
+    return f"{text} Nats a token after {si(common)}, the last that all have: {', '.join(losses)}."
 
 
 TEXTS = (
