@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -147,7 +146,7 @@ def run_command(app: typer.Typer, name: str, arguments: list[str]) -> None:
 
     `help COMMAND` is `COMMAND --help`.
     """
-    from nalanda.common.errors import one_line_errors
+    from nalanda.common.errors import one_line_errors, report_failure
 
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
@@ -162,7 +161,7 @@ def run_command(app: typer.Typer, name: str, arguments: list[str]) -> None:
         except typer.Exit as stop:
             raise SystemExit(stop.exit_code) from None
         except UsageError as error:
-            print(describe_misuse(error, name), file=sys.stderr, flush=True)
+            report_failure(describe_misuse(error, name))
             raise SystemExit(error.exit_code) from None
 
 

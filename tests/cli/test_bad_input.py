@@ -431,3 +431,24 @@ def test_a_limit_of_file_sizes_from_other_commands(
         r"nalanda: .*(the file may not grow further|no space left).*", text.strip()
     ), text
     assert code == 74
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [("nosuch", "nosuch: no such recipe or file"), ("--nosuch", "No such option: --nosuch")],
+)
+def test_the_report_of_a_launcher_ends_with_the_line(arguments, words):
+    """Below torchrun's traceback; above it the line stands once, not once a process."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command, PRETRAIN, arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 1
+    lines = done.stderr.rstrip().splitlines()
+    assert re.fullmatch(rf"  traceback : nalanda.*: .*{re.escape(words)}.*", lines[-2])
+    assert set(lines[-1]) == {"="}
+    assert sum(line.startswith("nalanda") for line in lines) <= 1  # 0: ended before it printed

@@ -2,12 +2,15 @@
 
 import contextlib
 import errno
+import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from nalanda.common.progress import first_process
 from nalanda.common.text import is_url, local_path, redact
 
 
@@ -137,8 +140,23 @@ def one_line_errors() -> Iterator[None]:
             line, exit_code = str(explanation), explanation.exit_code
         else:
             raise
-        print(f"nalanda: {line}", file=sys.stderr, flush=True)
+        report_failure(f"nalanda: {line}")
         raise SystemExit(exit_code) from None
+
+
+def report_failure(line: str) -> None:
+    """Prints the line on stderr. torchrun and accelerate get it too, and end their own report with it.
+
+    Of a launch's processes the first prints it, as all may fail alike; that of another stands in the report.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is not None:
+        # Before the second of those that the launcher then ends: it calls the first one the cause.
+        failure = {"message": line, "timestamp": int(time.time()) - 1}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps(failure))
+    if file is None or first_process():
+        print(line, file=sys.stderr, flush=True)
 
 
 def caused_by_interrupt(error: BaseException | None) -> bool:
