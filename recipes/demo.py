@@ -144,7 +144,12 @@ def summary(run_dir: Path, figures: dict[str, float], tokens_per_byte: float | N
     paths.add_row("  loss curve", str(plot([run_dir], run_dir / "loss.png")))
     paths.add_row("  metrics", str(run_dir / "metrics.jsonl"))
     paths.add_row("  scores", str(run_dir / "eval" / "results.md"))
-    content = Group(perplexities, "", paths)
+    # Two figures have one name, and are of different texts.
+    texts = (
+        "These rows hold whole documents. Above, python_docs_perplexity is of\n"
+        "the first lines of each, 50,000 characters in all, and counts words."
+    )
+    content = Group(perplexities, "", texts, "", paths)
     return Panel(content, title="NaLa + Gated DeltaNet, pretrained", expand=False, padding=(1, 2))
 
 

@@ -153,6 +153,9 @@ def test_the_demo_runs(tmp_path):
     assert code == 0, printed[-3000:]
     for title in ("train", "evaluate", "generate", "compare"):
         assert f"─ {title} ─" in printed
+    assert (
+        "python_docs_perplexity is of" in printed
+    )  # which of the two bits per byte is of which text
     rows = re.findall(r"([\d.]+) +\d\.\d{3} +│$", printed, re.MULTILINE)
     model, bigrams, zeroed = map(float, rows)
     assert 1 < bigrams < model < 600

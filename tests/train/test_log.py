@@ -310,7 +310,21 @@ def test_durations():
     ]
 
 
-def test_the_first_steps_correct_the_estimate_once(tmp_path, capsys):
+def test_no_time_is_foretold_before_it_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "FIRST", 0.0)
+    monkeypatch.setattr(progress, "LAST", 0.0)
+    log = RunLog(tmp_path, LogConfig(tensorboard=False), step=0, steps=1000)
+    log.expect(1000, (60.0, 240.0))
+    for step in range(1, 15):
+        log.advance(step, 0.1, 9.0, **facts(step))
+    log.close()
+    lines = capsys.readouterr().out.splitlines()
+    said = [line.startswith("time ") for line in lines].index(True)
+    assert said == 11
+    assert ["ETA" in line for line in lines] == [False] * 12 + [True] * 3
+
+
+def test_the_first_steps_tell_the_time_once(tmp_path, capsys):
     def said(expected, seconds: list[float], begun: int = 0) -> list[str]:
         log = RunLog(tmp_path, LogConfig(tensorboard=False), step=begun, steps=1000)
         if expected:
@@ -322,11 +336,15 @@ def test_the_first_steps_correct_the_estimate_once(tmp_path, capsys):
 
     slow_first = [9.0] + [0.1] * 9 + [3.0] + [0.1] * 20  # one step beside other work, too
     assert said((4.0, 16.0), slow_first) == [
-        "estimate   2 min by steps 2 to 11, not 4 s to 16 s: 1.6 % of the peak"
+        "time       2 min for 1,000 steps, by steps 2 to 11: 1.6 % of the peak, "
+        "where nalanda info assumes 10 to 40 %"
     ]
-    assert said((60.0, 240.0), slow_first) == ["estimate   2 min by steps 2 to 11"]
+    assert said((60.0, 240.0), slow_first) == [
+        "time       2 min for 1,000 steps, by steps 2 to 11: 24.0 % of the peak"
+    ]
     assert said((400.0, 1600.0), slow_first, begun=500) == [
-        "estimate   50 s by steps 502 to 511, not 7 min to 27 min: 320.0 % of the peak"
+        "time       50 s for 500 steps, by steps 502 to 511: 320.0 % of the peak, "
+        "where nalanda info assumes 10 to 40 %"
     ]
     assert said((4.0, 16.0), slow_first[:10]) == []
     assert said(None, slow_first) == []  # after a rollback

@@ -13,6 +13,7 @@ from nalanda.config.schema import DataConfig
 from nalanda.data import corpus, token_set
 from nalanda.data.prepare import prepare
 from nalanda.model.configuration import NalandaConfig
+from nalanda.train import launch
 from nalanda.train.loop import train
 
 
@@ -109,3 +110,23 @@ def test_settings_are_checked_once(tmp_path, calls):
     assert calls["check"] - config_checks == 1
     assert calls["parts"] == 1
     assert calls["distinct_mixers"] - config_checks <= 3
+
+
+@pytest.mark.parametrize(
+    ("threads", "limit", "setting", "why"),
+    [
+        (1, "1", "null", "1 of 4 CPU cores in use (OMP_NUM_THREADS=1, as launchers set it)"),
+        (2, None, "null", "2 of 4 CPU cores in use (torch's default)"),
+        (1, "4", "1", "1 of 4 CPU cores in use (train.cpu_threads=1)"),
+    ],
+)
+def test_idle_cores_are_explained(monkeypatch, capsys, threads, limit, setting, why):
+    monkeypatch.setattr(launch, "processors", lambda: 4)
+    monkeypatch.setattr(launch.torch, "get_num_threads", lambda: threads)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if limit:
+        monkeypatch.setenv("OMP_NUM_THREADS", limit)
+    config = load_config("demo", [f"train.cpu_threads={setting}"])
+    launch.advise_on_threads(config, processes=1)
+    assert capsys.readouterr().out == f"{why}; train.cpu_threads=4 uses all\n"

@@ -96,8 +96,8 @@ def held_bytes(
     return total // shards + 4 * (parameters - sum(blocks)) + 3 * 4 * max(blocks, default=0)
 
 
-def estimate(config: RunConfig, facts: dict, model: nn.Module) -> str:
-    """Time and memory of a run, in a line. facts: the contents of run.json."""
+def estimate_memory(config: RunConfig, facts: dict, model: nn.Module) -> str:
+    """Memory of a run, in a line. facts: the contents of run.json."""
     sharded = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
     count = 1
     if sharded is not None:
@@ -108,7 +108,7 @@ def estimate(config: RunConfig, facts: dict, model: nn.Module) -> str:
     memory = f"{size(held)} a device for weights, gradients and moments"
     if activations is not None:
         memory += f", at most {size(activations)} for activations"
-    return f"{time_range(time_left(config, facts))}; {memory}"
+    return memory
 
 
 def memory_parts(

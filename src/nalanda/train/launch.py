@@ -73,9 +73,12 @@ def advise_on_threads(config: RunConfig, processes: int) -> None:
     cores = processors()
     threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if threads < cores:
-        print(
-            f"{threads} of {cores} CPU cores in use: train.cpu_threads=N sets more (a launcher set less)"
-        )
+        each = cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        limit = os.environ.get("OMP_NUM_THREADS")
+        why = f"OMP_NUM_THREADS={limit}, as launchers set it" if limit else "torch's default"
+        if config.train.cpu_threads:
+            why = f"train.cpu_threads={config.train.cpu_threads}"
+        print(f"{threads} of {cores} CPU cores in use ({why}); train.cpu_threads={each} uses all")
         return
 
     # Processes of one thread share the rows of a micro-batch, so these must divide evenly.

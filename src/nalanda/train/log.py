@@ -28,7 +28,7 @@ BLOCK = 1 << 16
 """Bytes that `last_metrics` reads at a time."""
 
 MEASURED = 10
-"""Steps that correct the estimate of the launch, after the first one, which allocates and compiles."""
+"""Steps that tell the time of the run, after the first one, which allocates and compiles."""
 
 
 class RunLog:
@@ -95,8 +95,10 @@ class RunLog:
             self.tracker.log(numbers, values["step"])
 
     def expect(self, steps: int, seconds: tuple[float, float]) -> None:
-        """Sets the estimate for `steps` steps, (shortest, longest); `advance` corrects it once, from
-        measurements."""
+        """Lets `advance` measure the first steps and say once how long `steps` take.
+
+        seconds: (shortest, longest) at the shares of the peak in UTILISATION.
+        """
         self.expected = (steps, *seconds)
 
     def advance(
@@ -120,14 +122,14 @@ class RunLog:
             step,
             f"loss {loss:.4f}  {si(tokens_per_second)} tokens/s  MFU {mfu:.1%}",
             details=f"grad norm {grad_norm:.2f}  lr {lr:.2e}",
-            left=left,
+            # The first step allocates and compiles: no time is foretold from it.
+            left=0.0 if self.expected else left,
             end=step == self.steps,
         )
         if self.expected:
             self.taken.append(seconds)
             if len(self.taken) > MEASURED:
-                # Without the first step, which allocates and compiles.
-                self.say(f"estimate   {corrected(*self.expected, self.taken[1:], step)}")
+                self.say(f"time       {measured_time(*self.expected, self.taken[1:], step)}")
                 self.expected = None
 
     def doing(self, what: str) -> None:
@@ -332,12 +334,18 @@ def _values(line: bytes) -> dict | None:
     return {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in values.items()}
 
 
-def corrected(steps: int, shortest: float, longest: float, taken: list[float], step: int) -> str:
-    """The estimate for `steps` steps, from the seconds `taken` by the last of them, up to `step`."""
+def measured_time(
+    steps: int, shortest: float, longest: float, taken: list[float], step: int
+) -> str:
+    """The time of `steps` steps, from the seconds `taken` by the last of them, up to `step`."""
     seconds = steps * median(taken)
-    by = f"{duration(seconds)} by steps {step - len(taken) + 1} to {step}"
-    if shortest <= seconds <= longest:
-        return by
+    measured = (
+        f"{duration(seconds)} for {steps:,} steps, by steps {step - len(taken) + 1} to {step}"
+    )
     # `shortest` assumes this share of the peak; the time is inverse to it.
     share = UTILISATION[1] * shortest / seconds
-    return f"{by}, not {duration(shortest)} to {duration(longest)}: {100 * share:.1f} % of the peak"
+    text = f"{measured}: {100 * share:.1f} % of the peak"
+    if shortest <= seconds <= longest:
+        return text
+    low, high = (round(100 * share) for share in UTILISATION)
+    return f"{text}, where nalanda info assumes {low} to {high} %"

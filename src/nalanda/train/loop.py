@@ -23,7 +23,7 @@ from nalanda.train import memory, parallel
 from nalanda.train.build import finish_sums, set_up
 from nalanda.train.checkpoint import random_state, set_random_state
 from nalanda.train.checkpoint_dir import step_of
-from nalanda.train.estimate import estimate, time_left
+from nalanda.train.estimate import estimate_memory, time_left
 from nalanda.train.export import export
 from nalanda.train.guards import Interruptions, Watchdog, interruptible
 from nalanda.train.launch import from_main_process, launch
@@ -253,7 +253,7 @@ def announce(run: Run, changes: dict) -> None:
     )
     say(f"FLOPs      {facts['training_flops_per_token']:.3g} a token ({facts['flops']})")
     if not run.log.quiet:
-        say(f"estimate   {estimate(config, facts, run.model)}")
+        say(f"memory     {estimate_memory(config, facts, run.model)}")
         run.log.expect(train.steps - facts["step"], time_left(config, facts))
     if not facts["documents_kept_apart"]:
         say(
