@@ -20,7 +20,9 @@ try:
         print_json,
         print_next,
         resolve_models,
+        resolve_runs,
         run_command,
+        sample_texts,
         set_environment,
         under_way,
     )
@@ -30,7 +32,7 @@ except KeyboardInterrupt:  # before `main` can handle it
 
 PANELS: dict[str, tuple[str, ...]] = {
     "Train a model": ("recipes", "info", "data", "train"),
-    "Look at runs": ("runs", "plot", "verify"),
+    "Look at runs": ("runs", "report", "plot", "verify"),
     "Evaluate a model": ("eval", "perplexity"),
     "Use a model": ("generate",),
     "Convert a model": ("export", "convert"),
@@ -327,44 +329,42 @@ def verify(run: opt.Run, as_json: opt.AsJson = False) -> None:
     Reads all of each to check that it is whole, finite and loadable. The exit code is 1 if one is not.
     """
     from nalanda.train.checkpoint_dir import checkpoints_of
-    from nalanda.train.resolve import run_of
 
-    folder = run_of(run)
+    folder = resolve_runs([run])[0]
     checkpoints_of(folder)
     with loading_torch():
-        from nalanda.report.verify import print_verdict, verdicts_to_json, verify
+        from nalanda.report.verify import print_verdicts
 
-    verdicts = []
     with under_way("reading the checkpoints"):
-        for verdict in verify(folder):
-            verdicts.append(verdict)
-            if not as_json:
-                print_verdict(verdict)
-    if as_json:
-        print(verdicts_to_json(verdicts))
-    if not all(verdict.good for verdict in verdicts):
+        good = print_verdicts(folder, as_json)
+    if not good:
         raise SystemExit(1)
 
 
 @command(app)
-def plot(
-    folders: opt.Runs, output: opt.Picture = None, x: opt.Axis = "tokens", smooth: opt.Smooth = True
-) -> None:
-    """Draw the loss curves of runs into one picture.
+def report(folders: opt.Runs, output: opt.Page = None, samples: opt.Samples = 0) -> None:
+    """Write a page about runs: curves, events, recipes.
 
-    nalanda plot runs/demo
+    nalanda report runs/demo --samples 3
+    nalanda report runs/demo runs/lr --output compared.html
+
+    One HTML file that needs no network. Several runs share its panels; a table has what differs.
+    """
+    from nalanda.report.page import write_page
+
+    runs = resolve_runs(folders)
+    print(write_page(runs, output, sample_texts(runs, samples)))
+
+
+@command(app)
+def plot(folders: opt.Runs, output: opt.Picture = None, x: opt.Axis = "tokens") -> None:
+    """Draw the loss curves of runs into one picture, for a paper.
+
     nalanda plot runs/demo runs/lr --output losses.png --x hours
-
-    Shows training and validation losses. Lines are named by the settings in which the runs differ.
     """
     from nalanda.report.plot import plot
-    from nalanda.train.resolve import run_of
 
-    if x not in ("tokens", "steps", "hours"):
-        raise typer.BadParameter("choose tokens, steps or hours", param_hint="--x")
-    runs = [run_of(folder) for folder in folders]
-    inside_run = runs[0] / "loss.png" if len(runs) == 1 else "loss.png"
-    print(plot(runs, output or inside_run, x=x, smooth=smooth))
+    print(plot(resolve_runs(folders), output, x=x))
 
 
 @command(data)

@@ -51,11 +51,15 @@ EstimatedDevice = Annotated[
     str, Option(help="device of each process, for the time: here, cpu, or a GPU such as H100")
 ]
 
-# ------------------------------ runs, verify, plot
+# ------------------------------ runs, report, verify, plot
 
 RunsFolder = Annotated[str, Argument(metavar="[DIR]", help="directory of the runs")]
 Run = Annotated[str, Argument(help="a run's folder")]
 Runs = Annotated[list[str], Argument(metavar="RUN...", help="folders of runs")]
+Page = Annotated[str | None, Option(help="file of the page; default: report.html in the first run")]
+Samples = Annotated[
+    int, Option(min=0, max=20, help="texts that each run's model continues for the page")
+]
 Picture = Annotated[
     str | None,
     Option(
@@ -63,7 +67,6 @@ Picture = Annotated[
     ),
 ]
 Axis = Annotated[str, Option(help="x axis: tokens, steps or hours (of training)")]
-Smooth = Annotated[bool, Option(help="draw running means over the losses")]
 
 # ------------------------------ eval, perplexity
 

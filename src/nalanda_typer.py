@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import partial
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -226,6 +227,33 @@ def resolve_models(names: list[str] | None) -> list[str]:
     from nalanda.train.resolve import resolve_all
 
     return resolve_all(names, hub=False)
+
+
+def resolve_runs(names: list[str]) -> list[Path]:
+    """The folders of the runs that are named."""
+    from nalanda.train.resolve import run_of
+
+    return [run_of(name) for name in names]
+
+
+def sample_texts(runs: list[Path], count: int) -> list[list[tuple[str, str]]]:
+    """`count` samples (prompt, continuation) of each run's model, the same ones each time."""
+    if not count:
+        return []
+    with loading_torch():
+        from nalanda.common.next_steps import choose_prompt
+        from nalanda.inference.generate import generate
+        from nalanda.train.resolve import resolve
+        from nalanda_options import Sampling
+
+    samples = []
+    for run in runs:
+        model, prompt = resolve(str(run)).model, choose_prompt(run)
+        draws = [Sampling(max_new_tokens=64, seed=seed) for seed in range(count)]
+        with under_way("generating"):
+            texts = [generate(model, prompt, sampling=draw, stream=False) for draw in draws]
+        samples.append([(prompt, text) for text in texts])
+    return samples
 
 
 def print_versions(wanted: bool) -> None:

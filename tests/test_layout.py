@@ -211,6 +211,8 @@ LIGHT = {
     "runs {folder}": 0,
     "runs {folder}/none": 2,
     "plot {folder}/run --output {folder}/loss.png": 0,
+    "report {folder}/run": 0,
+    "report {folder}": 2,
     "train nosuch": 2,
     "train demo train.stepz=3": 2,
     "train demo train.steps=-3": 2,

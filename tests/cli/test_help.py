@@ -114,7 +114,7 @@ def test_the_next_commands_parse_with_odd_names(done):
 def test_a_next_command_is_as_one_would_type_it(capsys, monkeypatch):
     print_next_steps("train", run="runs/demo")
     assert capsys.readouterr().err == (
-        "\nnext: nalanda plot runs/demo\n"
+        "\nnext: nalanda report runs/demo\n"
         "      nalanda generate runs/demo 'Once upon a time'\n"
         "      nalanda eval runs/demo --output runs/demo\n"
     )

@@ -83,7 +83,7 @@ def make_source(kind: str, folder: Path) -> list[str]:
 def test_after_a_training(kind, tmp_path, hints):
     settings = make_source(kind, tmp_path)
     lines = hints(shlex.join(["nalanda", "train", "demo", *settings, "output_dir=runs/x"]))
-    assert [line.split()[1] for line in lines[:2]] == ["plot", "generate"]
+    assert [line.split()[1] for line in lines[:2]] == ["report", "generate"]
     follow(hints, lines)
     if kind == "two texts":
         assert lines[2] == "nalanda perplexity runs/x --text 'held out.txt'"

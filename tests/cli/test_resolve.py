@@ -121,6 +121,9 @@ metric_list: [{metric: byte_perplexity}]
 def test_commands_on_runs(name, place, tmp_path, capsys):
     assert run_of(name).resolve() == place / "runs" / "done"
     nalanda_cli.main(["plot", name, "--output", str(tmp_path / "loss.png")])
+    page = tmp_path / "report.html"
+    nalanda_cli.main(["report", name, "--samples", "1", "--output", str(page)])
+    assert re.search("seed 0</p>\n<pre><b>.+</b>", page.read_text(encoding="utf-8"))
     nalanda_cli.main(["verify", name])
     nalanda_cli.main(["export", name, str(tmp_path / "made")])
     assert capsys.readouterr().out.count(": whole, finite, loadable") == 3
@@ -149,6 +152,6 @@ def test_a_run_with_a_recipes_name_is_still_a_run(place):
 
 def test_what_a_training_says_to_do_next_needs_no_network(place, capsys):
     hints = next_steps("train", of=Path("runs/done"), run=Path("runs/done"))
-    assert [hint.split()[1] for hint in hints] == ["plot", "generate", "perplexity"]
+    assert [hint.split()[1] for hint in hints] == ["report", "generate", "perplexity"]
     for hint in hints:
         nalanda_cli.main(shlex.split(hint)[1:])

@@ -46,6 +46,7 @@ class NothingTrained(InputError):
 
 EXTRAS = {
     "PIL": "vision",
+    "bokeh": "eval",
     "gguf": "deploy",
     "lm_eval": "eval",
     "matplotlib": "eval",

@@ -14,9 +14,9 @@ LOAD = "from transformers import AutoModelFor{head} as Auto; print(Auto.from_pre
 """Python that loads a model; ours and flash-linear-attention's after the import of their library."""
 
 NEXT = {
-    "train": ("nalanda plot {run}", "nalanda generate {run} {prompt}", "nalanda {measure}"),
+    "train": ("nalanda report {run}", "nalanda generate {run} {prompt}", "nalanda {measure}"),
     "train an encoder": (
-        "nalanda plot {run}",
+        "nalanda report {run}",
         "nalanda verify {run}",
         "nalanda export {run} {run}-model",
     ),
@@ -51,15 +51,13 @@ def next_steps(done: str, of: object = None, **values: Any) -> list[str]:
     of: the folder of a run or model, whose data choose the prompt and the tasks.
     """
     done = _name_by_model(done, values)
-    recipe = ""
-    if of is not None and (file := Path(str(of)) / "config.yaml").is_file():
-        recipe = file.read_text("utf-8", "replace")
+    recipe = "" if of is None else _read_recipe(Path(str(of)))
     kind = _kind_of_source(recipe)
     # A mixer or map of the user's own, which the model's folder carries.
     trust = re.search("^plugins:$", recipe, re.MULTILINE) is not None
 
     values = {"settings": []} | values  # `settings`: keys that a recipe must set for a prepared set
-    values["prompt"] = "def read_lines(path):" if kind == "python" else "Once upon a time"
+    values["prompt"] = _prompt_like(recipe)
     values["text"] = _held_out_text(recipe, str(of)) if kind == "text" else []
     if models := values.get("models"):
         values["model"] = models[0]
@@ -76,6 +74,21 @@ def next_steps(done: str, of: object = None, **values: Any) -> list[str]:
             command += " --trust-remote-code"
         commands.append(command)
     return commands
+
+
+def choose_prompt(run: Path) -> str:
+    """A prompt like the texts on which a run trains."""
+    return _prompt_like(_read_recipe(run))
+
+
+def _prompt_like(recipe: str) -> str:
+    return "def read_lines(path):" if _kind_of_source(recipe) == "python" else "Once upon a time"
+
+
+def _read_recipe(folder: Path) -> str:
+    """The recipe of a run or model; "" without one."""
+    file = folder / "config.yaml"
+    return file.read_text("utf-8", "replace") if file.is_file() else ""
 
 
 def _name_by_model(done: str, values: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nalanda.common.errors import InputError, output_file
 from nalanda.common.text import si
@@ -15,7 +15,6 @@ from nalanda.report.figures import Look, drawing, files, in_panels, log_axis, lo
 from nalanda.report.runs import layers, read_lines, read_recipe
 from nalanda.train.log import with_hours
 
-X = Literal["tokens", "steps", "hours"]
 Point = tuple[float, float, float, float]
 """(step, tokens, hours of training, loss)"""
 
@@ -109,32 +108,36 @@ def labels(curves: Sequence[Curve]) -> list[str]:
 
 
 def plot(
-    folders: Sequence[str | Path], png: str | Path, *, x: X = "tokens", smooth: bool = True
+    folders: Sequence[str | Path], png: str | Path | None = None, *, x: str = "tokens"
 ) -> Path:
     """Draws the losses of runs into a figure and its PDF, and returns the path of the PNG.
 
     Training losses are lines, running means over the raw values. Validation losses are markers. Skips and
     rollbacks are marked.
 
+    png: by default loss.png in the run, or in the current folder for several.
     x: tokens, steps, or hours of training (without validation and saving).
 
     Raises:
-        InputError: no run is named, or one has nothing to draw.
+        InputError: no run is named, or one has nothing to draw; or `x` is none of these.
     """
+    if x not in ("tokens", "steps", "hours"):
+        raise InputError(f"--x {x}: unknown; choose tokens, steps or hours")
     curves = [curve(folder) for folder in folders]
     if not curves:
         raise InputError("name at least one run to draw")
-    png = output_file(png, "--output")
+    inside_run = Path(folders[0], "loss.png") if len(curves) == 1 else "loss.png"
+    png = output_file(png or inside_run, "--output")
     names = labels(curves)
     groups, looks = in_panels(range(len(curves)))
-    title, caption = _title(curves, names), _caption(curves, names, smooth)
+    title, caption = _title(curves, names), _caption(curves, names)
     height = 2.8 if len(groups) == 1 else 2.2
 
     with drawing(png, title, caption, len(groups), height=height, sharey=True) as panels:
         for axes, (_, members) in zip(panels, groups, strict=True):
             for i in members:
                 name = names[i] if len(curves) > 1 else None
-                _draw_run(axes, curves[i], looks[i], name, x, smooth)
+                _draw_run(axes, curves[i], looks[i], name, x)
 
         # On a linear axis the initial fall from ln(vocabulary) would flatten the rest.
         losses = [point[3] for c in curves for point in c.train if math.isfinite(point[3])]
@@ -149,16 +152,14 @@ def plot(
     return files(png)[0]
 
 
-def _draw_run(axes: Any, run: Curve, style: Look, name: str | None, x: X, smooth: bool) -> None:
+def _draw_run(axes: Any, run: Curve, style: Look, name: str | None, x: str) -> None:
     """Draws a run's losses and events. name: None for the only run, whose lines are called by their kind."""
     column = {"steps": 0, "tokens": 1, "hours": 2}[x]
     xs, raw = [point[column] for point in run.train], [point[3] for point in run.train]
     line = style | {"marker": ""}
-    drawn = raw
-    if smooth:
-        drawn = smoothed(raw)
-        alpha = 0.35 if name is None else 0.18
-        axes.plot(xs, raw, color=line["color"], alpha=alpha, linewidth=0.6)
+    drawn = smoothed(raw)
+    alpha = 0.35 if name is None else 0.18
+    axes.plot(xs, raw, color=line["color"], alpha=alpha, linewidth=0.6)
     axes.plot(xs, drawn, **line, label="training" if name is None else name)
 
     if run.validation:
@@ -210,9 +211,8 @@ def _title(curves: Sequence[Curve], names: Sequence[str]) -> str:
     return f"{curves[i].name}: validation loss {loss:.3f} ({figures})"
 
 
-def _caption(curves: Sequence[Curve], names: Sequence[str], smooth: bool) -> str:
-    means = "running means of the training loss, over the logged values (pale)"
-    parts = [f"Lines: {means if smooth else 'training loss as logged'}."]
+def _caption(curves: Sequence[Curve], names: Sequence[str]) -> str:
+    parts = ["Lines: running means of the training loss, over the logged values (pale)."]
     if any(c.validation for c in curves):
         parts.append(f"{'Markers' if len(curves) > 1 else 'Squares'}: validation.")
     if _differ(curves, _tokenizer):

@@ -93,6 +93,20 @@ def _find_mismatch(path: Path, optim: OptimConfig) -> str | None:
     return None
 
 
+def print_verdicts(run_dir: Path, as_json: bool) -> bool:
+    """Prints the verdicts, each as soon as it is there or all as JSON. Returns whether all are good."""
+    verdicts = []
+    for verdict in verify(run_dir):
+        verdicts.append(verdict)
+        if not as_json:
+            print_verdict(verdict)
+
+    if as_json:
+        records = [{**asdict(verdict), "good": verdict.good} for verdict in verdicts]
+        print(json.dumps(records, indent=1))
+    return all(verdict.good for verdict in verdicts)
+
+
 def print_verdict(verdict: Verdict) -> None:
     """Prints a line for the checkpoint, and one for each problem."""
     parts = {"whole": verdict.whole, "finite": verdict.finite, "loadable": verdict.loadable}
@@ -103,7 +117,3 @@ def print_verdict(verdict: Verdict) -> None:
     for name, answer in [*parts.items(), ("marked", verdict.marked or "yes")]:
         if answer != "yes":
             print(f"    {name}: {answer}", flush=True)
-
-
-def verdicts_to_json(verdicts: list[Verdict]) -> str:
-    return json.dumps([{**asdict(v), "good": v.good} for v in verdicts], indent=1)
