@@ -417,7 +417,8 @@ class ScheduleConfig:
     name: Literal["cosine", "wsd", "linear", "inverse_sqrt", "constant"] = "cosine"
     """Shape of the learning rate over the steps; wsd: constant, then a fall with 1 − √."""
     warmup_steps: Annotated[int, at_least(0)] = 0
-    """Steps of the linear rise to `optim.lr`."""
+    """Steps of the linear rise to `optim.lr`. Where an override lowers `train.steps` alone, they shrink in
+    proportion."""
     min_lr_ratio: Annotated[float, SHARE] = 0.1
     """Final rate of cosine, wsd and linear, as a share of `optim.lr`."""
     decay_share: Annotated[float, SHARE] = 0.2
