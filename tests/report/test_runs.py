@@ -344,9 +344,7 @@ def test_no_run_of_another_length_is_named_the_best(tmp_path):
 
     same = [curves[0], replace(curves[0], name="c")]
     assert _title(same, ["a", "c"]).startswith("Lowest last validation loss: ")
-    assert "Compared: the last validation losses, after 41 K tokens." in _caption(
-        same, ["a", "c"], True
-    )
+    assert "Compared: the last validation losses, after 41 K tokens." in _caption(same, ["a", "c"])
 
 
 def test_one_runs_picture(tmp_path):
