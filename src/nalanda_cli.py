@@ -30,16 +30,6 @@ except KeyboardInterrupt:  # before `main` can handle it
     sys.stderr.write("nalanda: interrupted\n")
     raise SystemExit(130) from None
 
-PANELS: dict[str, tuple[str, ...]] = {
-    "Train a model": ("recipes", "info", "data", "train"),
-    "Look at runs": ("runs", "report", "plot", "verify"),
-    "Evaluate a model": ("eval", "perplexity"),
-    "Use a model": ("generate",),
-    "Convert a model": ("export", "convert"),
-    "Tune the kernels": ("tune",),
-}
-"""The commands by what a person wants to do, in the order of the help."""
-
 app = group(
     """Pretrain linear-attention language models, evaluate them, and generate text.
 
@@ -47,7 +37,7 @@ app = group(
     nalanda generate runs/demo/final "def "     continue a text with it
     nalanda COMMAND --help                      examples and options of a command
     """,
-    PANELS,
+    opt.PANELS,
     completion=True,
 )
 data = group("Tokenise a corpus before training, and check the result.")
@@ -80,9 +70,7 @@ def train(
     from nalanda.config.load import load_config
 
     if recipe is None:
-        raise InputError(
-            "give a recipe: a file, or the name of one that ships; --keys lists its keys"
-        )
+        raise InputError("give a recipe: a file, or a name that `nalanda recipes` lists")
     config = load_config(recipe, overrides or [])  # reports mistakes before anything is opened
     with loading_torch(sys.stdout):
         from nalanda.report import rehearse as rehearsal

@@ -1,5 +1,6 @@
-"""Options of the command line, each declared once: its type and help, and its default where options form an object.
+"""Panels and options of the command line.
 
+Each option is declared once: its type and help, and its default where options form an object.
 Functions of the packages take the objects, such as `Sampling`. Imports neither torch nor `nalanda`, so that help
 is fast.
 """
@@ -8,6 +9,16 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from typer import Argument, Option
+
+PANELS: dict[str, tuple[str, ...]] = {
+    "Train a model": ("recipes", "info", "data", "train"),
+    "Look at runs": ("runs", "report", "plot", "verify"),
+    "Evaluate a model": ("eval", "perplexity"),
+    "Use a model": ("generate",),
+    "Convert a model": ("export", "convert"),
+    "Tune the kernels": ("tune",),
+}
+"""The commands by what a person wants to do, in the order of the help."""
 
 # ------------------------------ of several commands
 

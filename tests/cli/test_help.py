@@ -11,6 +11,7 @@ import pytest
 import typer.main
 
 import nalanda_cli
+import nalanda_options
 from nalanda.common.next_steps import NEXT, next_steps, print_next_steps
 
 ROOT = typer.main.get_command(nalanda_cli.app)
@@ -61,7 +62,7 @@ def test_help_fits_80_columns_of_plain_text(helps):
     "path", [path for path, command in COMMANDS.items() if hasattr(command, "commands")]
 )
 def test_every_command_stands_once_in_a_panel_with_a_whole_sentence(helps, path):
-    panels = {"Commands": ("prepare", "inspect")} if path else nalanda_cli.PANELS
+    panels = {"Commands": ("prepare", "inspect")} if path else nalanda_options.PANELS
     listed = [name for names in panels.values() for name in names]
     assert sorted(listed) == sorted(COMMANDS[path].commands)
     text = helps[path]
