@@ -36,7 +36,7 @@ wheel:
 	@dist/env/bin/python -m pip install -q --disable-pip-version-check $(TORCH)
 	@dist/env/bin/python -m pip wheel -q --disable-pip-version-check --no-deps -w dist .
 	@dist/env/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt dist/nalanda-*.whl
-	@cd dist && $(WHEEL) train demo train.steps=2 schedule.warmup_steps=1 output_dir=run
+	@cd dist && $(WHEEL) train demo train.steps=2 output_dir=run
 	@cd dist && $(WHEEL) generate run "def main(" --max-new-tokens 8
 
 check: .venv/.ready
