@@ -141,7 +141,7 @@ TABLE = [
     ("export run out --private", r"Invalid value for --private: needs --push"),
     ("eval model --tasks piqa --max-length 0", r"Invalid value for '--max-length': Input .*"),
     ("evall model", r"No such command 'evall'.*"),
-    ("plot run --x parsecs", r"Invalid value.*choose tokens, steps or hours"),
+    ("plot run --x parsecs", r"--x parsecs: unknown; choose tokens, steps or hours"),
     # mixers, maps and their options
     (
         "train r.yaml model.mixer=gated_delta",

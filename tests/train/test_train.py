@@ -153,9 +153,8 @@ def test_the_schedule_reaches_the_optimizer(recipe, tmp_path, monkeypatch):
 
     build_optimizer = build.build_optimizer
     monkeypatch.setattr(build, "build_optimizer", built)
-    config = configured(
-        recipe, tmp_path / "run", "train.steps=4", "validation.every=0", "schedule.name=linear"
-    )
+    schedule = ["schedule.name=linear", "schedule.warmup_steps=2"]
+    config = configured(recipe, tmp_path / "run", "train.steps=4", "validation.every=0", *schedule)
     loop.train(config)
     expected = [3e-3 / 2, 3e-3, 3e-3 * (0.1 + 0.9 / 2), 3e-4]
     assert [rate for (rate,) in rates] == pytest.approx(expected)
