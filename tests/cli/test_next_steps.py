@@ -79,7 +79,11 @@ def make_source(kind: str, folder: Path) -> list[str]:
     return ["data.source=lines.jsonl"]
 
 
-@pytest.mark.parametrize("kind", ["python", "one text", "two texts", "lines"])
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("kind", [slow("python"), "one text", slow("two texts"), slow("lines")])
 def test_after_a_training(kind, tmp_path, hints):
     settings = make_source(kind, tmp_path)
     lines = hints(shlex.join(["nalanda", "train", "demo", *settings, "output_dir=runs/x"]))
@@ -89,7 +93,7 @@ def test_after_a_training(kind, tmp_path, hints):
         assert lines[2] == "nalanda perplexity runs/x --text 'held out.txt'"
 
 
-@pytest.mark.parametrize("option", ["--bos", "--no-bos"])
+@pytest.mark.parametrize("option", [slow("--bos"), "--no-bos"])
 def test_after_preparing_a_set(option, tmp_path, hints):
     make_source("one text", tmp_path)
     lines = hints(f"nalanda data prepare book.txt tokens --vocab-size 300 --workers 1 {option}")
@@ -98,6 +102,7 @@ def test_after_preparing_a_set(option, tmp_path, hints):
     follow(hints, hints(train))
 
 
+@pytest.mark.slow
 def test_after_commands_that_take_a_model(tmp_path, hints):
     make_source("one text", tmp_path)
     hints("nalanda train demo data.source=book.txt output_dir=runs/x")
@@ -113,11 +118,11 @@ def test_after_commands_that_take_a_model(tmp_path, hints):
 @pytest.mark.parametrize(
     ("target", "recipe"),
     [
-        ("gguf", "gated_deltanet_340m_deploy"),
-        ("fla", "gated_deltanet_340m"),
-        ("mlx", "gated_deltanet_340m_deploy"),
+        slow("gguf", "gated_deltanet_340m_deploy"),
+        slow("fla", "gated_deltanet_340m"),
+        slow("mlx", "gated_deltanet_340m_deploy"),
         ("llama", "transformer_340m"),
-        ("qwen3_5", "gated_deltanet_340m_deploy"),
+        slow("qwen3_5", "gated_deltanet_340m_deploy"),
     ],
 )
 def test_after_a_conversion(target, recipe, tmp_path, hints):

@@ -447,9 +447,9 @@ TAME = {"head_dim": 32, "hidden_size": 64, "initializer_range": 0.02, "vocab_siz
     ("source", "dtype", "stored"),
     [
         ("float32", None, "float32"),
-        ("bfloat16", None, "bfloat16"),
+        pytest.param("bfloat16", None, "bfloat16", marks=pytest.mark.slow),
         ("bfloat16", "f32", "float32"),
-        ("float32", "f16", "float16"),
+        pytest.param("float32", "f16", "float16", marks=pytest.mark.slow),
         ("float32", "q8", "uint32"),
     ],
 )
@@ -475,7 +475,7 @@ def test_mlx_computes_the_same(source, dtype, stored, tokenizer, tmp_path, capfd
     assert not [path for path in out.iterdir() if path.is_dir()]
 
 
-@pytest.mark.parametrize("inner", ["", "rounded"])
+@pytest.mark.parametrize("inner", ["", pytest.param("rounded", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("dtype", "broken", "change"),
     [

@@ -736,6 +736,7 @@ def test_a_process_that_dies_gives_a_one_line_error(folder, tokenizer, running):
     batches.close()
 
 
+@pytest.mark.slow
 def test_signals_to_the_whole_group_leave_the_trainer_its_processes(folder, tokenizer):
     """Slurm and terminals signal every process of a run; the trainer reads on until its step is done."""
     code = textwrap.dedent(f"""

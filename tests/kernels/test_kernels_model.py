@@ -42,11 +42,14 @@ KERNELS = {  # the kernels that serve a mixer's tokens; no other kernel may serv
     "diag_attention": {"block_attention"},
     "norm_attention": {"linear_attention", "map_features"},
 }
-# Other mixers with the same kernels are quick in a training step; these are in all other tests.
+# Their kernels serve other mixers too, which are in the quick tests of a model.
 SAME_KERNELS = ("deltanet", "gated_deltanet2", "delta_product", "linear_attention", "mala")
 NORMS = {"norm_write": True, "norm_read": True}
 ROWS = [
-    *((mixer, {}) for mixer in MIXERS),
+    *(
+        pytest.param(mixer, {}, marks=pytest.mark.slow if mixer in SAME_KERNELS else ())
+        for mixer in MIXERS
+    ),
     ("gated_deltanet", NORMS | {"num_v_heads": 4}),
     ("gated_deltanet", NORMS | {"qk_norm": "none"}),
 ]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import covering
 from training import configured, outcome
 
 from nalanda.common.errors import InputError
@@ -41,8 +42,11 @@ def flipped(path: Path) -> bytes:
     return before
 
 
-@pytest.mark.parametrize("verify", ["background", "sums", "sizes"])
-@pytest.mark.parametrize("name", ["train/00000.tokens", "validation/00000.docs"])
+@covering(
+    strength=1,
+    verify=["background", "sums", "sizes"],
+    name=["train/00000.tokens", "validation/00000.docs"],
+)
 def test_a_prepared_set_is_compared_with_its_sums(recipe, prepared_set, tmp_path, verify, name):
     settings = (
         f"data.source={prepared_set}",
