@@ -1,5 +1,6 @@
 """Every mixer and map as a row of tests, and a model on disk; `nalanda.testing` makes the tiny models."""
 
+import functools
 import itertools
 
 import pytest
@@ -110,7 +111,8 @@ SOME_MAPS = dict.fromkeys(
 )
 
 
-def rows() -> list:
+@functools.cache
+def rows() -> tuple:
     """Every mixer with the maps that it takes, or once without a map; and the variants. Some are slow."""
     found = [pytest.param(options, id=name) for name, options in VARIANTS.items()]
     for mixer, feature_map in itertools.product(MIXERS, (None, *FEATURE_MAPS)):
@@ -127,7 +129,7 @@ def rows() -> list:
             row = {"mixer": mixer, "feature_map": feature_map, "mixer_options": options}
             marks = () if feature_map in SOME_MAPS.get(mixer, (feature_map,)) else pytest.mark.slow
             found.append(pytest.param(row, id=f"{mixer}-{feature_map}", marks=marks))
-    return found
+    return tuple(found)
 
 
 def save(tokenizer, path, **fields) -> str:
