@@ -58,6 +58,17 @@ def test_a_parameter_that_nothing_sets_is_refused(monkeypatch, tmp_path):
     )
 
 
+MANY_HEADS = {
+    "vocab_size": 8,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_heads": 256,
+    "head_dim": 1,
+    "intermediate_size": 8,
+}
+"""A layer whose decays show their distribution."""
+
+
 def check_decay(decay: Decay) -> None:
     A, dt = decay.A_log.detach().exp(), F.softplus(decay.dt_bias.detach())
     assert 0 < A.min() < 2
@@ -69,14 +80,7 @@ def check_decay(decay: Decay) -> None:
 
 
 def test_decay_starts_as_defined(tmp_path):
-    config = NalandaConfig(
-        vocab_size=8,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_heads=256,
-        head_dim=1,
-        intermediate_size=8,
-    )
+    config = NalandaConfig(**MANY_HEADS)
     made = AutoModelForCausalLM.from_config(config)
     check_decay(made.model.layers[0].mixer.decay)
     with torch.device("meta"):
@@ -105,14 +109,7 @@ def test_decay_stays_as_defined_in_distributed_wrappers(wrapper, process_group, 
     """Wrapped before anything is allocated, then initialised, then trained a step in bf16 compute."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    config = NalandaConfig(
-        vocab_size=8,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_heads=256,
-        head_dim=1,
-        intermediate_size=8,
-    )
+    config = NalandaConfig(**MANY_HEADS)
     with torch.device("meta"):
         model = NalandaForCausalLM(config)
     decay, seen = model.model.layers[0].mixer.decay, []

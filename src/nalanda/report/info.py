@@ -18,11 +18,12 @@ from nalanda.train.estimate import (
     exchanged_bytes,
     held_bytes,
     meta_model,
+    micro_batch_of,
     run_time,
     shards,
     time_range,
 )
-from nalanda.train.flops import DTYPES, PEAK_FLOPS, flops_per_token, known_peak, peak_flops
+from nalanda.train.flops import PEAK_FLOPS, flops_per_token, known_peak, peak_flops
 
 
 def describe_recipe(recipe: str, overrides: list[str]) -> tuple[RunConfig, Any]:
@@ -110,19 +111,11 @@ def measure_blocks(
 
     device: as `info` takes it.
     """
-    train = config.train
-    shape = (
-        model_config,
-        train.micro_batch_size,
-        config.data.seq_len,
-        DTYPES[train.precision],
-        train.gradient_checkpointing,
-        train.context_parallel,
-    )
+    batch = micro_batch_of(config, model_config)
     on_cpu = device == "cpu" or (device == "here" and not torch.cuda.is_available())
-    activations = activation_bytes(*shape, "cpu" if on_cpu else "cuda")
+    activations = activation_bytes(*batch, "cpu" if on_cpu else "cuda")
     # A step has so many micro-batches.
-    return activations, accumulation * exchanged_bytes(*shape)
+    return activations, accumulation * exchanged_bytes(*batch)
 
 
 def peak_of(device: str, precision: str) -> tuple[float, str]:

@@ -115,17 +115,25 @@ def memory_parts(
     config: RunConfig, facts: dict, model: nn.Module, shards: int
 ) -> tuple[int, int | None]:
     """Bytes of a device for weights, gradients and moments, and for activations; None: not known."""
-    held, train = held_bytes(model, config, facts["processes"], shards), config.train
+    held = held_bytes(model, config, facts["processes"], shards)
     if not isinstance(model.config, NalandaConfig):
         return held, None
-    return held, activation_bytes(
-        model.config,
+    batch = micro_batch_of(config, model.config)
+    return held, activation_bytes(*batch, facts.get("device", "cpu"))
+
+
+def micro_batch_of(
+    config: RunConfig, model_config: NalandaConfig
+) -> tuple[NalandaConfig, int, int, torch.dtype, bool, int]:
+    """A recipe's arguments of `activation_bytes` and `exchanged_bytes`, up to the device."""
+    train = config.train
+    return (
+        model_config,
         train.micro_batch_size,
         config.data.seq_len,
         DTYPES[train.precision],
         train.gradient_checkpointing,
         train.context_parallel,
-        facts.get("device", "cpu"),
     )
 
 
