@@ -73,10 +73,10 @@ def train(
         raise InputError("give a recipe: a file, or a name that `nalanda recipes` lists")
     config = load_config(recipe, overrides or [])  # reports mistakes before anything is opened
     with loading_torch(sys.stdout):
-        from nalanda.report import rehearse as rehearsal
         from nalanda.train.loop import train
-
     if rehearse:
+        from nalanda.report import rehearse as rehearsal
+
         rehearsal.print_rehearsal(rehearsal.rehearse(config))
         return
     run = train(config)

@@ -114,9 +114,8 @@ def train_together(
     ):
         run = set_up(config, accelerator, sharing, facts, changes, resume, progress.call)
     run.mirror, run.signals = mirror, signals
-    generators = (
-        random_state()
-    )  # restored below: opening the log draws numbers, as importing rich does
+    # Restored below: opening the log draws numbers, as importing rich does.
+    generators = random_state()
 
     with watched(run, recipe, changes, resume):
         announce(run, changes)
