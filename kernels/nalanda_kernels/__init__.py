@@ -127,43 +127,29 @@ def backends_for(op: str, backend: str, device_type: str) -> list[str]:
     kernels, name = KERNELS.get(op, {}), _resolve_backend(backend)
     if name not in kernels and any(name in others for others in KERNELS.values()):
         name = "auto"  # a backend chosen for the process may lack some ops
+    if name == "torch":
+        return []
 
-    order = _order_backends(tuple(kernels.items()), name, device_type, interpreting())
-    if order is None:
+    serving = [x for x, kernel in kernels.items() if kernel.serves(device_type)]
+    if name == "auto":
+        return serving
+
+    usable = [x for x, kernel in kernels.items() if _runs_if_named(kernel, device_type)]
+    if name not in usable:
         from_environment = backend == "auto" and len(_chosen) == 1
         key = ENVIRONMENT if from_environment else "backend"
-        named = [
-            x
-            for x in kernels
-            if _order_backends(((x, kernels[x]),), x, device_type, interpreting())
-        ]
-        choices = ", ".join(["auto", "torch", *named])
+        choices = ", ".join(["auto", "torch", *usable])
         raise ValueError(f"{key}={name!r}: no {op} for {device_type}; choose one of {choices}")
-    return list(order)
+    return [name, *(x for x in serving if x != name)]
 
 
-@functools.cache
-def _order_backends(
-    kernels: tuple[tuple[str, Kernel], ...], backend: str, device_type: str, interpreted: bool
-) -> tuple[str, ...] | None:
-    """The backends of an op that serve a device, `backend` first; None if that one does not serve it.
+def _runs_if_named(kernel: Kernel, device_type: str) -> bool:
+    """Whether a call that names the kernel's backend can run on this device.
 
-    The choice depends on nothing but the arguments, so it is made once.
+    The interpreter runs kernels for a GPU on CPU tensors, but only for calls that name their backend.
     """
-    if backend == "torch":
-        return ()
-    serving = [name for name, kernel in kernels if kernel.serves(device_type)]
-    if backend == "auto":
-        return tuple(serving)
-
-    named = dict(kernels).get(backend)
-    if named is None:
-        return None
-    # The interpreter runs kernels for a GPU on CPU tensors, but only for calls that name their backend.
-    on_cpu = interpreted and device_type == "cpu" and named.serves("cuda")
-    if not on_cpu and backend not in serving:
-        return None
-    return (backend, *(name for name in serving if name != backend))
+    on_cpu = device_type == "cpu" and interpreting() and kernel.serves("cuda")
+    return on_cpu or kernel.serves(device_type)
 
 
 # ----------------------------------------------------------------------------------------- serving a call
