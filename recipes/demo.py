@@ -1,7 +1,8 @@
 """`make demo`: trains a small language model on the text that ships with Python, in minutes.
 
 It runs the commands of a large run one after another, and compares the model's validation perplexity with two
-baselines. Started again, it resumes. Arguments are settings of the recipe:
+baselines. It ends with a generated text and the commands to type next. Started again, it resumes. Arguments are
+settings of the recipe:
 
     python recipes/demo.py train.steps=100 output_dir=runs/mine
 """
@@ -9,6 +10,7 @@ baselines. Started again, it resumes. Arguments are settings of the recipe:
 import itertools
 import math
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -42,14 +44,19 @@ def main(overrides: list[str]) -> None:
         tasks = ("--tasks", "python_docs", "--data", str(run_dir / "eval"))
         run("nalanda", "eval", str(run_dir / "final"), *tasks, "--output", str(run_dir / "eval"))
 
-        console.rule("generate")
-        options = ("--max-new-tokens", "120", "--seed", "0")
-        run("nalanda", "generate", str(run_dir / "final"), PROMPT, *options)
-
         console.rule("compare")
         with console.status("counting bigrams, zeroing the token mixers …"):
             panel = compare(run_dir)
         console.print(panel)
+
+        # Behind the panel, so that the last screen shows text that the model wrote.
+        console.rule("generate")
+        options = ("--max-new-tokens", "120", "--seed", "0")
+        run("nalanda", "generate", str(run_dir / "final"), PROMPT, *options)
+
+        console.rule("type next")
+        for command in next_commands(run_dir):
+            console.print(command, markup=False, soft_wrap=True)
 
 
 def accelerate(threads: int) -> list[str]:
@@ -82,6 +89,20 @@ def run(program: str, *arguments: str) -> None:
             continue
     if code:
         raise SystemExit(code)
+
+
+def next_commands(run_dir: Path) -> list[str]:
+    """The commands to type after the demo; the first activates its environment, unless it is active."""
+    commands = []
+    in_environment = sys.prefix != sys.base_prefix
+    if in_environment and os.environ.get("VIRTUAL_ENV") != sys.prefix:
+        activate = os.path.relpath(Path(sys.prefix, "bin", "activate"))
+        commands.append(f". {shlex.quote(activate)}")
+
+    folder = shlex.quote(str(run_dir))
+    commands.append(f'nalanda generate {folder} "def main("')
+    commands.append(f"nalanda report {folder}")
+    return commands
 
 
 def compare(run_dir: Path) -> Panel:
@@ -146,8 +167,8 @@ def summary(run_dir: Path, figures: dict[str, float], tokens_per_byte: float | N
     paths.add_row("  scores", str(run_dir / "eval" / "results.md"))
     # Two figures have one name, and are of different texts.
     texts = (
-        "These rows hold whole documents. Above, python_docs_perplexity is of\n"
-        "the first lines of each, 50,000 characters in all, and counts words."
+        "These bits per byte are of whole documents. Those of\n"
+        "python_docs_perplexity, above, are of the first lines of each."
     )
     content = Group(perplexities, "", texts, "", paths)
     return Panel(content, title="NaLa + Gated DeltaNet, pretrained", expand=False, padding=(1, 2))

@@ -2,6 +2,8 @@
 
 import math
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -151,14 +153,38 @@ def test_the_demo_runs(tmp_path):
     command = ["python", str(RECIPES / "demo.py"), *pages.TINY.split(), "output_dir=run"]
     code, printed = pages.run(command, tmp_path, {})
     assert code == 0, printed[-3000:]
-    for title in ("train", "evaluate", "generate", "compare"):
-        assert f"─ {title} ─" in printed
-    assert (
-        "python_docs_perplexity is of" in printed
-    )  # which of the two bits per byte is of which text
+    titles = ["train", "evaluate", "compare", "generate", "type next"]
+    assert re.findall(r"─ ([a-z ]+) ─", printed) == titles
+
+    # The two bits per byte stand in the panel, each with its text.
+    panel = printed.split("─ compare ─")[1].split("─ generate ─")[0]
+    assert "These bits per byte are of whole documents." in panel
+    assert "python_docs_perplexity, above, are of the first lines of each." in panel
+
+    # The last screen has the continuation, and ends with the commands to type next.
+    end = printed.split("─ generate ─")[1]
+    assert re.search(r'^def read_lines\(path\):\n    """Return.+', end, re.MULTILINE)
+    assert len(end.splitlines()) < 24
+    assert end.endswith('\nnalanda generate run "def main("\nnalanda report run\n')
+
     rows = re.findall(r"([\d.]+) +\d\.\d{3} +│$", printed, re.MULTILINE)
     model, bigrams, zeroed = map(float, rows)
     assert 1 < bigrams < model < 600
     assert model != zeroed
     for file in ("final/model.safetensors", "metrics.jsonl", "eval/results.md", "loss.png"):
         assert (tmp_path / "run" / file).is_file()
+
+
+def test_the_next_commands_activate_an_environment_that_is_not_active(monkeypatch):
+    next_commands = runpy.run_path(str(RECIPES / "demo.py"))["next_commands"]
+    monkeypatch.setattr(sys, "prefix", str(Path("a b").absolute()))
+    monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
+    generate, report = next_commands(Path("runs/my demo"))
+    assert generate == "nalanda generate 'runs/my demo' \"def main(\""
+    assert report == "nalanda report 'runs/my demo'"
+
+    monkeypatch.delenv("VIRTUAL_ENV")
+    assert next_commands(Path("runs/my demo")) == [". 'a b/bin/activate'", generate, report]
+
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)  # no environment
+    assert next_commands(Path("runs/my demo")) == [generate, report]
