@@ -49,14 +49,14 @@ class LoadOptions:
 
 RecipeOrPattern = Annotated[str | None, Argument(help="recipe file, or the name of one that ships")]
 ListKeys = Annotated[
-    bool, Option("--keys", help="only list the keys of recipes; RECIPE is then a pattern to search")
+    bool, Option("--keys", help="list the keys; RECIPE then filters them: nalanda train --keys lr")
 ]
 Rehearse = Annotated[
     bool, Option("--rehearse", help="train three steps, measure memory and time, leave nothing")
 ]
 RecipeOrTables = Annotated[str | None, Argument(help="recipe file or name; tables without one")]
 Processes = Annotated[
-    int | None, Option(min=1, help="processes that share a step; by default train.context_parallel")
+    int | None, Option(min=1, help="GPUs, or processes on CPUs; by default train.context_parallel")
 ]
 EstimatedDevice = Annotated[
     str, Option(help="device of each process, for the time: here, cpu, or a GPU such as H100")
@@ -114,9 +114,9 @@ class EvalOptions:
     long: Annotated[
         str, Option(help="how to read longer texts: window (in windows) or whole (in one pass)")
     ] = "window"
-    no_share: Annotated[bool, Option("--no-share", help="read contexts once per continuation")] = (
-        False
-    )
+    no_share: Annotated[
+        bool, Option("--no-share", help="read a shared context for each ending: slower")
+    ] = False
     output: Annotated[
         str | None,
         Option(help="directory for results.json, .md, .csv, and for answers, to resume from"),

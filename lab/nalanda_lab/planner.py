@@ -480,7 +480,7 @@ def print_plan(
         outcome = f"take {duration(counts.steps * best.step)}" if best else "do not fit"
         console.print(
             f"{cluster.devices} devices: {counts.steps:,} steps {outcome}; tensor parallelism (not built) "
-            f"would pay from {t['parameters'] / 1e9:,.0f} B parameters, here its all-reduces would take "
-            f"{100 * t['activations']:.0f} % of the products' time",
+            f"would help only above {t['parameters'] / 1e9:,.0f} B parameters; here it would communicate for "
+            f"{t['activations']:.2f} s per second of computing",
             soft_wrap=True,
         )

@@ -186,7 +186,10 @@ TABLE = [
         for command in ("generate {} x", "eval model {} --tasks piqa", "perplexity {}")
     ),
     ("convert runs/none out", r"there is no folder runs/none: the hub .*"),
-    ("export runs/none out", r"runs/none: expected a run's folder, .*"),
+    (
+        "export runs/none out",
+        r"runs/none: neither a run's folder nor one of its checkpoints/step-N",
+    ),
     (
         "train r.yaml 'model={init_from: runs/none}'",
         r"model: there is no folder runs/none, and the hub says: .*",

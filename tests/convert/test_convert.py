@@ -980,7 +980,7 @@ def test_what_the_hub_refuses(hub, whole, tmp_path, status, kind, message):
 def test_what_is_not_sent_at_all(hub, whole, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="is not a repository of the hub: write OWNER/NAME"):
         push(whole, tmp_path / "out", "small")
-    with pytest.raises(InputError, match="expected a run's folder"):
+    with pytest.raises(InputError, match="neither a run's folder nor"):
         push(tmp_path, tmp_path / "out", "me/small")
     with pytest.raises(InputError, match="exists; choose another folder"):
         push(whole, tmp_path, "me/small")

@@ -508,7 +508,7 @@ def test_a_sharded_checkpoint_is_exported_whole(folder, tmp_path):
         export(folder / "whole", out)
     with pytest.raises(InputError, match="no step 3; there are 2, 4"):
         export(folder / "whole", tmp_path / "other", step=3)
-    with pytest.raises(InputError, match="expected a run's folder"):
+    with pytest.raises(InputError, match="neither a run's folder nor"):
         export(folder / "corpus", tmp_path / "other")
 
 

@@ -379,7 +379,7 @@ class PolaAttention(NormalizedAttention):
     and the last 4 values of v for the convolution.
     """
 
-    equation = "S ← S + k vᵀ, z ← z + k for q of k's signs and of the others; o = (Sᵀq / zᵀq + conv v) ⊙ W x"
+    equation = "S ← S + k vᵀ, z ← z + k, once over keys of q's sign, once over others; o = (Sᵀq / zᵀq + conv v) ⊙ W x"
     source = "arXiv 2501.15061"
     value_conv = 5
     shared_filters = True

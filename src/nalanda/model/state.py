@@ -433,8 +433,8 @@ def _check_fingerprint(path: str | Path, about: dict[str, str], model: Any) -> N
     widest = shared[0] if saved_dtype != dtype else None
     if widest is None or rounded[widest] != fingerprint(model, getattr(torch, widest)):
         raise ValueError(
-            f"{path} was read with other weights, {about['fingerprint']} in {saved_dtype}, than this model "
-            f"has in {dtype}: read the text again"
+            f"{path} belongs to a model with other weights ({about['fingerprint']} in {saved_dtype}; this "
+            f"model is in {dtype}); load that model, or read the text again"
         )
 
 

@@ -123,10 +123,10 @@ def find_checkpoint(path: str | Path, step: int | None = None, *, check: bool = 
             raise InputError(f"{folder}: no step {step}; there are {steps}")
     else:
         checkpoint = path
-        if step is not None or not (path / "manifest.json").is_file():
-            raise InputError(
-                f"{path}: expected a run's folder, or one of its checkpoints/step-N without --step"
-            )
+        if not (path / "manifest.json").is_file():
+            raise InputError(f"{path}: neither a run's folder nor one of its checkpoints/step-N")
+        if step is not None:
+            raise InputError(f"{path}: one checkpoint already; leave --step out")
     problem = verify_manifest(checkpoint) if check else None
     if problem:
         raise InputError(f"{checkpoint}: damaged: {problem}")
