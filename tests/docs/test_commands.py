@@ -112,6 +112,8 @@ def check_nalanda(arguments: list[str], named: bool = False) -> None:
         DataConfig(given["source"], name=given["name"], revision=given["revision"]).check()
     recipe = None if given.get("keys") else given.get("recipe")
     overrides = given.get("overrides") or []
+    if name == "prepare" and overrides:  # the settings of a recipe
+        recipe = given["source"]
     if not recipe or (named and recipe.isupper()):
         return
     if "plugins" not in read_sections(
@@ -205,6 +207,7 @@ SMALL = {  # what a command that matches gets at its end, to be quick
     " schedule.warmup_steps=1",
     "my_mixer/recipe.yaml": "data.source=corpus train.steps=4",
     "data prepare .*--tokenizer": "--workers 1",
+    "data prepare demo ": "data.source=corpus --workers 1",
     "^nalanda export .*--step": "--step 8",
     "nalanda eval|nalanda_cli eval": "--limit 2",
     "eval .*(needles|niah)": "--tasks niah_multikey_1_1k",

@@ -127,5 +127,6 @@ def test_the_notebook_runs(recipe, tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert (tmp_path / "compared.png").is_file()
-    assert (tmp_path / "imports.safetensors").is_file()
+    assert (tmp_path / "runs/compared.png").is_file()
+    assert (tmp_path / "runs/demo/report.html").is_file()
+    assert (tmp_path / "runs/imports.safetensors").is_file()
