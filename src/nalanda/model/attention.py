@@ -48,8 +48,9 @@ class CachedAttention(Mixer):
 
         if new is not None:
             # [N, R + L, H, ·]: kept rows, then new ones, so that all end in the last column.
-            laid = {name: seq.pad(heads[name], state.get(name)) for name in ("k", "v")}
             # Without a reach the state grows to the longest sequence.
+            grows = self.reach is None
+            laid = {name: seq.pad(heads[name], state.get(name), grows) for name in ("k", "v")}
             width = self.reach or seq.longest(T)
             new |= {name: last(x, width) for name, x in laid.items()}
             if "k" in state:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .growing import grown
+
 
 class Rows(NamedTuple):
     """The place of a batch's rows among its N sequences, for carried states."""
@@ -199,15 +201,20 @@ class Sequences:
             self._made[key] = places.to(device, non_blocking=True)
         return self._made[key]
 
-    def pad(self, x: Tensor, kept: Tensor | None = None) -> Tensor:
+    def pad(self, x: Tensor, kept: Tensor | None = None, grows: bool = False) -> Tensor:
         """Each sequence's kept tokens, then its tokens of this call, padded on the left.
 
         x `[B, T, …]` or `[1, ΣT, …]`, kept `[N, R, …]` (None: R = 0) to `[N, R + L, …]`, where L is the
-        longest sequence of this call. Padding is zero.
+        longest sequence of this call. Padding is zero. grows: the result is kept for the next call.
         """
         R = 0 if kept is None else kept.shape[1]
         if self.cu_seqlens is None:
-            return x if kept is None else torch.cat([kept.to(x.dtype), x], 1)
+            if kept is None:
+                return x
+            # Autograd must see every value, and compiled code no memory of its own.
+            copies = torch.is_grad_enabled() or torch.compiler.is_compiling()
+            kept = kept.to(x.dtype)
+            return grown(kept, x) if grows and not copies else torch.cat([kept, x], 1)
         key = ("pad", R, x.device)
         if key not in self._made:
             N, total, L = len(self.lengths), int(self.lengths.sum()), int(self.lengths.max())
