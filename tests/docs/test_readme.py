@@ -21,11 +21,11 @@ def script() -> str:
     blocks = []
     for language, body in FENCES:
         if language == "bash":
-            lines = body.splitlines()
-            blocks.append("\n".join(line for line in lines if not NEEDS.search(line)))
+            typed = re.findall(r"(?:.*\\\n)*.+\n", body)
+            blocks.append("".join(command for command in typed if not NEEDS.search(command)))
         elif language == "python":
-            blocks.append(f"python - <<'END'\n{body}END")
-    return "\n".join(blocks)
+            blocks.append(f"python - <<'END'\n{body}END\n")
+    return "".join(blocks)
 
 
 @pytest.fixture

@@ -65,10 +65,10 @@ def mixer_rows() -> list[dict[str, Any]]:
                 "feature map": kind.map_name or "–",
                 "convolution": kind.conv_size or "–",
                 "gate": {None: "–", False: "off", True: "on"}[kind.gated],
-                "options": options(kind),
                 "MFLOPs a token": f"{mixer.flops(LENGTH) / 1e6:.2f}",
                 "state, KiB": f"{state / 1024:,.0f}" + (" and growing" if longer > state else ""),
                 NORMS: norms(name, kind.map_name),
+                "options": options(kind),
             }
         )
     return rows
