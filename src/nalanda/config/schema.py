@@ -111,7 +111,7 @@ class DataConfig:
     """Share of the documents held out if the source has no validation part."""
     max_validation_rows: Annotated[int, at_least(1)] = 1024
     """Most rows of `seq_len` tokens in a validation pass. They hold the first documents, so perhaps not all
-    files; a line at the start says how many."""
+    files."""
     seq_len: Annotated[int, at_least(2)] = 2048
     """Tokens in a row."""
     text_field: str = "text"
@@ -142,8 +142,8 @@ class DataConfig:
     """Treatment of records without usable text: null, without the field, not text, not JSON, not UTF-8.
     Skipped ones are counted and logged."""
     verify: Literal["background", "sums", "sizes"] = "background"
-    """Check of a token set's files against the SHA-256 sums of its index. background: in a thread while
-    training begins, finished before the model is written; sums: before training; sizes: sizes alone."""
+    """Check of a token set's files against the SHA-256 sums of its index. background: in a thread, finished
+    before the model is written; sums: before training; sizes: sizes alone."""
     shuffle_buffer: Annotated[int, at_least(0)] = 1024
     """Documents in the shuffle buffer, which checkpoints save. 0: none; only the files are shuffled."""
     name: str | None = None
@@ -308,16 +308,16 @@ class TrainConfig:
     shard_size: int | None = None
     """hybrid: processes that share one model; null: those of a node."""
     context_parallel: Annotated[int, at_least(1)] = 1
-    """Processes, neighbours in rank, that share each row: context parallelism. The result is that of whole
-    rows; activations take about an N-th of the memory. It may change when a run resumes."""
+    """Processes, neighbours in rank, that share each row. The result is that of whole rows; activations take
+    about an N-th of the memory. A resumed run may have another number."""
     gradient_checkpointing: bool = False
     """Whether the backward computes each block again, to save its activations."""
     compile: Literal[True, False, "auto"] = "auto"
-    """Whether torch.compile fuses the blocks' forward and backward passes; auto: on GPUs. The first step then
-    takes longer, by up to a minute."""
+    """Whether torch.compile fuses the blocks' passes; auto: on GPUs. The first step then takes up to a minute
+    longer."""
     resume: str | int | None = None
-    """Checkpoint step-N to resume from, instead of the newest. Applies once: later starts with the same value
-    resume from the newest. Later checkpoints are set aside."""
+    """Checkpoint step-N to resume from; later ones are set aside. Applies once: later starts with the same
+    value resume from the newest."""
     cpu_threads: Annotated[int | None, at_least(1)] = None
     """Threads of one process on a CPU; null: the launcher's number (`accelerate launch` sets 1)."""
 
@@ -441,8 +441,8 @@ class CheckpointConfig:
     keep_every: Annotated[int | None, at_least(1)] = None
     """Interval of the steps whose checkpoints are kept for good."""
     asynchronous: Literal[True, False, "auto"] = "auto"
-    """Writing in a thread, from a copy in host memory, while training continues. auto: where the copy takes
-    at most half of the free memory."""
+    """Writing in a thread, from a copy in host memory. auto: where the copy takes at most half of the free
+    memory."""
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
@@ -456,8 +456,8 @@ MIN_GOOD_STEPS = 16
 @dataclass
 class GuardConfig:
     sigma: Annotated[float, at_least(0)] = 6.0
-    """A step is bad, and skipped, this many standard deviations above the mean of the last good steps. Its loss
-    and the logarithm of its gradient norm count. 0: only if one is not finite."""
+    """A step is bad, and skipped, this many standard deviations above the mean of the last good ones, in loss or
+    log gradient norm. 0: only if one is not finite."""
     window: Annotated[int, at_least(MIN_GOOD_STEPS)] = 128
     """Good steps that mean and deviation are computed over."""
     max_bad_steps: Annotated[int, at_least(1)] = 5
@@ -492,8 +492,8 @@ class LogConfig:
 @dataclass
 class RunConfig:
     output_dir: str
-    """Folder of the run, on this machine or in a store (`s3://…`, `gs://…`, `az://…`). A run in a store works
-    in a local folder and copies each finished checkpoint there."""
+    """Folder of the run, on this machine or in a store (`s3://…`, `gs://…`, `az://…`), where finished
+    checkpoints are copied from a local folder."""
     model: dict[str, Any]
     """Fields of `NalandaConfig`, or `auto: PATH_OR_ID` for any causal LM by its own config. `init_from: PATH`
     loads those weights, with a fresh optimizer; `tokenizer: PATH` belongs to it."""

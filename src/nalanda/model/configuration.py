@@ -158,11 +158,11 @@ class NalandaConfig(PreTrainedConfig):
     use_cache: bool = True
     """Whether a forward pass returns the states."""
     bos_token_id: int | None = 1
-    """As transformers' configs have it; in a recipe, the tokenizer's."""
+    """As in transformers; in a recipe, the tokenizer's."""
     eos_token_id: int | list[int] | None = 2
-    """As transformers' configs have it; in a recipe, the tokenizer's."""
+    """As in transformers; in a recipe, the tokenizer's."""
     pad_token_id: int | None = None
-    """As transformers' configs have it; in a recipe, the tokenizer's."""
+    """As in transformers; in a recipe, the tokenizer's."""
 
     def __post_init__(self, **kwargs):
         self._refuse_unknown(kwargs)
