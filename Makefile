@@ -4,7 +4,7 @@ BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .PHONY: demo smoke test test-quick test-all test-lab wheel check format static tables docs torture clean gpu-check gpu-day gpu-bundle
-PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n logical
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n logical --dist worksteal
 
 demo: .venv/.ready
 	@$(BIN)/python recipes/demo.py

@@ -20,9 +20,14 @@ from transformers import PreTrainedTokenizerFast
 from nalanda.common import progress
 
 
-def pytest_collection_finish():
+def pytest_collection():
     """Collections of garbage pass over what was imported, half a second each."""
+    gc.disable()
+
+
+def pytest_collection_finish():
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +35,14 @@ def no_lines_by_time(monkeypatch):
     """A slow machine changes no output; tests of `Progress` set its pauses."""
     monkeypatch.setattr(progress, "FIRST", math.inf)
     monkeypatch.setattr(progress, "LAST", math.inf)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_wait_for_the_disk():
+    """`os.fsync` needs an open file, as ever. That a machine loses power is no test's subject."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: os.fstat(descriptor) and None)
+        yield
 
 
 @pytest.fixture(scope="session")
