@@ -1,5 +1,6 @@
 """Every mixer and map as a row of tests, and a model on disk; `nalanda.testing` makes the tiny models."""
 
+import copy
 import functools
 import itertools
 
@@ -7,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda import NalandaConfig, NalandaForCausalLM, testing
 from nalanda.model import FEATURE_MAPS, MIXERS, build_feature_map
-from nalanda.testing import VOCAB, build, close, ids, logits
+from nalanda.testing import VOCAB, close, ids, logits
 
 __all__ = [
     "SOME_MAPS",
@@ -109,6 +110,19 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
 SOME_MAPS = dict.fromkeys(
     ("kda", "gated_deltanet2", "delta_product", "mamba2"), ("silu", "nala", "pola")
 )
+
+
+BUILT: dict[str, tuple[torch.nn.Module, torch.Tensor]] = {}
+
+
+def build(*args, **options):
+    """`nalanda.testing.build`, once for each set of options: then copies, and the random state behind it."""
+    key = repr((args, sorted(options.items())))
+    if key not in BUILT:
+        BUILT[key] = testing.build(*args, **options), torch.get_rng_state()
+    model, random_state = BUILT[key]
+    torch.set_rng_state(random_state)
+    return copy.deepcopy(model).eval()  # which joins the weights of a copy, as those of a new model
 
 
 @functools.cache
