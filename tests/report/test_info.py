@@ -68,7 +68,7 @@ WIKITEXT = {
 
 @cache
 def figures_of(recipe: str) -> dict:
-    return info(recipe, [])
+    return info(recipe, [], memory=False)
 
 
 @pytest.fixture
@@ -90,6 +90,13 @@ def test_recipes_build_at_the_literatures_size(recipe):
     # 6 per weight in a matrix product, plus the recurrence
     flops = figures["training_flops_per_token"]
     assert 6 * figures["parameters_without_embeddings"] < flops < 12 * figures["parameters"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+def test_the_memory_of_every_recipe_is_counted(recipe):
+    figures = info(str(recipe), [])
+    assert 0 < figures["activation_bytes"] < figures["memory_bytes_per_device"]
 
 
 def test_every_340m_recipe_has_its_literature_figure():
