@@ -438,7 +438,10 @@ def test_a_limit_of_file_sizes_from_other_commands(
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [("nosuch", "nosuch: no such recipe or file"), ("--nosuch", "No such option: --nosuch")],
+    [
+        ("nosuch", "nosuch: no such recipe or file"),
+        pytest.param("--nosuch", "No such option: --nosuch", marks=pytest.mark.slow),
+    ],
 )
 def test_the_report_of_a_launcher_ends_with_the_line(arguments, words):
     """Below torchrun's traceback; above it the line stands once, not once a process."""

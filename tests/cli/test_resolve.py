@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from covering import slow_but_for
 from training import configured
 
 import nalanda_cli
@@ -115,9 +116,10 @@ metric_list: [{metric: byte_perplexity}]
 """
 
 
-@pytest.mark.parametrize(
-    "name", ["runs/done", "runs/done/final", "runs/done/checkpoints/step-2", "done"]
-)
+PARTS = ("runs/done", "runs/done/final", "runs/done/checkpoints/step-2", "done")
+
+
+@pytest.mark.parametrize("name", slow_but_for(["runs/done/checkpoints/step-2", "done"], PARTS))
 def test_commands_on_runs(name, place, tmp_path, capsys):
     assert run_of(name).resolve() == place / "runs" / "done"
     nalanda_cli.main(["plot", name, "--output", str(tmp_path / "loss.png")])

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import typer.testing
+from covering import covering
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import (
@@ -146,7 +147,8 @@ FLA = {
 # Softmax attention in the first layer: a "hybrid" kind.
 ATTN = {"layers": [0], "qkv_bias": False, **FLA["transformer"][0]}
 HYBRIDS = [f"{kind} hybrid" for kind in FLA if kind != "transformer"]
-kinds = pytest.mark.parametrize("kind", [*FLA, *HYBRIDS])
+KINDS = (*FLA, *HYBRIDS)
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def parts_of(kind):
@@ -335,8 +337,7 @@ def test_ours_computes_what_theirs_does(kind, tmp_path):
     assert (found.double() - expected).abs().max() < 1e-4
 
 
-@kinds
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@covering(strength=1, kind=KINDS, dtype=(torch.float32, torch.bfloat16))
 def test_there_and_back_bit_for_bit(kind, dtype, tmp_path):
     tensors = {name: t.to(dtype) for name, t in tensors_of(kind).items()}
     config = config_of(kind, fuse_norm=True, dtype=str(dtype)[6:])

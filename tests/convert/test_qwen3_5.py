@@ -88,9 +88,19 @@ def rows(folder):
     return dict(row for row in cells if len(row) == 2)
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "hybrid" else pytest.mark.slow) for n in MODELS]
+)
+def test_there_and_back_in_bf16(name, tmp_path):
+    go_there_and_back(MODELS[name], torch.bfloat16, tmp_path)
+
+
 @models
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_there_and_back(fields, dtype, tmp_path):
+def test_there_and_back(fields, tmp_path):
+    go_there_and_back(fields, torch.float32, tmp_path)
+
+
+def go_there_and_back(fields, dtype, tmp_path):
     ours = write(tmp_path / "ours", fields, dtype)
     theirs = convert(str(ours), str(tmp_path / "theirs"), "qwen3_5", check=dtype == torch.float32)
     model, report = AutoModelForCausalLM.from_pretrained(theirs, output_loading_info=True)
@@ -348,12 +358,19 @@ def test_a_cache_that_goes_wrong_is_found(monkeypatch, tmp_path):
     ("file", "right", "wrong", "message"),
     [
         ("config.json", '"eos_token_id": 2', '"eos_token_id": 3', "config.eos_token_id is 2 and 3"),
-        ("config.json", '"bos_token_id": 1', '"bos_token_id": 3', "config.bos_token_id is 1 and 3"),
-        (
+        pytest.param(
+            "config.json",
+            '"bos_token_id": 1',
+            '"bos_token_id": 3',
+            "config.bos_token_id is 1 and 3",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "config.json",
             '"pad_token_id": null',
             '"pad_token_id": 1',
             "config.pad_token_id is None and 1",
+            marks=pytest.mark.slow,
         ),
         (
             "tokenizer_config.json",

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 import transformers
+from covering import covering
 from nalanda_eval import scoring
 from nalanda_eval.scoring import process_share, score
 
@@ -80,8 +81,7 @@ def differ(some: list[scoring.Answer], others: list[scoring.Answer], requests) -
     )
 
 
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("name", [*OURS, *FOREIGN])
+@covering(strength=1, share=(True, False), name=(*OURS, *FOREIGN))
 def test_answers_are_those_of_each_request_alone(name, share):
     model, requests = build(name, torch.float64), draw()
     expected = [alone(model, request) for request in requests]

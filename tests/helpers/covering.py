@@ -38,6 +38,12 @@ def covering_cases(cases: Sequence[Case], strength: int = 2, times: int = 1) -> 
     return chosen
 
 
+def slow_but_for(quick: Iterable, values: Iterable) -> list:
+    """`values` as rows of a test. Those that are not among `quick` are slow."""
+    quick = list(quick)
+    return [pytest.param(v, marks=() if v in quick else pytest.mark.slow) for v in values]
+
+
 def covering(strength: int = 2, times: int = 1, **axes: Iterable[Hashable]) -> pytest.MarkDecorator:
     """Parametrizes a test by the product of the axes. Cases outside the covering are slow."""
     cases = list(itertools.product(*axes.values()))

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import covering
+from covering import covering, slow_but_for
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_models import VARIANTS, VOCAB, build, close, ids, llama, logits
@@ -39,9 +39,7 @@ SLOW = {
     f"gated_deltanet-{name}"
     for name in ["norm_write", "norm_read", "raw", "raw_nala", "rms", "kda", "own_norm"]
 }
-every_row = pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=pytest.mark.slow) if row in SLOW else row for row in ROWS]
-)
+every_row = pytest.mark.parametrize("row", slow_but_for(ROWS.keys() - SLOW, ROWS))
 
 
 @pytest.fixture
@@ -91,7 +89,7 @@ def test_prompts_of_any_length(model, length):
     assert torch.equal(found[:, length:], greedy)
 
 
-@covering(strength=1, times=2, row=ROWS, at=[1, 13, 64, 69])
+@covering(strength=1, row=ROWS, at=[1, 13, 64, 69])
 def test_a_prompt_in_two_calls(model, at):
     """A shared prefix, given as a cache with the whole prompt and as a state."""
     tokens = ids(1, 70)
@@ -426,6 +424,7 @@ def test_saved_and_loaded(model, tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
+@pytest.mark.slow
 def test_saved_and_continued_in_another_process(small, tmp_path):
     small.float().save_pretrained(tmp_path / "model")
     state = small.read(ids(1, 30))

@@ -150,8 +150,18 @@ def test_the_tiles_of_a_card(monkeypatch):
     check_convolution((1, 6, 130), 3, offsets([5, 0, 1]))
 
 
-@pytest.mark.parametrize("with_state", [False, True])
-@pytest.mark.parametrize("cu", [None, offsets([3, 0, 66, 1])])
+PACKED = offsets([3, 0, 66, 1])
+
+
+@pytest.mark.parametrize(
+    ("cu", "with_state"),
+    [
+        (PACKED, True),
+        (None, False),
+        pytest.param(PACKED, False, marks=pytest.mark.slow),
+        pytest.param(None, True, marks=pytest.mark.slow),
+    ],
+)
 def test_convolutions_of_columns_in_one_launch(with_state, cu, monkeypatch):
     """q, k and v as columns of a product: each as by itself, without copies of inputs or of gradients."""
     sizes, width, silu = [20, 6, 130], 4, [None, None, "silu"]

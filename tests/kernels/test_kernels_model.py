@@ -5,6 +5,7 @@ from kernel_device import DEVICE, INTERPRETED, interpreted_only  # isort: skip  
 import nalanda_kernels
 import pytest
 import torch
+from covering import slow_but_for
 from tiny_models import build, ids
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,6 +45,8 @@ KERNELS = {  # the kernels that serve a mixer's tokens; no other kernel may serv
 }
 # Their kernels serve other mixers too, which are in the quick tests of a model.
 SAME_KERNELS = ("deltanet", "gated_deltanet2", "delta_product", "linear_attention", "mala")
+# In a training step one mixer of each set of kernels is quick, and gla and kda, whose decays are of channels.
+STEPPED = ("gated_deltanet", "kda", "mamba2", "pola", "gla", "diag_attention", "norm_attention")
 NORMS = {"norm_write": True, "norm_read": True}
 ROWS = [
     *(
@@ -114,13 +117,7 @@ def test_every_mixer(mixer, options, monkeypatch):
 
 
 @unserved
-@pytest.mark.parametrize(
-    "mixer",
-    [
-        pytest.param(mixer, marks=pytest.mark.slow if mixer in SAME_KERNELS else ())
-        for mixer in MIXERS
-    ],
-)
+@pytest.mark.parametrize("mixer", slow_but_for(STEPPED, MIXERS))
 def test_a_training_step(mixer):
     """The trainer's step on packed rows: bf16 autocast on the kernels gives what torch gives in fp32."""
     tokens, bounds = ids(1, sum(LENGTHS)), torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -191,7 +188,7 @@ def test_compiled_blocks_take_the_kernels_without_a_graph_break(mixer):
 
 
 @interpreted_only
-@pytest.mark.parametrize("mixer", ["gated_deltanet", "nala"])
+@pytest.mark.parametrize("mixer", slow_but_for(["nala"], ["gated_deltanet", "nala"]))
 def test_training_under_autocast(mixer):
     """Gradients in bf16 by kernels are about as near to those in fp32 as the torch path's; recomputed too."""
     model, tokens = build(mixer, dtype=torch.float32, num_hidden_layers=1).train(), ids(2, 13)

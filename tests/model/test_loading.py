@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from covering import slow_but_for
 from tiny_models import VOCAB, build, close, ids, logits
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -101,7 +102,10 @@ def test_device_map(small, tmp_path):
     assert torch.equal(logits(again, ids(2, 9)), logits(small, ids(2, 9)))
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+QUICK = ("gated_deltanet", "kda", "delta_product", "mamba2", "pola", "gla", "softmax", "soft")
+
+
+@pytest.mark.parametrize("mixer", slow_but_for(QUICK, MIXERS))
 def test_offloaded_weights(mixer):
     """They are in memory only while the module that has them runs."""
     from accelerate import cpu_offload

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import slow_but_for
 from transformers import AutoModelForCausalLM
 
 from nalanda import NalandaConfig
@@ -9,6 +10,18 @@ from nalanda.model import MIXERS
 
 peft = pytest.importorskip("peft")
 
+# Each layout of projections, and every kind of gate.
+QUICK = (
+    "gated_deltanet",
+    "kda",
+    "delta_product",
+    "mamba2",
+    "mala",
+    "gla",
+    "softmax",
+    "diag_attention",
+)
+every_mixer = pytest.mark.parametrize("mixer", slow_but_for(QUICK, MIXERS))
 IDS = torch.randint(40, (3, 24), generator=torch.Generator().manual_seed(0))
 
 
@@ -51,7 +64,7 @@ def logits(model):
     return model.eval()(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@every_mixer
 def test_adapters_train_save_load_and_merge(mixer, tmp_path):
     model = adapted(build(mixer))
     linears = {n for n, m in build(mixer).named_modules() if isinstance(m, torch.nn.Linear)}
@@ -148,7 +161,7 @@ def test_half_precision_keeps_fp32_decays_and_adapters_apart():
     assert logits(model.merge_and_unload()).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@every_mixer
 def test_norms_are_tuned(mixer, tmp_path):
     """An adapter around a norm has neither its weight nor its epsilon."""
     model = build(mixer)

@@ -14,7 +14,7 @@ import nalanda_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import covering
+from covering import covering, slow_but_for
 from op_inputs import LENGTHS, RESETS, call, make, run, with_resets
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -36,6 +36,10 @@ KINDS = (
     *("gdn2_delta", "gated_gdn2_delta", "vector_gdn2_delta"),
 )
 every_kind = pytest.mark.parametrize("kind", KINDS)
+# Each op, each input, and each shape of a decay occurs among the quick ones.
+some_kinds = pytest.mark.parametrize(
+    "kind", slow_but_for(("gated_linear", "vector_delta", "gdn2_delta"), KINDS)
+)
 DECAYS = [kind for kind in KINDS if "gated" in kind or "vector" in kind]
 every_decay = pytest.mark.parametrize("kind", DECAYS)
 
@@ -213,13 +217,13 @@ def test_beta_two_reflects():
     assert_same(run(inputs, "chunk", torch.float32), run(inputs, "reference"), torch.float32)
 
 
-@pytest.mark.parametrize(
-    "where", [slice(None), slice(60, 70), slice(0, None, 7)], ids=["all", "some", "every-7th"]
-)
-@every_decay
+STRONG = {"all": slice(None), "some": slice(60, 70), "every-7th": slice(0, None, 7)}
+
+
+@covering(strength=1, where=STRONG, kind=DECAYS)
 def test_strong_decay(where, kind):
     inputs = make(1, 137, kind=kind, k_dim=96, v_dim=160)  # chunks of 64
-    inputs["g"][:, where] = -20.0
+    inputs["g"][:, STRONG[where]] = -20.0
     expected = run(inputs, "reference")
     # The tiny gradients of decays that are strong everywhere have a small relative error too.
     for mode in ("chunk", "recurrent"):
@@ -566,7 +570,8 @@ def test_strided_inputs():
         )
 
 
-@covering(strength=1, packed=(False, True), kind=KINDS)
+@pytest.mark.parametrize("packed", [False, True])
+@some_kinds
 def test_torch_compile_sees_one_operator(packed, kind):
     inputs = make(1, 130, kind=kind, sequences=3 if packed else 1)
     options = {"cu_seqlens": torch.tensor([0, 5, 40, 130]) if packed else None, "qk_norm": "l2"}
@@ -597,7 +602,7 @@ def test_one_graph_serves_all_lengths(kind):
     assert counter.frame_count == 1
 
 
-@every_kind
+@some_kinds
 def test_operators_are_declared_as_they_behave(kind):
     inputs = {
         name: x if x is None else x.requires_grad_() for name, x in make(1, 70, kind=kind).items()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from tiny_models import build, ids, logits
 from transformers import AutoModelForCausalLM
 
@@ -96,8 +97,7 @@ def test_linear_layers_under_autocast_read_its_dtype(mixer):
     assert {x.grad.dtype for x in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("mixer", MIXERS)
+@covering(strength=1, mixer=MIXERS, side=("left", "right"))
 def test_likelihoods_in_bf16_do_not_depend_on_the_batch(mixer, side):
     """5e-3 nats a token; with other companions and padding, products round elsewhere."""
     model = build(mixer, dtype=torch.bfloat16, hidden_size=64)

@@ -6,6 +6,7 @@ import kernel_device  # noqa: F401  before any kernel
 import nalanda_kernels
 import pytest
 import torch
+from covering import slow_but_for
 from safetensors.torch import save_file
 from tiny_models import VARIANTS, build, close, ids
 from tiny_models import rows as every_row
@@ -31,6 +32,14 @@ FIRST = [pytest.param({"mixer": m}, id=m) for m in MIXERS if m != "softmax"]
 FIRST += [pytest.param(options, id=name) for name, options in VARIANTS.items()]  # one of each kind
 FEW = [row for row in FIRST if row.id in ("gated_deltanet", "pola", "window", "transnormer")]
 ROWS = [row for row in every_row() if row.id != "softmax-None"]
+# Every variant, every mixer with its own map, and every map in one mixer.
+QUICK = {*VARIANTS, *(f"{name}-{mixer.map_name}" for name, mixer in MIXERS.items())}
+ROWS = [
+    row
+    if row.id in QUICK or row.id.startswith("linear_attention-")
+    else pytest.param(*row.values, id=row.id, marks=pytest.mark.slow)
+    for row in ROWS
+]
 WINDOWS = [
     pytest.param({"mixer": "softmax", "mixer_options": {"window": 1}}, id="window-1"),
     pytest.param({"mixer": "softmax", "mixer_options": {"window": 33}}, id="window-33"),
@@ -253,7 +262,15 @@ def test_bf16_autocast(row):
     assert (found - expected).norm() < 1.2 * (whole - expected).norm()
 
 
-@pytest.mark.parametrize("row", FIRST)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(*row.values, id=row.id, marks=pytest.mark.slow)
+        if row.id.startswith("gated_deltanet-")
+        else row
+        for row in FIRST
+    ],
+)
 def test_the_device_is_not_waited_for(row):
     """On a device that has no data to wait for: only cu_seqlens, carried and counts are looked at."""
     model, batch = build(**row).to("meta").train(), batches()[1][1]
@@ -273,7 +290,12 @@ def test_the_device_is_not_waited_for(row):
 
 
 @pytest.mark.filterwarnings("ignore:.*feature map Soft")
-@pytest.mark.parametrize("mixer", ["deltanet", "kda", "mala", "diag_attention"])
+@pytest.mark.parametrize(
+    "mixer",
+    slow_but_for(
+        ["deltanet", "mala", "diag_attention"], ["deltanet", "kda", "mala", "diag_attention"]
+    ),
+)
 def test_kernels_carry_as_torch_does(mixer):
     sizes = {"num_hidden_layers": 1, "num_heads": 1, "hidden_size": 8}
     model = build(mixer, dtype=torch.float32, **sizes).train()

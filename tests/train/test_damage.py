@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from covering import covering
 from training import configured, contents, outcome
 from transformers import AutoModelForCausalLM
 
@@ -38,8 +39,7 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("harm", HARMS)
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "manifest.json"])
+@covering(strength=1, harm=HARMS, name=("tokenizer.json", "tokenizer_config.json", "manifest.json"))
 def test_a_damaged_tokenizer_is_made_again(stopped, whole, harm, name, capsys):
     """From the same documents; the checkpoint knows whether it is the same."""
     run, config = stopped

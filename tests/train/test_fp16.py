@@ -99,9 +99,8 @@ def test_the_gradient_of_a_frequent_words_row_does_not_overflow():
     torch.testing.assert_close(weight.grad, expected, rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize(
-    "mixer", [pytest.param("gated_deltanet", marks=pytest.mark.slow), "softmax"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "softmax"])
 def test_it_learns_to_repeat_a_pattern(mixer):
     """Nats a token after 50 updates: near those of fp32, far below the first."""
 
@@ -161,7 +160,7 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     ("steps", "more"),
     [
         (24, ()),
-        (
+        pytest.param(
             12,
             (
                 "train.steps=12",
@@ -169,6 +168,7 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
                 "train.z_loss=1e-4",
                 "train.gradient_checkpointing=true",
             ),
+            marks=pytest.mark.slow,
         ),
     ],
 )

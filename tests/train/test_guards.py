@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import safetensors.torch
 import torch
+from covering import slow_but_for
 from training import configured, outcome
 
 from nalanda.common.errors import InputError, NothingTrained, SourceUnavailable
@@ -279,7 +280,7 @@ def spoil(model, optimizer, kind: str) -> None:
 SPOILT = ["weight nan", "weight inf", "weight 1e30", "moment nan", "moment inf", "moment 1e30"]
 
 
-@pytest.mark.parametrize("kind", SPOILT)
+@pytest.mark.parametrize("kind", slow_but_for(["weight nan", "moment 1e30"], SPOILT))
 def test_spoilt_weights_and_moments_are_never_saved(recipe, tmp_path, monkeypatch, kind):
     """A value goes bad between the update of step 6 and its save: only the save can see it."""
     asked, unsound = [], checkpoint.Saver.unsound
@@ -406,7 +407,7 @@ def test_signals_save(recipe, tmp_path, whole, monkeypatch, capfd, signum):
     assert ("ctrl-C again ends at once" in capfd.readouterr().err) == (signum == signal.SIGINT)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("signum", slow_but_for([signal.SIGINT], [signal.SIGUSR1, signal.SIGINT]))
 def test_a_run_that_a_signal_stopped_goes_on(recipe, tmp_path, whole, monkeypatch, signum):
     interrupt(recipe, tmp_path / "run", monkeypatch, signum)
     loop.train(configured(recipe, tmp_path / "run"))
@@ -456,7 +457,7 @@ def test_nohup_keeps_a_run_going():
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", slow_but_for([signal.SIGINT], [signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_while_the_run_is_set_up_ends_it_and_the_next_start_begins_again(
     recipe, tmp_path, whole, monkeypatch, capsys, signum
 ):
