@@ -13,6 +13,7 @@ from nalanda.model import FEATURE_MAPS, MIXERS, build_feature_map
 from nalanda.testing import VOCAB, close, ids, logits
 
 __all__ = [
+    "SAME_STATES",
     "SOME_MAPS",
     "VARIANTS",
     "VOCAB",
@@ -103,6 +104,14 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
             ),
         )
     },
+}
+
+
+# Variants of the rule in states of the same form. Quick tests of states leave them out, or take them where
+# rows meet other values.
+SAME_STATES = {
+    f"gated_deltanet-{name}"
+    for name in ("norm_write", "norm_read", "raw", "raw_nala", "rms", "kda", "own_norm")
 }
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from covering import covering, slow_but_for
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_models import VARIANTS, VOCAB, build, close, ids, llama, logits
+from tiny_models import SAME_STATES, VARIANTS, VOCAB, build, close, ids, llama, logits
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,12 +34,7 @@ ENDLESS = {"eos_token_id": None}  # in the config: `generate` takes None for "as
 REPEATING = torch.cat([ids(1, 7), ids(1, 7), ids(1, 7)], 1)
 
 
-# Variants of the rule in states of the same form: quick tests take them where rows meet other values.
-SLOW = {
-    f"gated_deltanet-{name}"
-    for name in ["norm_write", "norm_read", "raw", "raw_nala", "rms", "kda", "own_norm"]
-}
-every_row = pytest.mark.parametrize("row", slow_but_for(ROWS.keys() - SLOW, ROWS))
+every_row = pytest.mark.parametrize("row", slow_but_for(ROWS.keys() - SAME_STATES, ROWS))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from covering import slow_but_for
 from safetensors.torch import save_file
-from tiny_models import VARIANTS, build, close, ids
+from tiny_models import SAME_STATES, VARIANTS, build, close, ids
 from tiny_models import rows as every_row
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
@@ -29,7 +29,10 @@ T = 16
 # which is less than a convolution sees.
 SLOTS = ([40, 1, 7], [16, 5, 1, 2, 24], [15, 18, 3, 12])
 FIRST = [pytest.param({"mixer": m}, id=m) for m in MIXERS if m != "softmax"]
-FIRST += [pytest.param(options, id=name) for name, options in VARIANTS.items()]  # one of each kind
+FIRST += [  # one of each kind
+    pytest.param(options, id=name, marks=pytest.mark.slow if name in SAME_STATES else ())
+    for name, options in VARIANTS.items()
+]
 FEW = [row for row in FIRST if row.id in ("gated_deltanet", "pola", "window", "transnormer")]
 ROWS = [row for row in every_row() if row.id != "softmax-None"]
 # Every variant, every mixer with its own map, and every map in one mixer.
@@ -262,15 +265,7 @@ def test_bf16_autocast(row):
     assert (found - expected).norm() < 1.2 * (whole - expected).norm()
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(*row.values, id=row.id, marks=pytest.mark.slow)
-        if row.id.startswith("gated_deltanet-")
-        else row
-        for row in FIRST
-    ],
-)
+@pytest.mark.parametrize("row", FIRST)
 def test_the_device_is_not_waited_for(row):
     """On a device that has no data to wait for: only cu_seqlens, carried and counts are looked at."""
     model, batch = build(**row).to("meta").train(), batches()[1][1]

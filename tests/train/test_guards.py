@@ -395,7 +395,10 @@ def interrupt(recipe, run, monkeypatch, signum):
     assert stop.value.code == 128 + signum
 
 
-@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT])
+SAVING = (signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT)
+
+
+@pytest.mark.parametrize("signum", slow_but_for([signal.SIGHUP, signal.SIGINT], SAVING))
 def test_signals_save(recipe, tmp_path, whole, monkeypatch, capfd, signum):
     interrupt(recipe, tmp_path / "run", monkeypatch, signum)
     assert read_facts(tmp_path / "run")["state"] == "interrupted"
