@@ -34,7 +34,7 @@ app = group(
     """Pretrain linear-attention language models, evaluate them, and generate text.
 
     nalanda train demo                          train a first, small model
-    nalanda generate runs/demo/final "def "     continue a text with it
+    nalanda generate runs/demo "def "           continue a text with it
     nalanda COMMAND --help                      examples and options of a command
     """,
     opt.PANELS,
@@ -94,8 +94,8 @@ def eval(
 ) -> None:
     """Evaluate models zero-shot.
 
-    nalanda eval runs/demo/final --tasks python_docs
-    nalanda eval runs/demo/final runs/lr/final --output runs/demo
+    nalanda eval runs/demo --tasks python_docs
+    nalanda eval runs/demo runs/lr --output runs/demo
 
     Runs lm-evaluation-harness, and prints the scores beside published ones. For several processes: torchrun
     --nproc-per-node 2 -m nalanda_cli eval …
@@ -125,8 +125,8 @@ def perplexity(
 ) -> None:
     """Measure perplexity by position, for texts of any length.
 
-    nalanda perplexity runs/demo/final
-    nalanda perplexity runs/demo/final --text book.txt --length 16384
+    nalanda perplexity runs/demo
+    nalanda perplexity runs/demo --text book.txt --length 16384
 
     Reads the same tokens in one pass and in windows of the training length, to show whether the model uses
     context beyond its training length.
@@ -152,8 +152,8 @@ def generate(
 ) -> None:
     """Stream a continuation of a prompt.
 
-    nalanda generate runs/demo/final "def main(" --temperature 0.5
-    nalanda generate runs/demo/final --file book.txt --save-state book.state
+    nalanda generate runs/demo "def main(" --temperature 0.5
+    nalanda generate runs/demo --file book.txt --save-state book.state
     """
     from nalanda.inference.sampling import sampling_options
 
@@ -401,7 +401,10 @@ def prepare(
     print_token_set(index, output)
 
     training = settings_to_train(source, index, overrides or [])
-    print_next("prepare", set=output, run=Path("runs", Path(output).name), **training)
+    run = Path("runs", Path(output).name)
+    if run.resolve() == Path(output).resolve():
+        run = run.with_name(f"{run.name}-model")
+    print_next("prepare", set=output, run=run, **training)
 
 
 @command(data)

@@ -27,7 +27,7 @@ AsJson = Annotated[bool, Option("--json", help="print JSON")]
 Device = Annotated[
     str | None, Option(help="cpu, cuda, cuda:1, …; by default a GPU if there is one")
 ]
-Model = Annotated[str, Argument(help="a checkpoint directory or hub id")]
+Model = Annotated[str, Argument(help="the folder of a run, a checkpoint or a model, or a hub id")]
 Models = Annotated[list[str], Argument(help="checkpoint directories or hub ids")]
 ModelsOrNone = Annotated[list[str] | None, Argument(help="checkpoint directories or hub ids")]
 Overrides = Annotated[
@@ -67,7 +67,9 @@ EstimatedDevice = Annotated[
 RunsFolder = Annotated[str, Argument(metavar="[DIR]", help="directory of the runs")]
 Run = Annotated[str, Argument(help="a run's folder")]
 Runs = Annotated[list[str], Argument(metavar="RUN...", help="folders of runs")]
-Page = Annotated[str | None, Option(help="file of the page; default: report.html in the first run")]
+Page = Annotated[
+    str | None, Option(help="file of the page; default: report.html in the run, or beside several")
+]
 Samples = Annotated[
     int, Option(min=0, max=20, help="texts that each run's model continues for the page")
 ]

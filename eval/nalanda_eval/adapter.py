@@ -320,7 +320,8 @@ def _load_source(
     manager: TaskManager, source: TaskSource, count_tokens: Callable[[str], int], samples: int
 ) -> Any:
     is_local = source.task_file or source.documents or source.needle
-    hint = "" if is_local else " (without the hub: --data DIR)"
+    fetch = f"nalanda eval --tasks {source.name} --fetch DIR"
+    hint = "" if is_local else f" (without the hub: --data DIR, which `{fetch}` fills elsewhere)"
     try:
         if source.needle:
             rows = needle_rows(source.needle, samples, count_tokens, haystack(source.data))

@@ -65,6 +65,9 @@ def place(recipe, tokenizer, tmp_path_factory) -> Path:
     (place / "dangling").symlink_to(place / "nowhere")
     (place / "file").write_text("x")
     (place / "runs").mkdir()
+    for name in ("alpha", "beta"):
+        (place / "several" / name).mkdir(parents=True)
+        (place / "several" / name / "metrics.jsonl").write_text("")
     return place
 
 
@@ -101,6 +104,17 @@ TABLE = [
         r"log=.*: line 1: not YAML: 'every' is a duplicate of line 1",
     ),
     ("train r.yaml steps=10", r"steps: no such key; did you mean train\.steps\?"),
+    ("train r.yaml optim.learning_rate=1", r"optim\.learning_rate: no such key; did you mean lr\?"),
+    ("train r.yaml plugins=cubed", r"plugins: expected a list, got 'cubed'; write \[cubed\]"),
+    (
+        "train r.yaml 'plugins=[cubed.py]'",
+        r"plugins: cubed\.py cannot .*; name the module without \.py, plugins=\[cubed\]",
+    ),
+    ("generate several/gamma x", r"no such run: several/gamma; there are alpha, beta"),
+    (
+        "plot several",
+        r"several: a folder of runs; name some of them, such as several/alpha several/beta",
+    ),
     ("train r.yaml step=10", r"step: no such key; did you mean train\.steps\?"),
     ("train r.yaml data.lr=1", r"data\.lr: no such key; did you mean optim\.lr\?"),
     ("train r.yaml data=book.txt", r"data: .*; did you mean data\.source=book\.txt\?"),

@@ -27,7 +27,9 @@ def import_plugins(names: Iterable[str], *folders: Path) -> None:
             importlib.import_module(name)
         except Exception as error:  # whatever the module's own code raises
             message = f"plugins: {name} cannot be imported: {first_line(error)}"
-            if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
+            if name.endswith(".py"):
+                message += f"; name the module without .py, plugins=[{name.removesuffix('.py')}]"
+            elif isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
                 message += (
                     "; install it or put its file beside the recipe or in the working directory"
                 )

@@ -400,7 +400,9 @@ def _describe_kind(kind: Any) -> str:
 
 
 def _advice(value: Any, kind: Any) -> str:
-    """Advice for a number or a boolean that should be text."""
+    """Advice for one name that should be a list, and for a number or a boolean that should be text."""
+    if get_origin(kind) is list and isinstance(value, str):
+        return f"; write [{value}]"
     quotable = value is not None and not isinstance(value, (list, tuple, dict))
     return (
         """; quote it, on a command line as '"…"'""" if quotable and str in _choices(kind) else ""

@@ -6,6 +6,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from nalanda.common.errors import InputError
+from nalanda.common.text import suggest
 
 
 def not_here(name: str) -> str:
@@ -74,6 +75,9 @@ def check_name(name: str, *, hub: bool = True) -> None:
         raise InputError(
             f"no such model: {name} (a run, a checkpoint directory, or OWNER/NAME on the hub)"
         )
+    # A folder of runs is no owner on the hub, which a search without a network takes long to miss.
+    if runs := sorted(file.parent.name for file in path.parent.glob("*/metrics.jsonl")):
+        raise InputError(f"no such run: {name}{suggest(path.name, runs)}")
     if not hub:
         return
     from transformers.utils import cached_file  # takes seconds

@@ -63,7 +63,7 @@ def write_page(
     """Writes the page of one or several runs, and returns its path.
 
     Args:
-        output: the file; by default report.html in the first run.
+        output: the file; by default report.html in the run, or beside the first of several.
         samples: of each run, prompts and their continuations.
 
     Raises:
@@ -81,7 +81,9 @@ def write_page(
             run.name = str(folder)
     for run, texts in zip(runs, samples, strict=False):
         run.samples = texts
-    file = output_file(output or folders[0] / "report.html", "--output")
+    # A run's own page stays when runs are compared.
+    folder = folders[0] if len(folders) == 1 else folders[0].parent
+    file = output_file(output or folder / "report.html", "--output")
 
     # Bokeh's core alone, without widgets and tables, is a third of its scripts.
     library = Resources(mode="inline", components=["bokeh"], log_level="error").render_js()

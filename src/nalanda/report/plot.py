@@ -46,6 +46,9 @@ def curve(folder: str | Path) -> Curve:
     file = folder / "metrics.jsonl"
     if not folder.is_dir():
         raise InputError(f"{folder}: no such directory; name the folder of a run")
+    if not file.exists() and (runs := sorted(folder.glob("*/metrics.jsonl"))):
+        named = " ".join(str(run.parent) for run in runs[:3])
+        raise InputError(f"{folder}: a folder of runs; name some of them, such as {named}")
     try:
         lines = list(read_lines(folder))
         config = read_recipe(folder) if (folder / "config.yaml").is_file() else {}
