@@ -21,6 +21,7 @@ import pytest
 import torch
 import zstandard
 from corpora import held_out
+from covering import covering
 from pyarrow import parquet
 
 from nalanda.common.errors import InputError
@@ -423,8 +424,7 @@ def through_torch(state: dict) -> dict:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("shuffle_buffer", [0, 7, 1000])
-@pytest.mark.parametrize("trip", [through_json, through_torch])
+@covering(strength=1, shuffle_buffer=(0, 7, 1000), trip=(through_json, through_torch))
 def test_resume_at_every_batch_is_the_uninterrupted_run(
     byte_tokenizer, shards, shuffle_buffer, trip
 ):
@@ -759,6 +759,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_a_bomb_takes_little_memory(tmp_path):
     """A quarter of a gigabyte of lines in one zstandard frame, and as one line of each kind of shard."""
     size, text = 1 << 28, b'{"text": "abcd"}\n'
@@ -1426,6 +1427,7 @@ def test_python_corpus_does_not_depend_on_the_program(monkeypatch):
     assert python_documents({"sys"}) == before
 
 
+@pytest.mark.slow
 def test_python_corpus_is_the_same_in_every_process():
     code = textwrap.dedent("""
         import sys, types
@@ -1699,6 +1701,7 @@ def test_no_thread_outlives_close_or_the_object(byte_tokenizer, shards):
     assert not reading_threads()
 
 
+@pytest.mark.slow
 def test_a_process_that_stops_in_the_middle_ends_at_once(shards, byte_tokenizer, tmp_path):
     byte_tokenizer.save_pretrained(tmp_path / "tokenizer")
     code = textwrap.dedent(f"""
