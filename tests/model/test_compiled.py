@@ -6,6 +6,7 @@ from covering import slow_but_for
 from tiny_models import build, close, ids, logits
 
 
+@pytest.mark.slow
 def test_dense_batches_compile_into_one_graph():
     model = build("linear_attention", dtype=torch.float32, num_hidden_layers=1)
     compiled = torch.compile(model, backend="eager", fullgraph=True)

@@ -170,7 +170,7 @@ def test_any_chunk_size_gives_the_same(kind):
         assert_same(run(inputs, "chunk", chunk_size=chunk_size), expected)
 
 
-@covering(kind=KINDS, value_heads=(2, 4), dtype=(torch.int32, torch.int64))
+@covering(strength=1, kind=KINDS, value_heads=(2, 4), dtype=(torch.int32, torch.int64))
 def test_packed_sequences_are_those_alone(kind, value_heads, dtype):
     lengths = torch.tensor([0, 1, 15, 63, 0, 64, 65, 130, 0])
     bounds = F.pad(lengths.cumsum(0), (1, 0))
@@ -238,7 +238,7 @@ def test_strong_decays_leave_nothing_below_the_normal_numbers():
         assert not ((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).any()
 
 
-@covering(strength=1, times=2, g=RESETS, kind=DECAYS)
+@covering(strength=1, g=RESETS, kind=DECAYS)
 def test_resets_cost_no_digits(g, kind):
     """Sums over a chunk would lose the digits of ordinary decays after a strong one."""
     inputs = with_resets(make(1, 130, kind=kind, k_dim=96, v_dim=160), g)  # chunks of 64
