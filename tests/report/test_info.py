@@ -96,6 +96,10 @@ def test_recipes_build_at_the_literatures_size(recipe):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
 def test_the_memory_of_every_recipe_is_counted(recipe):
     figures = info(str(recipe), [])
+    if figures["mixer"] is None:  # a model of another library, which is not measured
+        assert figures["activation_bytes"] is None
+        return
+
     assert 0 < figures["activation_bytes"] < figures["memory_bytes_per_device"]
 
 
