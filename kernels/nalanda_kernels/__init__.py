@@ -65,7 +65,10 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         "fla": Kernel("nalanda_kernels.fla:linear_attention", ("cuda",), "fla"),
     },
     "normalized_attention": {"triton": _triton("recurrence:normalized_attention")},
-    "map_features": {"triton": _triton("feature_maps:map_features")},
+    "map_features": {
+        "triton": _triton("feature_maps:map_features"),
+        "cpu": Kernel("nalanda_kernels.cpu.feature_maps:map_features", ("cpu",), "filelock"),
+    },
     "block_attention": {"triton": _triton("block_attention:block_attention")},
     "short_convs": {"triton": _triton("short_conv:short_convs")},
     "step": {"triton": _triton("step:step")},

@@ -1,0 +1,1 @@
+"""Kernels in C++ for processors, built on first use."""

@@ -1,0 +1,136 @@
+"""Feature maps with their L2 norm in one pass over queries and keys, on a CPU."""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nalanda_kernels import Unsupported
+from nalanda_kernels.cpu.build import library
+from nalanda_kernels.maps import Map, describe
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+NAMES = ("identity", "silu", "relu", "elu", "elu1", "exp", "power")
+ANGLES = ("relu_split", "raw", "direction")
+ROWS_A_THREAD = 64  # for fewer a thread costs more than it gains
+
+
+class Settings(ctypes.Structure):
+    """A map of queries or of keys, as feature_maps.cpp reads it."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("name", "angle", "l2", "query")),
+        *((name, ctypes.c_float) for name in ("alpha", "power", "n_scale", "scale", "exponent")),
+    )
+
+
+@functools.cache
+def _settings(MAP: Map, query: bool) -> Settings:
+    raised = MAP.name in ("nala", "pola")
+    return Settings(
+        name=NAMES.index("power" if raised else MAP.name),
+        angle=ANGLES.index(MAP.angle or "relu_split"),
+        l2=MAP.l2,
+        query=query,
+        alpha=MAP.alpha,
+        power=MAP.power,
+        n_scale=MAP.n_scale,
+        scale=MAP.scale if MAP.name == "nala" else 0.0,
+        # Pola has an exponent a channel.
+        exponent=1.0 if MAP.name == "pola" else MAP.query_power if query else MAP.key_power,
+    )
+
+
+def map_features(
+    q: Tensor, k: Tensor, feature_map, qk_norm: str | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """φ(q) and φ(k), normed, `[B, T, H, K] → [B, T, H, F]`, computed in fp32 and cast once to q's dtype.
+
+    None for float64 and fp16 and for maps that `describe` does not know: torch computes these. Raises Unsupported where
+    the library cannot be built.
+    """
+    K = q.shape[-1]
+    if q.dtype not in DTYPES or k.dtype != q.dtype or not q.numel():
+        return None
+    try:
+        MAP, parameters = describe(feature_map, qk_norm, K)
+    except Unsupported:
+        return None
+    if MAP.name == "identity" and not MAP.l2:
+        return q, k
+    if any(w.shape != (x.shape[2], K) for w in parameters for x in (q, k)):
+        return None
+
+    p = unit = None
+    if MAP.name == "pola":  # [H, K] operations, which torch differentiates
+        p = 1 + MAP.alpha * parameters[0].float().sigmoid()
+        unit = torch.ones_like(p)
+        if MAP.scaled:
+            unit = torch.nn.functional.softplus(parameters[1].float()).reciprocal()
+
+    library()
+    if torch.is_grad_enabled():
+        return _Mapped.apply(q, p, unit, MAP, True), _Mapped.apply(k, p, unit, MAP, False)
+    return _forward(q, p, unit, MAP, True), _forward(k, p, unit, MAP, False)
+
+
+def _forward(x: Tensor, p: Tensor | None, unit: Tensor | None, MAP: Map, query: bool) -> Tensor:
+    x = x.contiguous()
+    y = x.new_empty(*x.shape[:-1], MAP.halves * x.shape[-1])
+    run = getattr(library(), f"map_forward_{DTYPES[x.dtype]}")
+    run(
+        *map(_pointer, (x, y)),
+        *_sizes(x),
+        ctypes.byref(_settings(MAP, query)),
+        *map(_pointer, (p, unit)),
+        _threads(x),
+    )
+    return y
+
+
+class _Mapped(torch.autograd.Function):
+    """`_forward`, whose backward forms the features again: it keeps no more than x."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, p: Tensor | None, unit: Tensor | None, MAP: Map, query: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, p, unit)
+        ctx.map = MAP, query
+        return _forward(x, p, unit, MAP, query)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, p, unit = ctx.saved_tensors
+        x, dy = x.contiguous(), dy.contiguous()
+        dx, parts = torch.empty_like(x), _threads(x)
+        # A thread sums the gradients of Pola's parameters over its own rows, [parts, H, K].
+        dp, d_unit = (None if y is None else y.new_zeros(parts, *y.shape) for y in (p, unit))
+
+        run = getattr(library(), f"map_backward_{DTYPES[x.dtype]}")
+        tensors = map(_pointer, (p, unit, dp, d_unit))
+        run(
+            *map(_pointer, (x, dy, dx)),
+            *_sizes(x),
+            ctypes.byref(_settings(*ctx.map)),
+            *tensors,
+            parts,
+        )
+        return dx, *(None if y is None else y.sum(0) for y in (dp, d_unit)), None, None
+
+
+def _pointer(x: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
+
+
+def _sizes(x: Tensor) -> tuple[ctypes.c_long, int, int]:
+    """Rows, heads and K of x `[B, T, H, K]`."""
+    return ctypes.c_long(x.numel() // x.shape[-1]), x.shape[-2], x.shape[-1]
+
+
+def _threads(x: Tensor) -> int:
+    rows = x.numel() // x.shape[-1]
+    return max(1, min(torch.get_num_threads(), rows // ROWS_A_THREAD))

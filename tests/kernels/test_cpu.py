@@ -1,0 +1,267 @@
+"""The C++ kernels: every map against float64, and every way in which a library can fail to be there."""
+
+import ctypes
+import os
+import re
+import stat
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import nalanda_kernels
+import pytest
+import torch
+from nalanda_kernels import Unsupported
+from nalanda_kernels.cpu import build, feature_maps
+from torch import Tensor
+
+from nalanda.model.feature_maps import FEATURE_MAPS, build_feature_map
+from nalanda.model.ops import map_features
+
+try:
+    build.library()
+except Unsupported as reason:
+    pytest.skip(f"no C++ compiler: {reason}", allow_module_level=True)
+
+SERVED = [
+    name for name in FEATURE_MAPS if name not in ("nala_learned", "silu_shifted", "soft", "softpp")
+]
+# Readings of NaLa that no row of the table has.
+READINGS = [
+    {"angle": "raw"},
+    {"angle": "direction", "power": 1.5},
+    {"query_power": 3.0},
+    {"angle": "relu_split"},
+]
+
+
+def cases():
+    for name in SERVED:
+        yield name, {}
+    for options in READINGS:
+        yield "nala", options
+
+
+def make(name: str, H: int, K: int, **options):
+    with warnings.catch_warnings(action="ignore"):  # of steep slopes
+        feature_map = build_feature_map(name, num_heads=H, head_dim=K, **options)
+    torch.manual_seed(1)
+    if hasattr(feature_map, "initial"):
+        for key, value in feature_map.initial().items():
+            getattr(feature_map, key).data.copy_(value + 0.3 * torch.randn_like(value))
+    return feature_map
+
+
+def queries_and_keys(H: int, K: int, scale: float) -> list[Tensor]:
+    torch.manual_seed(0)
+    q, k = scale * torch.randn(2, 2, 7, H, K)
+    # Zeros are where powers, norms and angles have their corners.
+    q[0, 0, 0] = 0
+    k[1, 2, 1, ::2] = 0
+    return [q, k]
+
+
+def results(feature_map, qk_norm, inputs, dtype, backend) -> list[Tensor]:
+    """Features, then gradients of q, k and parameters."""
+    feature_map = feature_map.to(dtype if dtype == torch.float64 else torch.float32)
+    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    features = map_features(*leaves, feature_map, qk_norm, backend=backend)
+    torch.manual_seed(2)
+    weights = [torch.randn(x.shape, dtype=torch.float64).to(x.dtype) for x in features]
+    loss = sum((x * w).sum() for x, w in zip(features, weights, strict=True))
+    return [*features, *torch.autograd.grad(loss, [*leaves, *feature_map.parameters()])]
+
+
+def error(results: list[Tensor], reference: list[Tensor]) -> list[float]:
+    return [
+        float((x.double() - y).abs().max() / y.abs().max().clamp_min(1e-30))
+        for x, y in zip(results, reference, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("scale", [0.3, 3.0])
+@pytest.mark.parametrize("K", [3, 16, 37])
+@pytest.mark.parametrize("qk_norm", [None, "l2"])
+@pytest.mark.parametrize(("name", "options"), list(cases()))
+def test_maps_and_gradients(name, options, qk_norm, K, scale):
+    """Nearly as exact as torch in fp32: a power by exp and log loses the exponent, up to 4.5, times a rounding."""
+    feature_map, inputs = make(name, 3, K, **options), queries_and_keys(3, K, scale)
+    reference = results(feature_map, qk_norm, inputs, torch.float64, "torch")
+    torch_error = error(results(feature_map, qk_norm, inputs, torch.float32, "torch"), reference)
+    ours = error(results(feature_map, qk_norm, inputs, torch.float32, "cpu"), reference)
+    for own, other in zip(ours, torch_error, strict=True):
+        assert own <= max(8 * other, 2e-6)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_bf16_rounds_once(name):
+    feature_map, inputs = make(name, 3, 37), queries_and_keys(3, 37, 1.0)
+    inputs = [x.bfloat16() for x in inputs]
+    exact = results(feature_map, "l2", [x.float() for x in inputs], torch.float32, "cpu")
+    rounded = results(feature_map, "l2", inputs, torch.bfloat16, "cpu")
+    for x, y in zip(rounded[:2], exact[:2], strict=True):
+        assert torch.equal(x, y.bfloat16())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("name", "options"), list(cases()))
+def test_a_bad_number_is_not_hidden(name, options, value):
+    """Guards look for losses that are not finite: NaN and ∞ stay what they are wherever torch keeps them."""
+    feature_map, inputs = make(name, 3, 16, **options), queries_and_keys(3, 16, 1.0)
+    inputs[0][0, 0, 0, 3] = inputs[1][0, 0, 0, 3] = value
+    for qk_norm in (None, "l2"):
+        expected = map_features(*inputs, feature_map, qk_norm, backend="torch")
+        for x, y in zip(
+            map_features(*inputs, feature_map, qk_norm, backend="cpu"), expected, strict=True
+        ):
+            # The row of one head, as a whole: a split map may keep its other half.
+            assert torch.isfinite(x[0, 0, 0]).all() == torch.isfinite(y[0, 0, 0]).all()
+            assert torch.isfinite(x[1:]).all()
+
+
+def test_memory_beyond_a_row_is_not_read():
+    feature_map, (q, k) = make("nala", 3, 37), queries_and_keys(3, 37, 1.0)
+    expected = map_features(q, k, feature_map, "l2", backend="cpu")
+    poisoned = [torch.full((*x.shape[:-1], 64), float("nan")) for x in (q, k)]
+    for x, y in zip(poisoned, (q, k), strict=True):
+        x[..., :37] = y
+    views = [x[..., :37] for x in poisoned]
+    for x, y in zip(map_features(*views, feature_map, "l2", backend="cpu"), expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_threads_do_not_change_features():
+    feature_map = make("pola", 3, 16)
+    inputs = list(torch.randn(2, 2, 300, 3, 16, generator=torch.Generator().manual_seed(0)))
+    threads, outcomes = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            outcomes.append(results(feature_map, "l2", inputs, torch.float32, "cpu"))
+    finally:
+        torch.set_num_threads(threads)
+    for x, y in zip(*outcomes, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["soft", "nala_learned", "silu_shifted"])
+def test_other_maps_are_left_to_torch_without_a_word(name, recwarn):
+    feature_map, inputs = make(name, 3, 16), queries_and_keys(3, 16, 1.0)
+    expected = map_features(*inputs, feature_map, "l2", backend="torch")
+    for x, y in zip(map_features(*inputs, feature_map, "l2"), expected, strict=True):
+        assert torch.equal(x, y)
+    assert not [w for w in recwarn if "map_features" in str(w.message)]
+
+
+# --------------------------------------------------------------------------------------- libraries that fail
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """No library yet in this process, an empty folder for it, and no warning given so far."""
+    monkeypatch.setenv("NALANDA_CPU_CACHE", str(tmp_path / "libraries"))
+    for cached in (build._load, nalanda_kernels._warn_once):
+        cached.cache_clear()
+    yield tmp_path
+    build._load.cache_clear()
+
+
+def compiler(folder: Path, body: str) -> str:
+    """A program in place of a compiler: `body`, in sh, with the path of its output in $out."""
+    path = folder / "compiler"
+    version = 'case "$1" in --version) echo compiler 1; exit 0;; esac\n'
+    version += 'while [ "$1" != -o ]; do shift; done; out=$2; threads=$3\n'
+    path.write_text(f"#!/bin/sh\n{version}{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def served_by_torch(match: str) -> None:
+    """One warning says why, then torch computes the map."""
+    feature_map, inputs = make("nala", 3, 16), queries_and_keys(3, 16, 1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        features = map_features(*inputs, feature_map, "l2")
+        map_features(*inputs, feature_map, "l2")
+    said = [str(w.message) for w in caught if "map_features" in str(w.message)]
+    assert len(said) == 1
+    assert re.search(match, said[0])
+    expected = map_features(*inputs, feature_map, "l2", backend="torch")
+    assert all(torch.equal(x, y) for x, y in zip(features, expected, strict=True))
+
+
+def test_without_a_compiler(fresh, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(fresh))
+    served_by_torch(r"without a C\+\+ compiler \(install g\+\+ or clang\+\+, or set CXX\)")
+
+
+def test_a_compiler_that_fails(fresh, monkeypatch):
+    monkeypatch.setenv("CXX", compiler(fresh, "echo no space in my head >&2; exit 4"))
+    served_by_torch("failed with no space in my head")
+    assert not list((fresh / "libraries").glob("*.so"))
+
+
+def test_a_compiler_without_threads(fresh, monkeypatch):
+    """As on macOS: the library is built for one thread."""
+    body = '[ "$threads" = -fopenmp ] && { echo no such flag >&2; exit 1; }\n'
+    body += f"exec c++ -std=c++17 -O1 -shared -fPIC {build.SOURCES}/feature_maps.cpp -o $out"
+    monkeypatch.setenv("CXX", compiler(fresh, body))
+    feature_map, inputs = make("nala", 3, 16), queries_and_keys(3, 16, 1.0)
+    features = map_features(*inputs, feature_map, "l2", backend="cpu")
+    expected = map_features(*inputs, feature_map, "l2", backend="torch")
+    for x, y in zip(features, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_a_compiler_that_writes_nonsense(fresh, monkeypatch):
+    monkeypatch.setenv("CXX", compiler(fresh, "echo nonsense > $out"))
+    served_by_torch("cpu cannot serve calls here")
+    assert not list((fresh / "libraries").glob("*.so"))
+
+
+def test_a_folder_that_cannot_be_written(fresh, monkeypatch):
+    (fresh / "file").touch()
+    monkeypatch.setenv("NALANDA_CPU_CACHE", str(fresh / "file" / "libraries"))
+    served_by_torch("Not a directory")
+
+
+def test_a_damaged_library(fresh):
+    path = fresh / "libraries" / f"{build._hash(build._find_compiler())}.so"
+    path.parent.mkdir()
+    path.write_bytes(b"")
+    served_by_torch("file too short")
+
+
+def test_another_source_or_processor_has_a_library_of_its_own(fresh, monkeypatch):
+    mine = build._hash(build._find_compiler())
+    monkeypatch.setattr(build, "_processor", lambda: "another")
+    assert build._hash(build._find_compiler()) != mine
+    monkeypatch.undo()
+    for name in ("feature_maps.cpp", "elementary.h"):
+        (fresh / name).write_text((build.SOURCES / name).read_text() + "\n// changed\n")
+    monkeypatch.setattr(build, "SOURCES", fresh)
+    assert build._hash(build._find_compiler()) != mine
+
+
+def test_two_processes_build_once(fresh):
+    log = fresh / "log"
+    body = f"echo built >> {log}; sleep 0.3; exec c++ -x c++ -shared -fPIC /dev/null -o $out"
+    environment = os.environ | {"CXX": compiler(fresh, body)}
+    program = "from nalanda_kernels.cpu.build import library; library()"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(2)
+    ]
+    assert [process.wait() for process in processes] == [0, 0]
+    assert log.read_text() == "built\n"
+
+
+def test_the_settings_are_those_of_the_source():
+    """Both sides name the fields of the structure in one order."""
+    source = (build.SOURCES / "feature_maps.cpp").read_text()
+    body = source.split("struct Settings {")[1].split("}")[0]
+    declared = re.findall(r"^\s*(?:int32_t|float) (.*);", body, re.MULTILINE)
+    names = [name for line in declared for name in line.split(", ")]
+    assert names == [name for name, _ in feature_maps.Settings._fields_]
+    assert ctypes.sizeof(feature_maps.Settings) == 4 * len(names)
