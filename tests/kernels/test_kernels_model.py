@@ -44,7 +44,10 @@ KERNELS = {  # the kernels that serve a mixer's tokens; no other kernel may serv
     "norm_attention": {"linear_attention", "map_features"},
 }
 # Their kernels serve other mixers too, which are in the quick tests of a model.
-SAME_KERNELS = ("deltanet", "gated_deltanet2", "delta_product", "linear_attention", "mala")
+SAME_KERNELS = (
+    *("deltanet", "gated_deltanet2", "delta_product", "linear_attention", "mala"),
+    *("soft", "retention"),
+)
 # In a training step one mixer of each set of kernels is quick, and gla and kda, whose decays are of channels.
 STEPPED = ("gated_deltanet", "kda", "mamba2", "pola", "gla", "diag_attention", "norm_attention")
 NORMS = {"norm_write": True, "norm_read": True}

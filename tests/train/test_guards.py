@@ -138,7 +138,12 @@ NO_VALIDATION = ("validation.every=0", "guard.window=16")
 
 
 @pytest.mark.parametrize(
-    ("kind", "bad"), [("nan loss", 4), ("nan gradient", 4), ("spike", MIN_GOOD_STEPS + 2)]
+    ("kind", "bad"),
+    [
+        pytest.param("nan loss", 4, marks=pytest.mark.slow),
+        ("nan gradient", 4),
+        ("spike", MIN_GOOD_STEPS + 2),
+    ],
 )
 def test_a_bad_step_changes_nothing(recipe, tmp_path, monkeypatch, kind, bad):
     """Not a bit of weights, moments or their counts, although weight decay alone would move them."""
