@@ -74,6 +74,10 @@ def make_source(kind: str, folder: Path) -> list[str]:
         (folder / "train.txt").write_text(TEXT)
         (folder / "held out.txt").write_text(TEXT[-2000:])
         return ["data.source=train.txt", "data.validation_source=held out.txt"]
+    if kind == "a list":
+        for name in ("a.txt", "b.txt"):
+            (folder / name).write_text(TEXT)
+        return ["data.source=[a.txt, b.txt]"]
     lines = [json.dumps({"text": text}) + "\n" for text in TEXT.split("\n\n") if text]
     (folder / "lines.jsonl").write_text("".join(lines))
     return ["data.source=lines.jsonl"]
@@ -83,7 +87,9 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("kind", [slow("python"), "one text", slow("two texts"), slow("lines")])
+@pytest.mark.parametrize(
+    "kind", [slow("python"), "one text", slow("two texts"), slow("a list"), slow("lines")]
+)
 def test_after_a_training(kind, tmp_path, hints):
     settings = make_source(kind, tmp_path)
     lines = hints(shlex.join(["nalanda", "train", "demo", *settings, "output_dir=runs/x"]))

@@ -130,11 +130,14 @@ def _kind_of_source(recipe: str) -> str:
     source = _find_value(recipe, "source")
     if source == "python":
         return "python"
-    path = Path(source).expanduser()
-    if not source or not path.exists():
+    # One source, or a list of them, a line each.
+    listed = re.search(r"^  source:\n((?:  - .+\n)+)", recipe, re.MULTILINE)
+    names = re.findall("- (.+)", listed[1]) if listed else [source]
+    paths = [Path(name.strip("'\"")).expanduser() for name in names]
+    if not names[0] or not all(path.exists() for path in paths):
         return "remote"
-    is_set = (path / "index.json").exists() or path.suffix in (".idx", ".bin")
-    return "set" if is_set else "text"
+    sets = [(path / "index.json").exists() or path.suffix in (".idx", ".bin") for path in paths]
+    return "set" if any(sets) else "text"
 
 
 def _find_value(recipe: str, key: str) -> str:

@@ -367,8 +367,10 @@ def _choose_split(
             if count:
                 kinds.append(f"{count} {'without suffix' if kind == '.' else kind}")
         listing = f"found {', '.join(kinds)}; " if kinds else ""
+        advice = "; name plain text .txt" if kinds else ""
         raise InputError(
-            f"{source}: no documents for {split}; {listing}files may end in {', '.join(suffixes())}"
+            f"{source}: no documents for {split}; {listing}files may end in "
+            f"{', '.join(suffixes())}{advice}"
         )
     refuse_two_kinds(source, (path.name for path in files.values()))
     return files, counts

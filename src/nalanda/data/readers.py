@@ -923,7 +923,8 @@ def reader_of(path: Path) -> Reader:
     """The reader of the longest suffix that fits. Raises `InputError` if none does."""
     if not (suffix := suffix_of(path.name)):
         raise InputError(
-            f"{path}: no reader for this suffix; files may end in {', '.join(suffixes())}"
+            f"{path}: no reader for this suffix; files may end in {', '.join(suffixes())}; "
+            "name plain text .txt"
         )
     return READERS[suffix]
 
