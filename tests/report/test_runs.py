@@ -354,7 +354,7 @@ def test_one_runs_picture(tmp_path):
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text())
     assert plot([tmp_path / "plain"], tmp_path / "a.png").is_file()  # no recipe is needed for one
-    with pytest.raises(InputError, match="no training loss"):
+    with pytest.raises(InputError, match="a folder of runs; name some of them"):
         plot([tmp_path], tmp_path / "none.png")
     make(tmp_path / "odd", lines=[{"step": 1, "loss": 3.0}])
     with pytest.raises(InputError, match="odd: unreadable"):
