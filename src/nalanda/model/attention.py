@@ -49,7 +49,7 @@ class CachedAttention(Mixer):
         if new is not None:
             # [N, R + L, H, ·]: kept rows, then new ones, so that all end in the last column.
             # Without a reach the state grows to the longest sequence.
-            grows = self.reach is None
+            grows = not self.reach
             laid = {name: seq.pad(heads[name], state.get(name), grows) for name in ("k", "v")}
             width = self.reach or seq.longest(T)
             new |= {name: last(x, width) for name, x in laid.items()}
