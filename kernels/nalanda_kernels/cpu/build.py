@@ -49,8 +49,9 @@ def _load() -> ctypes.CDLL | str:
     except subprocess.CalledProcessError as error:
         lines = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
         return f"calls here: {compiler} failed with {lines[0]}"
-    # Of a full or closed folder, a lock that is held too long, a compiler that hangs, a library that does not load.
-    except (OSError, subprocess.TimeoutExpired) as error:
+    # Of a full or closed folder, a user without a home, a lock that is held too long, a compiler that hangs, a
+    # library that does not load.
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
         return f"calls here: {str(error).splitlines()[0]}"
 
 
