@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from nalanda_kernels import use_backend
 from nalanda_lab import fork
 from nalanda_lab.fork import Experiment, load_study, name_of, rate_runs, trunk_runs
 from nalanda_lab.fork_arms import head_means, mixers_of
@@ -205,6 +206,13 @@ def test_runs_are_balanced_and_complete():
 
 
 # ------------------------------ arms, on a tiny shape
+
+
+@pytest.fixture(autouse=True)
+def maps_in_torch():
+    """The rule's commit has no other: an arm's own map and the model's own must round alike."""
+    with use_backend("torch"):
+        yield
 
 
 @pytest.fixture(scope="module")
