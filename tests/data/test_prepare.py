@@ -18,6 +18,7 @@ from nalanda.data.prepare import alone_in, begin, prepare
 from nalanda.data.token_set import TokenSet, is_token_set
 
 
+@pytest.mark.slow
 def test_bytes_are_the_same_for_any_number_of_workers(tmp_path, byte_tokenizer):
     data = DataConfig(source=str(corpus(tmp_path / "in")))
     prepare(data, byte_tokenizer, tmp_path / "one", shard_bytes=3000)

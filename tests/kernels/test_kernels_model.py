@@ -46,10 +46,10 @@ KERNELS = {  # the kernels that serve a mixer's tokens; no other kernel may serv
 # Their kernels serve other mixers too, which are in the quick tests of a model.
 SAME_KERNELS = (
     *("deltanet", "gated_deltanet2", "delta_product", "linear_attention", "mala"),
-    *("soft", "retention"),
+    *("soft", "retention", "softmax"),
 )
-# In a training step one mixer of each set of kernels is quick, and gla and kda, whose decays are of channels.
-STEPPED = ("gated_deltanet", "kda", "mamba2", "pola", "gla", "diag_attention", "norm_attention")
+# In a training step few mixers are quick: with all their kernels but those that `test_every_mixer` runs.
+STEPPED = ("gated_deltanet", "mamba2", "pola", "gla", "diag_attention")
 NORMS = {"norm_write": True, "norm_read": True}
 ROWS = [
     *(
@@ -57,7 +57,7 @@ ROWS = [
         for mixer in MIXERS
     ),
     ("gated_deltanet", NORMS | {"num_v_heads": 4}),
-    ("gated_deltanet", NORMS | {"qk_norm": "none"}),
+    pytest.param("gated_deltanet", NORMS | {"qk_norm": "none"}, marks=pytest.mark.slow),
 ]
 
 

@@ -23,6 +23,7 @@ def test_a_model_loads_by_the_keyword_of_transformers(small, tmp_path):
         assert load(pretrained_model_name_or_path=tmp_path)
 
 
+@pytest.mark.slow
 def test_loads_where_nalanda_is_not(small, tmp_path):
     """The checkpoint carries its code: a process that cannot import any of ours gives the same logits."""
     small.save_pretrained(tmp_path / "model")

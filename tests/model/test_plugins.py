@@ -116,6 +116,7 @@ def test_the_example_has_every_property(my_mixer):
     check_feature_map("squared_relu")
 
 
+@pytest.mark.slow
 def test_the_files_of_the_page_pass_their_tests(tmp_path, monkeypatch):
     """docs/extending.md: each block of Python is a file, which its first line names."""
     files = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
