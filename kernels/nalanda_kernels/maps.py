@@ -5,6 +5,9 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import torch.nn.functional as F
+from torch import Tensor
+
 from nalanda_kernels import Unsupported
 
 NAMES = ("identity", "silu", "relu", "elu", "elu1", "exp", "nala", "pola")
@@ -89,3 +92,14 @@ def describe(feature_map, qk_norm: str | None, head_dim: int) -> tuple[Map, tupl
         pola = Map("pola", alpha=fused["alpha"], scaled=s is not None, l2=l2, halves=2)
         return pola, (w,) if s is None else (w, s)
     return Map(name, l2=l2), ()
+
+
+def exponents_and_units(
+    MAP: Map, parameters: tuple[Tensor, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Pola's 1 + α σ(w) and 1/softplus(s), fp32 `[H, K]`, which torch differentiates; None for what a map lacks."""
+    if MAP.name != "pola":
+        return None, None
+    # Few entries beside those of q and k, so torch's own operators cost nothing here.
+    p = 1 + MAP.alpha * parameters[0].float().sigmoid()
+    return p, F.softplus(parameters[1].float()).reciprocal() if MAP.scaled else None

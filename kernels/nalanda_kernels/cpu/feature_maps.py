@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu.build import library
-from nalanda_kernels.maps import Map, describe
+from nalanda_kernels.maps import Map, describe, exponents_and_units
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 NAMES = ("identity", "silu", "relu", "elu", "elu1", "exp", "power")
@@ -63,13 +63,12 @@ def map_features(
     if any(w.shape != (x.shape[2], K) for w in parameters for x in (q, k)):
         return None
 
-    p = unit = None
-    if MAP.name == "pola":  # [H, K] operations, which torch differentiates
-        p = 1 + MAP.alpha * parameters[0].float().sigmoid()
+    p, unit = exponents_and_units(MAP, parameters)
+    # The C++ reads a unit for each channel: 1 where the map has no scale.
+    if p is not None and unit is None:
         unit = torch.ones_like(p)
-        if MAP.scaled:
-            unit = torch.nn.functional.softplus(parameters[1].float()).reciprocal()
 
+    # Refuses before autograd records anything.
     library()
     if torch.is_grad_enabled():
         return _Mapped.apply(q, p, unit, MAP, True), _Mapped.apply(k, p, unit, MAP, False)

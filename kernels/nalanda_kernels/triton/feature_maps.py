@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from triton.language.extra import libdevice
 
 from nalanda_kernels import Unsupported
-from nalanda_kernels.maps import Map, describe
+from nalanda_kernels.maps import Map, describe, exponents_and_units
 from nalanda_kernels.triton.common import name_of, power_of_two
 
 EPS = tl.constexpr(1e-6)  # added in norms; the floor of every base
@@ -474,12 +474,7 @@ def map_features(
             f"parameters {list(parameters[0].shape)} for q {list(q.shape)}, k {list(k.shape)}"
         )
 
-    p = unit = None
-    if MAP.name == "pola":  # [H, K] operations, which torch differentiates
-        # 1 + α σ(w) and 1/softplus(s), [H, K].
-        p = 1 + MAP.alpha * parameters[0].float().sigmoid()
-        if MAP.scaled:
-            unit = torch.nn.functional.softplus(parameters[1].float()).reciprocal()
+    p, unit = exponents_and_units(MAP, parameters)
     return _MapFeatures.apply(q.contiguous(), k.contiguous(), p, unit, MAP)
 
 
