@@ -127,11 +127,13 @@ def backends_for(op: str, backend: str, device_type: str) -> list[str]:
 
     Raises ValueError for an unavailable backend.
     """
-    kernels, name = KERNELS.get(op, {}), _resolve_backend(backend)
-    if name not in kernels and any(name in others for others in KERNELS.values()):
-        name = "auto"  # a backend chosen for the process may lack some ops
+    name = _resolve_backend(backend)
     if name == "torch":
         return []
+
+    kernels = KERNELS.get(op, {})
+    if name not in kernels and any(name in others for others in KERNELS.values()):
+        name = "auto"  # a backend chosen for the process may lack some ops
 
     serving = [x for x, kernel in kernels.items() if kernel.serves(device_type)]
     if name == "auto":
