@@ -1663,6 +1663,10 @@ def test_a_tokenizer_without_bos(byte_tokenizer, shards):
     )
     with pytest.raises(InputError, match=r"no bos token; set data\.bos=false"):
         PackedBatches(shards, bare, split="train", batch_size=1)
+    neither = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer.backend_tokenizer)
+    both = r"no bos and no eos token; set data\.bos=false data\.eos=false"
+    with pytest.raises(InputError, match=both):
+        PackedBatches(shards, neither, split="train", batch_size=1)
     shards.bos = False
     assert PackedBatches(shards, bare, split="train", batch_size=1)
 

@@ -153,10 +153,12 @@ def test_a_recipes_keys_change_the_set(tmp_path, recipe, monkeypatch):
 def test_an_error_names_what_was_typed(tmp_path, recipe, without_bos):
     source = corpus(tmp_path / "in")
     message = str(prepare(source, tmp_path / "a", "--tokenizer", without_bos).exception)
-    assert message == "tokenizer: no bos token; set --no-bos"  # once, before the shards
+    assert (
+        message == "tokenizer: no bos and no eos token; set --no-bos --no-eos"
+    )  # once, before the shards
     keys = (f"data.source={source}", f"tokenizer.path={without_bos}")
     message = str(prepare(recipe, tmp_path / "a", *keys).exception)
-    assert message == "tokenizer: no bos token; set data.bos=false"
+    assert message == "tokenizer: no bos and no eos token; set data.bos=false data.eos=false"
 
     options = ("--tokenizer", without_bos, "--vocab-size", 500)
     assert str(prepare(source, tmp_path / "a", *options).exception).startswith(

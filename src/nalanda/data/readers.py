@@ -426,7 +426,8 @@ def _decode_text(content: bytes, fields: Fields, where: str, line: str = "") -> 
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
         return fields.unusable(
-            f"{where}{line}{number}" if line else where, f"not UTF-8 ({error.reason})"
+            f"{where}{line}{number}" if line else where,
+            f"not UTF-8 ({error.reason}; iconv converts files)",
         )
 
 

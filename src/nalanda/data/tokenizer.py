@@ -376,8 +376,9 @@ def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 def encoder(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Encoder:
     """Texts → tokens, `[bos] tokens [eos]`. Raises `InputError` if the tokenizer lacks bos or eos."""
     ends = {"bos": (data.bos, tokenizer.bos_token_id), "eos": (data.eos, tokenizer.eos_token_id)}
-    for name, (wanted, token) in ends.items():
-        if wanted and token is None:
-            raise InputError(f"tokenizer: no {name} token; set data.{name}=false")
+    missing = [name for name, (wanted, token) in ends.items() if wanted and token is None]
+    if missing:
+        settings = " ".join(f"data.{name}=false" for name in missing)
+        raise InputError(f"tokenizer: no {' and no '.join(missing)} token; set {settings}")
     first, last = ([token] if wanted else [] for wanted, token in ends.values())
     return Encoder(fast_backend(tokenizer), first, last)
