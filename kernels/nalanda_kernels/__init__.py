@@ -52,6 +52,10 @@ def _triton(target: str) -> Kernel:
     return Kernel(f"nalanda_kernels.triton.{target}", ("cuda",), "triton")
 
 
+def _cpu(target: str) -> Kernel:
+    return Kernel(f"nalanda_kernels.cpu.{target}", ("cpu",), "filelock")
+
+
 # op → backend → implementation. "auto" tries the backend that was measured as fastest, then this order, then
 # torch.
 KERNELS: dict[str, dict[str, Kernel]] = {
@@ -67,11 +71,12 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "normalized_attention": {"triton": _triton("recurrence:normalized_attention")},
     "map_features": {
         "triton": _triton("feature_maps:map_features"),
-        "cpu": Kernel("nalanda_kernels.cpu.feature_maps:map_features", ("cpu",), "filelock"),
+        "cpu": _cpu("feature_maps:map_features"),
     },
     "block_attention": {"triton": _triton("block_attention:block_attention")},
     "short_convs": {"triton": _triton("short_conv:short_convs")},
-    "step": {"triton": _triton("step:step")},
+    "step": {"triton": _triton("step:step"), "cpu": _cpu("step:step")},
+    "linear_rows": {"cpu": _cpu("step:linear_rows")},
     "swiglu": {"triton": _triton("epilogues:swiglu")},
     "rms_norm": {"triton": _triton("epilogues:rms_norm")},
 }

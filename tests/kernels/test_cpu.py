@@ -258,7 +258,7 @@ def test_two_processes_build_once(fresh):
 
 def test_the_settings_are_those_of_the_source():
     """Both sides name the fields of the structure in one order."""
-    source = (build.SOURCES / "feature_maps.cpp").read_text()
+    source = (build.SOURCES / "maps.h").read_text()
     body = source.split("struct Settings {")[1].split("}")[0]
     declared = re.findall(r"^\s*(?:int32_t|float) (.*);", body, re.MULTILINE)
     names = [name for line in declared for name in line.split(", ")]

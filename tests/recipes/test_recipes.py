@@ -95,10 +95,11 @@ class Nothing(nn.Module):
 
 
 def one_a_mixer() -> set[str]:
-    """The first recipe of each mixer or pattern of mixers."""
+    """The first recipe of each mixer and map."""
     first = {}
     for recipe in RECIPES:
-        first.setdefault(str(load_config(recipe).model.get("mixer")), recipe.stem)
+        model = load_config(recipe).model
+        first.setdefault((str(model.get("mixer")), model.get("feature_map")), recipe.stem)
     return set(first.values())
 
 

@@ -26,6 +26,14 @@ inline void store(uint16_t* y, float x) {
     *y = x == x ? rounded : 0x7fc0;
 }
 
+// x as T has it.
+template <class T>
+inline float rounded(float x) {
+    T y;
+    store(&y, x);
+    return load(&y);
+}
+
 inline float exp32(float x) {
     float clamped = x < -87.3f ? -87.3f : x;
     clamped = clamped > 89.0f ? 89.0f : clamped;
@@ -106,4 +114,11 @@ inline float expm1_32(float x) {  // of x ≤ 0
     p = p * x + 0.499999819f;
     float near = p * x * x + x;
     return x > -0.5f ? near : exp32(x) - 1.0f;
+}
+
+inline float softplus32(float x) {
+    // log(1 + e^x) = max(x, 0) + log(1 + e^−|x|); the quotient corrects the rounding of 1 + e^−|x|.
+    float e = exp32(-__builtin_fabsf(x)), u = 1.0f + e;
+    float log1p = u == 1.0f ? e : log32(u) * (e / (u == 1.0f ? 1.0f : u - 1.0f));
+    return (x > 0.0f ? x : 0.0f) + log1p;
 }

@@ -27,7 +27,7 @@ class Settings(ctypes.Structure):
 
 
 @functools.cache
-def _settings(MAP: Map, query: bool) -> Settings:
+def settings_of(MAP: Map, query: bool) -> Settings:
     raised = MAP.name in ("nala", "pola")
     return Settings(
         name=NAMES.index("power" if raised else MAP.name),
@@ -82,7 +82,7 @@ def _forward(x: Tensor, p: Tensor | None, unit: Tensor | None, MAP: Map, query: 
     run(
         *map(_pointer, (x, y)),
         *_sizes(x),
-        ctypes.byref(_settings(MAP, query)),
+        ctypes.byref(settings_of(MAP, query)),
         *map(_pointer, (p, unit)),
         _threads(x),
     )
@@ -114,7 +114,7 @@ class _Mapped(torch.autograd.Function):
         run(
             *map(_pointer, (x, dy, dx)),
             *_sizes(x),
-            ctypes.byref(_settings(*ctx.map)),
+            ctypes.byref(settings_of(*ctx.map)),
             *tensors,
             parts,
         )

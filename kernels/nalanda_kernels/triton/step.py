@@ -9,7 +9,7 @@ multiprocessors idle while six move 3 MB; a second launch for the norm would wai
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nalanda_kernels import Unsupported
+from nalanda_kernels.one_token import Token
 from nalanda_kernels.triton.common import name_of, power_of_two, rows_of
 from nalanda_kernels.triton.feature_maps import EPS, describe, features
 
@@ -331,35 +332,6 @@ def tiles(N: int, HV: int, K: int, V: int, halves: int) -> dict[str, int]:
     BK, many = power_of_two(K), N * HV * V >= 2048 * 16
     BV = 32 if many and V > 16 else 16
     return {"BK": BK, "BV": BV, "num_warps": 8 if halves * BK > 256 else 4}
-
-
-class Token(NamedTuple):
-    """The rule of one token, its sizes, and the layers around it, as callers of API 3 name them."""
-
-    dtype: torch.dtype  # of the output
-    key_dim: int
-    value_dim: int
-    num_heads: int
-    num_v_heads: int
-    feature_map: Any = None
-    qk_norm: str | None = None
-    scale: float | None = None  # of the readout; None: F^-½
-    steps: int = 1  # of the rule, one after another; the decay precedes the first
-    delta: bool = False  # the delta rule, or linear attention
-    beta_scale: float = 1.0  # β = beta_scale·σ(b)
-    decay: tuple[Tensor, Tensor] | None = None  # A_log [HV] and dt_bias
-    denominator: bool = False
-    filters: dict[str, Tensor] | None = (
-        None  # of q, k and v, [·, W] or [·, 1, W]; None or empty for none
-    )
-    silu: bool = False  # whether SiLU follows the convolution of v
-    norm: tuple[Tensor, float] | None = (
-        None  # weight [V] and ε of the RMSNorm of each head of the output
-    )
-    gate_activation: str = "silu"  # or "sigmoid"
-    out: dict[str, Tensor] | None = (
-        None  # contiguous, for the new state, none of `state`'s own; None: new
-    )
 
 
 def step(

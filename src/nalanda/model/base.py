@@ -52,7 +52,7 @@ from .epilogues import norm_gate, swiglu
 from .feature_maps import build_feature_map
 from .layers import LayerNorm, RMSNorm, ShortConv
 from .ops import by_kernel
-from .projections import FusedLinears
+from .projections import FusedLinears, apply_linear
 from .sequences import Sequences
 from .step import StepLayer, StepRule, step
 
@@ -374,7 +374,8 @@ class Mixer(FusedLinears):
         if served is None and torch.is_autocast_enabled(x.device.type):
             return None
         o, new = step(inputs, state, rule, layer) if served is None else served
-        return self.o_proj(o.flatten(-2)) if by_head else self.read_out(o, rest, x), new
+        y = apply_linear(self.o_proj, o.flatten(-2)) if by_head else self.read_out(o, rest, x)
+        return y, new
 
     def rule_of_a_token(self) -> StepRule | None:
         """The class's `step_rule`, if its own body states one and the layers around it are as it expects."""

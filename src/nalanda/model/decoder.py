@@ -22,7 +22,7 @@ from .epilogues import add_norm, swiglu
 from .layers import PatchEmbedding, RMSNorm, ShortConv, rotary_angles
 from .mixers import build_mixer, uncut_mixers
 from .plugins import load_copies
-from .projections import FusedLinears
+from .projections import FusedLinears, apply_linear
 from .sequences import Layout, Sequences, foreign_bounds
 from .width import Growth, growths
 
@@ -88,7 +88,7 @@ class GLU(FusedLinears):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.project(x.flatten(0, -2))  # flattened once instead of in each Linear
-        return self.down_proj(swiglu(rows["gate"], rows["up"])).view(x.shape)
+        return apply_linear(self.down_proj, swiglu(rows["gate"], rows["up"])).view(x.shape)
 
 
 class Block(GradientCheckpointingLayer):

@@ -13,6 +13,7 @@ from .epilogues import norm_gate
 from .feature_maps import EPS, Elementwise
 from .layers import Fp32Module, RMSNorm, at_least_fp32, direction, excess, no_autocast
 from .ops import delta_rule_flops, map_features
+from .projections import apply_linear
 from .sequences import Sequences
 from .step import StepRule
 
@@ -319,9 +320,9 @@ class KDA(DeltaNet):
 
     def project(self, x: Tensor) -> Heads:
         heads = super().project(x)
-        heads["a"] = self.a_up_proj(heads["a"])
+        heads["a"] = apply_linear(self.a_up_proj, heads["a"])
         if self.gated:
-            heads["gate"] = self.g_up_proj(heads["gate"])
+            heads["gate"] = apply_linear(self.g_up_proj, heads["gate"])
         return heads
 
 

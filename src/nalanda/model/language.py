@@ -20,7 +20,7 @@ from .decoder import Decoder, NalandaPreTrainedModel
 from .graphs import current_graphs, decoding_graphs
 from .layers import at_least_fp32
 from .loss import linear_cross_entropy, mean_over
-from .projections import matrix_of
+from .projections import apply_linear, matrix_of
 from .sequences import foreign_bounds, next_tokens
 from .state import State, check_prompt, check_state
 
@@ -410,7 +410,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         # In training the loss has its own logits, block by block.
         logits = None
         if loss is None or not self.training:
-            logits = self.lm_head(h[:, _positions(logits_to_keep)])
+            logits = apply_linear(self.lm_head, h[:, _positions(logits_to_keep)])
 
         return CausalLMOutput(
             loss=loss,

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .layers import linear_dtype
+from .ops import by_kernel
 
 ALIGNED = 16  # fast kernels serve a product only if its rows begin at multiples of 16 bytes
 NARROW = 64  # columns; a product this narrow costs as much as a wider one
+FEW = 8  # rows, of which a kernel may form products on a CPU
 
 
 def side_by_side(
@@ -153,9 +155,9 @@ class FusedLinears(nn.Module):
         if not torch.is_grad_enabled():  # generation: as few steps as possible
             joined = None if compiling else self._still_joined()
             if joined is not None:
-                outputs = F.linear(x, joined.matrix).split_with_sizes(joined.widths, -1)
+                outputs = multiply(x, joined.matrix).split_with_sizes(joined.widths, -1)
                 return dict(zip(joined.names, outputs))  # noqa: B905 (padding)
-            return {name: layer(x) for name, layer in self.linears().items()}
+            return {name: apply_linear(layer, x) for name, layer in self.linears().items()}
 
         layers = self.linears()
         weights = [matrix_of(layer) for layer in layers.values()]
@@ -214,6 +216,24 @@ def matrix_of(layer: nn.Linear) -> Tensor | None:
     if hooks or fields["_backward_pre_hooks"] or "forward" in fields or bias is not None:
         return None
     return weight if type(weight) in (nn.Parameter, Tensor) else None
+
+
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ without gradients; of few rows on a CPU by a kernel, because torch reads weights at half memory's speed."""
+    few = x.device.type == "cpu" and x.numel() <= FEW * x.shape[-1]
+    if few and not torch.is_autocast_enabled("cpu"):
+        served = by_kernel("linear_rows", "auto", x, x, weight)
+        if served is not None:
+            return served
+    return F.linear(x, weight)
+
+
+def apply_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """layer(x), by `multiply` where that is nothing but a product and has no gradient."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return layer(x)
+    weight = matrix_of(layer)
+    return layer(x) if weight is None else multiply(x, weight)
 
 
 def _fit(weights: list[Tensor | None], x: Tensor) -> TypeGuard[list[Tensor]]:

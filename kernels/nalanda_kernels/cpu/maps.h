@@ -1,0 +1,134 @@
+// Feature maps of a row of K numbers with their L2 norm. The head of triton/feature_maps.py derives the formulas; names
+// here are its names.
+#pragma once
+#include <cmath>
+
+#include "elementary.h"
+
+enum Name { IDENTITY, SILU, RELU, ELU, ELU1, EXP, POWER };
+enum Angle { SPLIT, RAW, DIRECTION };
+
+// `Settings` of feature_maps.py.
+struct Settings {
+    int32_t name, angle, l2, query;
+    float alpha, power, n_scale, scale, exponent;  // exponent: 0 for p(n)
+};
+
+constexpr float EPS = 1e-6f, QUARTER_PI = 0.78539816f;
+
+template <int NAME>
+inline float plain(float x) {
+    if (NAME == SILU) return x * sigmoid32(x);
+    if (NAME == RELU) return x < 0 ? 0 : x;
+    if (NAME == ELU) return x > 0 ? x : expm1_32(x < 0 ? x : x - x);
+    if (NAME == ELU1) return x > 0 ? 1 + x : exp32(x);
+    if (NAME == EXP) return exp32(x > 10 ? 10 : x);
+    return x;
+}
+
+template <int NAME, class T>
+void plain_forward(const T* x, T* y, int K, bool l2, float* f) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int i = 0; i < K; i++) {
+        f[i] = plain<NAME>(load(x + i));
+        squares += f[i] * f[i];
+    }
+    float rho = l2 ? 1 / std::sqrt(squares + EPS) : 1;
+#pragma omp simd
+    for (int i = 0; i < K; i++) store(y + i, f[i] * rho);
+}
+
+// What the entries of a row share.
+struct Row {
+    float r = 1;          // 1/‖x‖
+    float p = 1;          // exponent, where channels have none of their own
+    float base = 1;       // |b| = base · |x|
+    float argument = 1;   // a = argument · x
+    float p_slope = 0;    // dp/dx_i = p_slope · x_i
+    bool scaled = false;  // whether b contains r
+};
+
+template <int ANGLE, class T>
+Row describe_row(const T* x, int K, const Settings& map) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int i = 0; i < K; i++) squares += load(x + i) * load(x + i);
+
+    Row row;
+    row.r = 1 / std::sqrt(squares + EPS);
+    row.p = map.exponent;
+    row.scaled = map.query && map.scale > 0;
+    if (row.scaled) row.base = map.scale * row.r;
+    if (ANGLE == DIRECTION) row.argument = map.alpha * row.r;
+    if (map.exponent == 0) {
+        float t = std::tanh(map.n_scale / row.r);
+        row.p = map.power * (0.5f + t);
+        row.p_slope = row.r * map.power * map.n_scale * (1 - t * t);
+    }
+    return row;
+}
+
+// b^p, exactly 0 where b ≤ 1e-6. KIND of the exponent: 1 or 2 itself, or any number, of a row or of each channel.
+enum Kind { ANY = 0, FIRST = 1, SECOND = 2, CHANNELS = 3 };
+
+template <int KIND>
+inline float raise(float b, float log_b, float p) {
+    float M = KIND == FIRST ? b : KIND == SECOND ? b * b : exp32(p * log_b);
+    return b <= EPS ? 0 : M;
+}
+
+// exponents, units: [K] of Pola, whose b = unit · x; null elsewhere.
+template <int ANGLE, int KIND, class T>
+void power_forward(const T* x, T* y, int K, const Settings& map, const float* exponents, const float* units,
+                   float* memory) {
+    Row row = describe_row<ANGLE>(x, K, map);
+    constexpr bool constant = KIND == FIRST || KIND == SECOND;
+    float *first = memory, *second = memory + K, squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int i = 0; i < K; i++) {
+        float entry = load(x + i);
+        float b = __builtin_fabsf(entry) * (KIND == CHANNELS ? units[i] : row.base);
+        float p = KIND == CHANNELS ? exponents[i] : row.p;
+        float log_b = constant ? 0 : log32(b < EPS ? EPS : b);
+        float M = raise<KIND>(b, log_b, p);
+        squares += M * M;
+        if (ANGLE == SPLIT) {
+            first[i] = entry > 0 ? M : 0;
+            second[i] = entry > 0 ? 0 : M;
+        } else {
+            float theta = QUARTER_PI * tanh32(row.argument * entry);
+            first[i] = M * cos32(theta);
+            second[i] = M * sin32(theta);
+        }
+    }
+    float rho = map.l2 ? 1 / std::sqrt(squares + EPS) : 1;
+#pragma omp simd
+    for (int i = 0; i < 2 * K; i++) store(y + i, memory[i] * rho);
+}
+
+template <int ANGLE, class T>
+void forward_kind(const T* x, T* y, int K, const Settings& map, float* memory) {
+    auto run = power_forward<ANGLE, ANY, T>;
+    if (map.exponent == 1) run = power_forward<ANGLE, FIRST, T>;
+    if (map.exponent == 2) run = power_forward<ANGLE, SECOND, T>;
+    run(x, y, K, map, nullptr, nullptr, memory);
+}
+
+template <class T>
+void forward_row(const T* x, T* y, int K, const Settings& map, const float* p, const float* u, float* memory) {
+    switch (map.name) {
+        case IDENTITY: return plain_forward<IDENTITY>(x, y, K, map.l2, memory);
+        case SILU: return plain_forward<SILU>(x, y, K, map.l2, memory);
+        case RELU: return plain_forward<RELU>(x, y, K, map.l2, memory);
+        case ELU: return plain_forward<ELU>(x, y, K, map.l2, memory);
+        case ELU1: return plain_forward<ELU1>(x, y, K, map.l2, memory);
+        case EXP: return plain_forward<EXP>(x, y, K, map.l2, memory);
+    }
+    if (p) return power_forward<SPLIT, CHANNELS>(x, y, K, map, p, u, memory);
+    switch (map.angle) {
+        case SPLIT: return forward_kind<SPLIT>(x, y, K, map, memory);
+        case RAW: return forward_kind<RAW>(x, y, K, map, memory);
+        case DIRECTION: return forward_kind<DIRECTION>(x, y, K, map, memory);
+    }
+}

@@ -1,0 +1,138 @@
+// Few rows times a matrix, y = x Wᵀ: each weight is read once, so memory is the limit.
+#pragma once
+#include <vector>
+
+#include "parts.h"
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+// Compilers keep these in registers, which they do not do with arrays of sums.
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef float Quad __attribute__((vector_size(16)));
+
+template <class To, class From>
+inline To read_as(const From* x) {
+    To y;
+    std::memcpy(&y, x, sizeof y);
+    return y;
+}
+
+// 2 · LANES weights: the first half and the second, or in bf16 those at even places and those at odd ones.
+struct Weights {
+    Lanes first, second;
+    explicit Weights(const float* w) : first(read_as<Lanes>(w)), second(read_as<Lanes>(w + LANES)) {}
+    explicit Weights(const uint16_t* w) {
+        Words pairs = read_as<Words>(w), even = pairs << 16, odd = pairs & 0xffff0000u;
+        first = read_as<Lanes>(&even);
+        second = read_as<Lanes>(&odd);
+    }
+};
+
+// x [N, K] in fp32, in the order in which `Weights` meet it.
+inline const float* arrange(const float* x, int, int, std::vector<float>&) { return x; }
+inline const float* arrange(const uint16_t* x, int N, int K, std::vector<float>& memory) {
+    memory.resize(long(N) * K);
+    for (long n = 0; n < N; n++) {
+        const uint16_t* row = x + n * K;
+        float* y = memory.data() + n * K;
+        int k = 0;
+        for (; k + 2 * LANES <= K; k += 2 * LANES) {
+            for (int i = 0; i < LANES; i++) {
+                y[k + i] = load(row + k + 2 * i);
+                y[k + LANES + i] = load(row + k + 2 * i + 1);
+            }
+        }
+        for (; k < K; k++) y[k] = load(row + k);
+    }
+    return memory.data();
+}
+
+inline float sum_lanes(Lanes x) {
+    Quad sum = {};
+    for (int i = 0; i < LANES; i += 4) sum += read_as<Quad>((const float*)&x + i);
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+// sums[n][r] = x_n · W_r for N rows of x and R rows of W, all of K numbers. The order of a sum depends on K alone.
+template <int N, int R, class T>
+void multiply(const T* W, const float* x, int K, float (*sums)[4]) {
+    Lanes totals[N][R] = {};
+    int k = 0;
+    for (; k + 2 * LANES <= K; k += 2 * LANES) {
+        for (int r = 0; r < R; r++) {
+            // The rows that come next: processors do not foresee as many streams.
+            const char* next = (const char*)(W + long(r + R) * K + k);
+            for (int line = 0; line < int(2 * LANES * sizeof(T)); line += 64) __builtin_prefetch(next + line);
+            Weights w(W + long(r) * K + k);
+            for (int n = 0; n < N; n++) {
+                const float* x_n = x + long(n) * K + k;
+                totals[n][r] += w.first * read_as<Lanes>(x_n);
+                totals[n][r] += w.second * read_as<Lanes>(x_n + LANES);
+            }
+        }
+    }
+    for (int n = 0; n < N; n++) {
+        for (int r = 0; r < R; r++) sums[n][r] = sum_lanes(totals[n][r]);
+    }
+    for (; k < K; k++) {
+        for (int n = 0; n < N; n++) {
+            for (int r = 0; r < R; r++) sums[n][r] += x[long(n) * K + k] * load(W + long(r) * K + k);
+        }
+    }
+}
+
+template <int R, class T>
+void multiply_rows(const T* W, const float* x, int N, int K, float (*sums)[4]) {
+    switch (N) {
+        case 1: return multiply<1, R>(W, x, K, sums);
+        case 2: return multiply<2, R>(W, x, K, sums);
+        case 3: return multiply<3, R>(W, x, K, sums);
+        default: return multiply<4, R>(W, x, K, sums);
+    }
+}
+
+// A Linear layer of N rows: y [N, M] = x [N, K] times the transpose of W [M, K], plus a bias and what y is added to.
+template <class T>
+struct Linear {
+    const T *W, *bias, *x, *added;  // bias [M] and added [N, M] may be null
+    T* y;
+    int N, K, M;
+};
+
+template <class T>
+void run_linear(const Linear<T>& layer, Part part) {
+    static thread_local std::vector<float> memory;
+    int K = layer.K, M = layer.M, blocks = (M + 3) / 4;
+    const float* x = arrange(layer.x, layer.N, K, memory);
+    for (int block = part.first(blocks); block < part.end(blocks); block++) {
+        int m = 4 * block, rows = M - m < 4 ? M - m : 4;
+        const T* W = layer.W + long(m) * K;
+        // Four rows of x at a time: the block of weights stays in the first cache.
+        for (int n = 0; n < layer.N; n += 4) {
+            float sums[4][4];
+            int count = layer.N - n < 4 ? layer.N - n : 4;
+            const float* x_n = x + long(n) * K;
+            if (rows == 4) multiply_rows<4>(W, x_n, count, K, sums);
+            for (int r = 0; rows < 4 && r < rows; r++) {
+                float one[4][4];
+                multiply_rows<1>(W + long(r) * K, x_n, count, K, one);
+                for (int i = 0; i < count; i++) sums[i][r] = one[i][0];
+            }
+            for (int i = 0; i < count; i++) {
+                for (int r = 0; r < rows; r++) {
+                    long at = long(n + i) * M + m + r;
+                    float y = sums[i][r] + (layer.bias ? load(layer.bias + m + r) : 0);
+                    if (layer.added) y = load(layer.added + at) + rounded<T>(y);
+                    store(layer.y + at, y);
+                }
+            }
+        }
+    }
+}
