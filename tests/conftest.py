@@ -7,6 +7,7 @@ import os
 import random
 from pathlib import Path
 
+os.environ.setdefault("NALANDA_ONEDNN", "0")  # one route in all processes, whatever the clock says
 os.environ.setdefault(
     "HF_HUB_OFFLINE", "1"
 )  # read when huggingface_hub is imported: no test asks the network

@@ -17,6 +17,7 @@ import nalanda_kernels
 from transformers import PreTrainedModel
 
 from nalanda.common.errors import DiskFull, InputError
+from nalanda.common.products import product_route
 from nalanda.model.state import fingerprint
 from nalanda_eval import scoring
 from nalanda_eval.scoring import Answer, Request
@@ -92,6 +93,7 @@ def model_identity(model: PreTrainedModel) -> dict[str, Any]:
         "weights": fingerprint(model),
         "config": config,
         "device": model.device.type,
+        "products": product_route(),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         "code": code.hexdigest(),
     }

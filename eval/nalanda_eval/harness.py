@@ -53,6 +53,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from nalanda.common.errors import DiskFull, InputError, first_line, no_room, output_folder
 from nalanda.common.files import write_atomically
+from nalanda.common.products import product_route
 from nalanda.common.progress import Progress
 from nalanda.common.versions import versions
 from nalanda.inference.load import choose_device, load_model
@@ -241,6 +242,7 @@ def _score_model(
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(model.device),
+            "products": product_route(),
             "max_length": None if in_one_pass else scorer.max_length,
             "begins_with_bos": bool(scorer.bos),
         }

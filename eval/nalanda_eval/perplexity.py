@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError, output_folder
+from nalanda.common.products import product_route
 from nalanda.common.progress import Progress, first_process
 from nalanda.common.text import si
 from nalanda.common.versions import versions
@@ -134,6 +135,7 @@ def _model_facts(name: str, model: PreTrainedModel) -> dict[str, Any]:
         "name": name,
         "fingerprint": fingerprint(model),
         "device": str(model.device),
+        "products": product_route(),
         "dtype": str(model.dtype).removeprefix("torch."),
     }
 

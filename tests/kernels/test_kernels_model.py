@@ -56,7 +56,7 @@ ROWS = [
         pytest.param(mixer, {}, marks=pytest.mark.slow if mixer in SAME_KERNELS else ())
         for mixer in MIXERS
     ),
-    ("gated_deltanet", NORMS | {"num_v_heads": 4}),
+    pytest.param("gated_deltanet", NORMS | {"num_v_heads": 4}, marks=pytest.mark.slow),
     pytest.param("gated_deltanet", NORMS | {"qk_norm": "none"}, marks=pytest.mark.slow),
 ]
 

@@ -95,11 +95,10 @@ class Nothing(nn.Module):
 
 
 def one_a_mixer() -> set[str]:
-    """The first recipe of each mixer and map."""
+    """The first recipe of each mixer or pattern of mixers."""
     first = {}
     for recipe in RECIPES:
-        model = load_config(recipe).model
-        first.setdefault((str(model.get("mixer")), model.get("feature_map")), recipe.stem)
+        first.setdefault(str(load_config(recipe).model.get("mixer")), recipe.stem)
     return set(first.values())
 
 

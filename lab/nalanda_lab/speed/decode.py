@@ -19,6 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from nalanda.common.errors import output_file
+from nalanda.common.products import product_route
 from nalanda.common.progress import track
 from nalanda.inference.generate import cache_bytes
 from nalanda.model import NalandaCache, NalandaConfig, NalandaForCausalLM
@@ -72,7 +73,7 @@ def bench_decode(
     try:
         console.print(
             f"one token, batch 1, fp32, {LAYERS} layers × {WIDTH}, {HEADS} heads of {HEAD_DIM}, {threads} "
-            f"threads, {platform.machine()}, torch {torch.__version__}, "
+            f"threads, {platform.machine()}, torch {torch.__version__}, {product_route()} products, "
             f"transformers {version('transformers')}",
             soft_wrap=True,
         )

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from nalanda.common.allocator import keep_freed_memory
 from nalanda.common.errors import InputError, output_file
+from nalanda.common.products import product_route
 from nalanda.common.progress import track
 from nalanda.model import ops
 
@@ -62,7 +63,7 @@ def bench_ops(
     try:
         console.print(
             f"forward + backward, fp32, B = 1, K = V = {HEAD_DIM}, {threads} threads, "
-            f"{platform.machine()}, torch {torch.__version__}\n"
+            f"{platform.machine()}, torch {torch.__version__}, {product_route()} products\n"
             f"peers: torch_chunk_gated_delta_rule (Qwen3-Next) and MiniMaxLightningAttention of transformers "
             f"{version('transformers')}"
         )

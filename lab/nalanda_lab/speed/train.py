@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nalanda.common.errors import InputError, output_file
+from nalanda.common.products import product_route
 from nalanda.common.progress import track
 from nalanda.config.schema import OptimConfig
 from nalanda.data.packing import Row, collate
@@ -86,7 +87,7 @@ def bench_train(
     try:
         console.print(
             f"training, fp32, {SIZES}, {HEADS} heads of {HEAD_DIM}, {ROWS} rows × {LENGTH}, {threads} "
-            f"threads, {platform.machine()}, torch {torch.__version__}, "
+            f"threads, {platform.machine()}, torch {torch.__version__}, {product_route()} products, "
             f"transformers {version('transformers')}",
             soft_wrap=True,
         )

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from nalanda.common.errors import InputError, explained, first_line, out_of_memory
+from nalanda.common.products import choose_product_route, set_product_route
 from nalanda.model.context import Context
 from nalanda.train.resolve import resolve
 
@@ -42,6 +43,7 @@ def load_model(
     device = choose_device(device)
     if device == "cpu":
         torch.set_flush_denormal(True)  # their products are slow
+        set_product_route(choose_product_route())
     if dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
         raise InputError(
             f"unknown dtype {dtype!r}: use auto, float32, bfloat16, float16 or float64"

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nalanda.common.errors import InputError
+from nalanda.common.products import product_route
 from nalanda.common.versions import versions
 from nalanda.config.model import build_model_config, in_one_line, is_encoder, language_model
 from nalanda.config.model_folder import weight_files
@@ -237,6 +238,7 @@ def describe(run: Run, measured: dict[str, Any]) -> dict[str, Any]:
         "parameters_without_embeddings": model.num_parameters(exclude_embeddings=True),
         **measured,
         "device": str(device.type),
+        "products": product_route(),
         "processes": processes,
         "parallel": run.sharing.kind if processes > 1 else None,
         "context_parallel": config.train.context_parallel,

@@ -16,6 +16,7 @@ from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gath
 
 from nalanda.common.allocator import keep_freed_memory
 from nalanda.common.errors import InputError
+from nalanda.common.products import choose_product_route, set_product_route
 from nalanda.config.schema import RunConfig
 from nalanda.data.workers import processors
 
@@ -43,6 +44,9 @@ def launch(config: RunConfig) -> Accelerator:
     check_processes(accelerator)
     if accelerator.device.type == "cpu":
         keep_freed_memory()
+        # One route in all processes, because Muon multiplies the same matrices in each.
+        routes = set(gather_object([choose_product_route()]))
+        set_product_route(routes.pop() if len(routes) == 1 else "default")
         if accelerator.is_main_process:
             advise_on_threads(config, accelerator.num_processes)
     return accelerator
