@@ -141,13 +141,14 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(texts, tmp_path_factory):
-    """Trains a SentencePiece model, by default with the trainer's own settings."""
+    """Trains a SentencePiece model, by default with the trainer's own settings, on texts with tags or without."""
     sentencepiece = pytest.importorskip("sentencepiece")
 
-    def train(vocab_size: int = 500, **options) -> Path:
+    def train(vocab_size: int = 500, tags: bool = True, **options) -> Path:
+        tagged = ["<p>some</p> <b>0</b> a</s <0x4 <s <u"] * 200 if tags else []
         prefix = tmp_path_factory.mktemp("spm") / "m"
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter("\n".join(texts).splitlines()),
+            sentence_iterator=iter("\n".join([*texts, *tagged]).splitlines()),
             model_prefix=str(prefix),
             vocab_size=vocab_size,
             minloglevel=2,
@@ -166,7 +167,9 @@ SYMBOLS = {"user_defined_symbols": ["<sep>", "<cls>"], "control_symbols": ["<ctl
     "options",
     [
         {},
+        {"tags": False},
         {"byte_fallback": True},
+        {"byte_fallback": True, "tags": False},
         {"model_type": "bpe"},
         {"normalization_rule_name": "nfkc", "byte_fallback": True},
         {"normalization_rule_name": "nmt_nfkc_cf"},
@@ -177,7 +180,9 @@ SYMBOLS = {"user_defined_symbols": ["<sep>", "<cls>"], "control_symbols": ["<ctl
     ],
     ids=[
         "default",
+        "no tags",
         "bytes",
+        "bytes, no tags",
         "bpe",
         "nfkc",
         "casefold",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nalanda.common.errors import InputError
 
 if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
     from tokenizers import Tokenizer
 
 UNIGRAM, BPE = 1, 2
@@ -59,7 +60,7 @@ def convert_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     backend = Tokenizer(_build_algorithm(proto, special))
     backend.normalizer = _build_normalizer(proto.normalizer_spec, symbols)
     if proto.trainer_spec.model_type == UNIGRAM:
-        backend.pre_tokenizer = _cut_spelt_tokens(names)
+        backend.pre_tokenizer = _cut_spelt_tokens(model, names)
 
     steps: list[Any] = [
         decoders.Replace("▁", " "),
@@ -91,6 +92,13 @@ def _build_algorithm(proto: Any, special: list[int]) -> Any:
     trainer = proto.trainer_spec
     pieces = [(piece.piece, piece.score) for piece in proto.pieces]
     if trainer.model_type == UNIGRAM:
+        # tokenizers would take a special token or a byte's piece where a text spells its name. SentencePiece takes
+        # the pieces of the name, which score higher than this even one character at a time.
+        longest = max(len(pieces[i][0]) for i in special)
+        barred = min(score for _, score in pieces) * (longest + len("<0x41>"))
+        for i, piece in enumerate(proto.pieces):
+            if i in special or piece.type == BYTE:
+                pieces[i] = (piece.piece, barred)
         return models.Unigram(pieces, trainer.unk_id, trainer.byte_fallback)
 
     vocabulary = {piece: i for i, (piece, _) in enumerate(pieces)}
@@ -145,16 +153,21 @@ def _build_normalizer(spec: Any, symbols: list[str]) -> Any:
     return normalizers.Sequence(steps)
 
 
-def _cut_spelt_tokens(names: list[str]) -> Any:
-    """Cuts behind the first character where a text spells a special token or a byte's piece.
+def _cut_spelt_tokens(model: SentencePieceProcessor, names: list[str]) -> Any:
+    """Cuts behind the first character where a text spells a special token or a byte's piece; None for no cuts.
 
-    The Unigram model of tokenizers would take the token; SentencePiece never does.
+    Only an unknown character scores less than these tokens, which tokenizers would then take. No piece has it, so
+    the cut breaks none.
     """
     from tokenizers import Regex, pre_tokenizers
 
-    spelt = [f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in names if name[1:]]
-    pattern = "|".join([*spelt, "<(?=0x[0-9A-F]{2}>)"])
-    return pre_tokenizers.Split(Regex(pattern), "merged_with_previous")
+    spelt = [(name[0], re.escape(name[1:])) for name in names if name[1:]]
+    cuts = [
+        f"{re.escape(first)}(?={rest})"
+        for first, rest in [*spelt, ("<", "0x[0-9A-F]{2}>")]
+        if model.is_unknown(model.piece_to_id(first))
+    ]
+    return pre_tokenizers.Split(Regex("|".join(cuts)), "merged_with_previous") if cuts else None
 
 
 def _make_probes(proto: Any, names: list[str], symbols: list[str]) -> list[str]:
