@@ -58,6 +58,7 @@ def step(
     run = library()
     x = {name: _rows(name, y) for name, y in inputs().items()}
     filters = token.filters or {}
+    # recurrent [N, HV, F, V (+ 1)], conv_q, conv_k and conv_v [N, W − 1, ·]
     old = {name: y.contiguous() for name, y in state.items()}
     new = token.out or {name: torch.empty_like(y) for name, y in old.items()}
     out = x["v"].new_empty(len(x["v"]), 1, token.num_v_heads, token.value_dim, dtype=token.dtype)
@@ -70,6 +71,7 @@ def step(
         fields[f"{name}_past"] = old[f"conv_{name}"].data_ptr()
         fields[f"{name}_moved"] = new[f"conv_{name}"].data_ptr()
 
+    # A log-decay a head, or one a feature.
     decays = x.get("g" if token.decay is None else "a")
     N, HV = len(out), token.num_v_heads
     described = Step(
@@ -98,6 +100,7 @@ def describe_layer(token: Token) -> dict[str, Any] | None:
     filters, (A_log, dt_bias) = token.filters or {}, token.decay or (None, None)
     weight, eps = token.norm or (None, 0.0)
     features = MAP.halves * token.key_dim
+    # Of these the C++ keeps addresses: none may be a view with gaps.
     weights = {f"{name}_filter": y for name, y in filters.items()}
     weights |= {"A_log": A_log, "dt_bias": dt_bias, "norm": weight}
     weights |= dict(zip(("map_powers", "map_units"), parameters))  # noqa: B905 (a map may lack units)
@@ -135,6 +138,7 @@ def _fits(
 ) -> bool:
     """Whether all tensors have the dtypes and shapes that the C++ reads."""
     dtype, filters = x["v"].dtype, token.filters or {}
+    # In the model's dtype; sums, decays and the state are in fp32.
     narrow = [x[name] for name in COLUMNS if name in x]
     narrow += [*filters.values(), *(token.norm or ())[:1]]
     narrow += [states[f"conv_{name}"] for states in (old, new) for name in filters]

@@ -220,6 +220,7 @@ def matrix_of(layer: nn.Linear) -> Tensor | None:
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
     """x Wᵀ without gradients; of few rows on a CPU by a kernel, because torch reads weights at half memory's speed."""
+    # [..., K]: as many rows as sequences, one token each
     few = x.device.type == "cpu" and x.numel() <= FEW * x.shape[-1]
     if few and not torch.is_autocast_enabled("cpu"):
         served = by_kernel("linear_rows", "auto", x, x, weight)
