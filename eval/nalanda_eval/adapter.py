@@ -321,7 +321,11 @@ def _load_source(
 ) -> Any:
     is_local = source.task_file or source.documents or source.needle
     fetch = f"nalanda eval --tasks {source.name} --fetch DIR"
-    hint = "" if is_local else f" (without the hub: --data DIR, which `{fetch}` fills elsewhere)"
+    hint = (
+        ""
+        if is_local
+        else f" (without the hub: --tasks python_docs, or --data DIR, which `{fetch}` fills elsewhere)"
+    )
     try:
         if source.needle:
             rows = needle_rows(source.needle, samples, count_tokens, haystack(source.data))

@@ -104,7 +104,10 @@ TABLE = [
         r"log=.*: line 1: not YAML: 'every' is a duplicate of line 1",
     ),
     ("train r.yaml steps=10", r"steps: no such key; did you mean train\.steps\?"),
-    ("train r.yaml optim.learning_rate=1", r"optim\.learning_rate: no such key; did you mean lr\?"),
+    (
+        "train r.yaml optim.learning_rate=1",
+        r"optim\.learning_rate: no such key; did you mean optim\.lr\?",
+    ),
     ("train r.yaml plugins=cubed", r"plugins: expected a list, got 'cubed'; write \[cubed\]"),
     (
         "train r.yaml 'plugins=[cubed.py]'",
@@ -118,8 +121,14 @@ TABLE = [
     ("train r.yaml step=10", r"step: no such key; did you mean train\.steps\?"),
     ("train r.yaml data.lr=1", r"data\.lr: no such key; did you mean optim\.lr\?"),
     ("train r.yaml data=book.txt", r"data: .*; did you mean data\.source=book\.txt\?"),
-    ("train b.txt", r"b\.txt: not a recipe; did you mean nalanda train demo data\.source=b\.txt\?"),
-    ("info runs", r"runs: not a recipe; did you mean nalanda train demo data\.source=runs\?"),
+    (
+        "train b.txt",
+        r"b\.txt: not a recipe; did you mean nalanda train demo data\.source=b\.txt output_dir=runs/b\?",
+    ),
+    (
+        "info runs",
+        r"runs: not a recipe; did you mean nalanda train demo data\.source=runs output_dir=runs/runs\?",
+    ),
     ("train nothing_like_it", r".*: no such recipe or file; nalanda recipes lists those that ship"),
     *(
         (

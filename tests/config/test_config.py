@@ -99,7 +99,7 @@ def test_overrides_reach_every_depth(recipe):
     ("override", "words"),
     [
         ("optim.learning_rat=1", "optim.learning_rat: no such key"),
-        ("optim.weight_decai=1", "did you mean weight_decay?"),
+        ("optim.weight_decai=1", "did you mean optim.weight_decay?"),
         ("trian.steps=1", "trian: no such key; did you mean train?"),
         ("model.hiden_size=1", "hidden_size"),
         ("model.feature_map_options.powr=1", "powr"),

@@ -104,6 +104,11 @@ def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(
     capsys.readouterr()
     loop.train(short)
     assert "is finished, 4 steps" in capsys.readouterr().out
+    other_text = configured(
+        recipe, tmp_path / "run", "train.steps=4", "validation.every=0", "data.source=b.txt"
+    )
+    with pytest.raises(InputError, match=r"choose another output_dir for b\.txt$"):
+        loop.train(other_text)
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["versions"] == versions()
     facts["versions"]["torch"] = "2.0.1"

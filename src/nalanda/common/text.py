@@ -44,12 +44,12 @@ def closest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
     return matches[0] if matches else None
 
 
-def suggest(name: str, names: Iterable[str]) -> str:
-    """`; did you mean steps?`, or the list of `names`."""
+def suggest(name: str, names: Iterable[str], section: str = "") -> str:
+    """`; did you mean train.steps?`, for the section `train.`, or the list of `names`."""
     names = sorted(names)
     initials = "".join(word[:1] for word in name.split("_"))  # learning_rate is lr
     if close := closest(name, names) or next((x for x in names if x == initials), None):
-        return f"; did you mean {close}?"
+        return f"; did you mean {section}{close}?"
     return f"; there are {', '.join(names)}" if names else ""
 
 

@@ -164,8 +164,8 @@ def find_recipe(name: str) -> Path:
     if inside.is_file():
         raise InputError(f"{name}: a folder, not a recipe; its recipe is {inside}")
     if name.endswith(TEXTS) or Path(name).is_dir():
-        setting = shlex.quote(f"data.source={name}")
-        raise InputError(f"{name}: not a recipe; did you mean nalanda train demo {setting}?")
+        settings = shlex.join([f"data.source={name}", f"output_dir=runs/{Path(name).stem}"])
+        raise InputError(f"{name}: not a recipe; did you mean nalanda train demo {settings}?")
     near = closest(name, shipped_recipes())
     advice = f"did you mean {near}?" if near else "nalanda recipes lists those that ship"
     raise InputError(f"{name}: no such recipe or file; {advice}")
@@ -317,7 +317,7 @@ def section(cls: type, values: Any, where: str) -> Any:
     keys = {f.name: f for f in fields(cls) if f.init}
     for key in values:
         if key not in keys:
-            raise InputError(f"{where}{key}: no such key{_instead(cls, str(key), [*keys])}")
+            raise InputError(f"{where}{key}: no such key{_instead(cls, str(key), [*keys], where)}")
 
     arguments = {}
     for f in keys.values():
@@ -420,8 +420,8 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _instead(cls: type, key: str, names: list[str]) -> str:
-    """Suggests a key in place of an unknown one of `cls`, from the same section or another one."""
+def _instead(cls: type, key: str, names: list[str], section: str) -> str:
+    """Suggests a key in place of an unknown one of `cls`, from the same section, "optim.", or another one."""
     hints = typing.get_type_hints(RunConfig)
     sections = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     if cls in (RunConfig, *sections.values()) and not closest(key, names, 0.75):
@@ -436,7 +436,7 @@ def _instead(cls: type, key: str, names: list[str]) -> str:
         ]
         if candidates:
             return f"; did you mean {' or '.join(candidates)}?"
-    return suggest(key, names)
+    return suggest(key, names, section)
 
 
 def _name(value: Any) -> str:

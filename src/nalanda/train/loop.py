@@ -41,6 +41,7 @@ from nalanda.train.run_dir import (
     lock_run_dir,
     make_newest,
     record_state,
+    refuse_other_data,
     removed_if_unused,
     rollback_message,
 )
@@ -102,6 +103,7 @@ def train_together(
     if resume:
         keep_warmup(config, changes)
     if is_finished(config, facts, resume):
+        refuse_other_data(run_dir, changes)
         if main:
             done = f"{run_dir} is finished, {step_of(resume)} steps"
             print(f"{done}: raise train.steps to train further", flush=True)

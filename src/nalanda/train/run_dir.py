@@ -240,6 +240,15 @@ def refuse_another_run(run_dir: Path, changes: dict[str, tuple]) -> None:
             )
 
 
+def refuse_other_data(run_dir: Path, changes: dict[str, list]) -> None:
+    """Raises `InputError` if a finished run is asked to train on another source; a run that goes on compares texts."""
+    if "data.source" in changes:
+        old, new = changes["data.source"]
+        raise InputError(
+            f"{run_dir} is finished, with data.source={old}: choose another output_dir for {new}"
+        )
+
+
 def models_of(recorded: RunConfig, config: RunConfig, saved: list[Path]) -> tuple[dict, dict]:
     """The models of the run in a folder and of the recipe `config`, with the keys that both have.
 
