@@ -121,6 +121,7 @@ def test_overrides_reach_every_depth(recipe):
         ("train.resume=1.5", "train.resume: expected text or an integer, got 1.5"),
         ("optim=3", "optim: expected a section of keys, got 3"),
         ("train.steps", "train.steps: expected section.key=value"),
+        ("book.txt", "book.txt: expected section.key=value, such as data.source=book.txt"),
         ("train.steps=[1", "line 1: not YAML"),
         ("data.seq_len=0", "seq_len"),
         ("train.steps=0", "train.steps: expected 1 or more"),

@@ -398,7 +398,7 @@ def test_a_joined_file_holds_out_its_last_share(tmp_path):
 
 def test_joined_documents_refuse_bos_and_held_out_shares(shards):
     shards.documents = "joined"
-    with pytest.raises(InputError, match=r"set data\.bos: false"):
+    with pytest.raises(InputError, match=r"set data\.bos=false"):
         shards.check()
     shards.bos = False
     with pytest.raises(InputError, match=r"no validation part.*give data\.validation_source"):

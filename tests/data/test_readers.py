@@ -444,7 +444,7 @@ UNUSABLE = {
 def test_an_unusable_record_is_refused_or_left_out(tmp_path, line):
     write(tmp_path / "a.jsonl", b'{"text": "one"}\n' + line + b'\n{"text": "two"}\n')
     with pytest.raises(
-        InputError, match=rf"a\.jsonl, line 2: {UNUSABLE[line]}.*; set data.unusable: skip"
+        InputError, match=rf"a\.jsonl, line 2: {UNUSABLE[line]}.*; set data.unusable=skip"
     ):
         held_in(tmp_path)
     config = DataConfig(source=str(tmp_path), validation_share=1e-9, unusable="skip")

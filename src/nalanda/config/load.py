@@ -204,7 +204,8 @@ def _override(values: dict, override: str) -> None:
     """Applies `section.key=value` to a recipe's sections."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise InputError(f"{override}: expected section.key=value, such as train.steps=100")
+        example = f"data.source={override}" if override.endswith(TEXTS) else "train.steps=100"
+        raise InputError(f"{override}: expected section.key=value, such as {example}")
     *path, last = key.split(".")
     for name in path:
         child = values.get(name)

@@ -177,7 +177,7 @@ class DataConfig:
         check_bounds(self, "data")
         if self.documents == "joined" and self.bos:
             raise InputError(
-                "data.bos: joined documents are the lines of one text; set data.bos: false"
+                "data.bos: joined documents are the lines of one text; set data.bos=false"
             )
 
     def _check_sources(self, key: str, component: Any) -> None:

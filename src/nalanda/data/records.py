@@ -82,7 +82,7 @@ class Fields(NamedTuple):
         """Returns if records without usable text are left out. Raises `InputError` if they are refused."""
         if self.skip_unusable:
             return Left.UNUSABLE
-        raise InputError(f"{where}: {why}; set data.unusable: skip to leave such records out")
+        raise InputError(f"{where}: {why}; set data.unusable=skip to leave it out")
 
 
 _MISSING: Any = object()
