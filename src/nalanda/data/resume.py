@@ -26,7 +26,7 @@ from nalanda.data.documents import Document, FileShard
 from nalanda.data.hashes import FileHashes, is_stated
 from nalanda.data.hold_out import CutFile, CutShard
 
-ADVICE = "restore it, or start a new run from the checkpoint's weights with model.init_from"
+ADVICE = "restore it, or choose another output_dir for other data"
 
 OTHER_CONTENT = "other content than when the checkpoint was saved"
 
