@@ -126,6 +126,9 @@ def fresh_accelerate():
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    # A precision of this test is not that of the next.
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="session")

@@ -257,6 +257,32 @@ def test_precision_moves_on_resume(recipe, tmp_path):
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
+def test_auto_takes_what_the_processor_gains_by(recipe, tmp_path, monkeypatch, capsys):
+    """The recipe keeps auto; the run, and a resume on another processor, say their own precision."""
+    run = tmp_path / "run"
+    for steps, gain in ((5, 2.0), (10, 1.1)):
+        rates = {torch.bfloat16: gain, torch.float32: 1.0}
+        monkeypatch.setattr(launch, "matmul_flops", lambda device, dtype, rates=rates: rates[dtype])
+        trained(recipe, run, "train.precision=auto", f"train.steps={steps}")
+        assert "precision: auto" in (run / "config.yaml").read_text()
+        assert read_facts(run)["precision"] == ("bf16" if gain == 2.0 else "fp32")
+    out = capsys.readouterr().out
+    assert "cpu, bf16, eager" in out
+    assert "cpu, fp32, eager" in out
+    (change,) = read_facts(run)["changes"]
+    assert change["train.precision"] == ["bf16", "fp32"]
+
+
+def test_auto_is_bf16_on_a_card_that_has_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    for has, precision in ((True, "bf16"), (False, "fp16")):
+        monkeypatch.setattr(launch, "has_bf16", lambda has=has: has)
+        assert launch.choose_precision("auto") == precision
+        assert launch.choose_precision("fp32") == "fp32"
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
 def test_gradients_that_overflow_at_any_scale_are_bad_steps(recipe, tmp_path, monkeypatch, capsys):
     scaled(monkeypatch, 4.0)
     real = training_step.summed_loss

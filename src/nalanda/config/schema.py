@@ -296,9 +296,10 @@ class TrainConfig:
     """Tokens of all processes together; reached by gradient accumulation."""
     micro_batch_size: Annotated[int, at_least(1)]
     """Rows of one forward pass of one process, or of the processes of one context."""
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    precision: Literal["bf16", "fp16", "fp32", "auto"] = "bf16"
     """Precision of matrix products. bf16 and fp16 are autocast, with fp32 weights, moments and reductions.
-    fp16, with a scaled loss, is for GPUs without bf16 (before Ampere)."""
+    fp16, with a scaled loss, is for GPUs without bf16 (before Ampere). auto takes bf16 on a GPU that has it, else
+    fp16. On a CPU auto takes bf16 where its products are a quarter faster, else fp32."""
     z_loss: Annotated[float, at_least(0)] = 0.0
     """Coefficient of the mean of logsumexp(logits)² in the objective (PaLM: 1e-4); logged losses do not
     include it."""

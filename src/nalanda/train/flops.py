@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "auto": torch.bfloat16,  # in estimates; a run says its own
+}
 """The dtype of matrix products, by `train.precision`; all but fp32 are autocast's."""
 
 PEAK_FLOPS = {

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,11 @@ def train_together(
     )  # refuses a number of processes that cannot share a step
     # config.yaml gets the recipe as it was written; the run reads copies of token sets of a store.
     recipe, config = config, with_local_sets(config)
+    config = with_precision(config, accelerator)
     changes, facts, resume = from_main_process(claimed)
     if resume:
         keep_warmup(config, changes)
+        name_precision(config, facts, changes)
     if is_finished(config, facts, resume):
         refuse_other_data(run_dir, changes)
         if main:
@@ -140,6 +143,21 @@ def train_together(
         finish(run)
     accelerator.wait_for_everyone()
     return run_dir
+
+
+def with_precision(config: RunConfig, accelerator: Accelerator) -> RunConfig:
+    """The settings, with the precision that `launch` took for `train.precision: auto`."""
+    if config.train.precision != "auto":
+        return config
+    precision: Any = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    return replace(config, train=replace(config.train, precision=precision))
+
+
+def name_precision(config: RunConfig, facts: dict, changes: dict[str, list]) -> None:
+    """Adds a precision that `train.precision: auto` changed since the run stopped, on another machine."""
+    before = facts.get("precision", config.train.precision)
+    if before != config.train.precision:
+        changes["train.precision"] = [before, config.train.precision]
 
 
 def is_finished(config: RunConfig, facts: dict, resume: Path | None) -> bool:
