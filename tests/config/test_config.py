@@ -111,7 +111,10 @@ def test_overrides_reach_every_depth(recipe):
         ("optim.lr=nan", "optim.lr: expected a number"),
         ("optim.betas=[0.9]", "optim.betas: expected 2 values, got 1"),
         ("optim.betas=[0.9, x]", "optim.betas[1]: expected a number"),
-        ("train.precision=fp8", "train.precision: expected one of bf16, fp16, fp32; got 'fp8'"),
+        (
+            "train.precision=fp8",
+            "train.precision: expected one of bf16, fp16, fp32, auto; got 'fp8'",
+        ),
         ("schedule.name=cos", "schedule.name: expected one of cosine"),
         ("output_dir=7", "output_dir: expected text, got 7"),
         ("train.steps=1:30", "train.steps: expected an integer, got '1:30'"),

@@ -69,8 +69,8 @@ def check_processes(accelerator: Accelerator) -> None:
     alone = "MASTER_ADDR" in os.environ and "RANK" not in os.environ
     if alone or (launched and int(launched) != accelerator.num_processes):
         raise InputError(
-            f"the launcher was asked for {launched or 'several'} processes and each would train alone; "
-            "on CPUs launch with ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node N …"
+            f"the launcher was asked for {launched or 'several'} processes, and each would train alone: there "
+            "is no GPU; on CPUs launch with ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node N …"
         )
 
     kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
