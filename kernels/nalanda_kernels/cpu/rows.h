@@ -67,9 +67,10 @@ void multiply(const T* W, const float* x, int K, float (*sums)[4]) {
     int k = 0;
     for (; k + 2 * LANES <= K; k += 2 * LANES) {
         for (int r = 0; r < R; r++) {
-            // The rows that come next: processors do not foresee as many streams.
+            // The rows that come next, because processors do not foresee as many streams.
             const char* next = (const char*)(W + long(r + R) * K + k);
-            for (int line = 0; line < int(2 * LANES * sizeof(T)); line += 64) __builtin_prefetch(next + line);
+            int bytes = R > 1 ? 2 * LANES * sizeof(T) : 0;
+            for (int line = 0; line < bytes; line += 64) __builtin_prefetch(next + line);
             Weights w(W + long(r) * K + k);
             for (int n = 0; n < N; n++) {
                 const float* x_n = x + long(n) * K + k;
@@ -81,9 +82,11 @@ void multiply(const T* W, const float* x, int K, float (*sums)[4]) {
     for (int n = 0; n < N; n++) {
         for (int r = 0; r < R; r++) sums[n][r] = sum_lanes(totals[n][r]);
     }
+    // By fma, because compilers would round products here and there.
     for (; k < K; k++) {
         for (int n = 0; n < N; n++) {
-            for (int r = 0; r < R; r++) sums[n][r] += x[long(n) * K + k] * load(W + long(r) * K + k);
+            float entry = x[long(n) * K + k];
+            for (int r = 0; r < R; r++) sums[n][r] = __builtin_fmaf(entry, load(W + long(r) * K + k), sums[n][r]);
         }
     }
 }
@@ -109,22 +112,18 @@ struct Linear {
 template <class T>
 void run_linear(const Linear<T>& layer, Part part) {
     static thread_local std::vector<float> memory;
-    int K = layer.K, M = layer.M, blocks = (M + 3) / 4;
+    int K = layer.K, M = layer.M;
     const float* x = arrange(layer.x, layer.N, K, memory);
-    for (int block = part.first(blocks); block < part.end(blocks); block++) {
-        int m = 4 * block, rows = M - m < 4 ? M - m : 4;
-        const T* W = layer.W + long(m) * K;
-        // Four rows of x at a time: the block of weights stays in the first cache.
+    // For few rows memory is the limit, and fastest as a single stream. For more, four rows of W share the loads of x.
+    int height = layer.N < 3 ? 1 : 4;
+    long end = part.end(M);
+    for (long m = part.first(M); m < end;) {
+        int rows = end - m < height ? 1 : height;
         for (int n = 0; n < layer.N; n += 4) {
             float sums[4][4];
             int count = layer.N - n < 4 ? layer.N - n : 4;
-            const float* x_n = x + long(n) * K;
-            if (rows == 4) multiply_rows<4>(W, x_n, count, K, sums);
-            for (int r = 0; rows < 4 && r < rows; r++) {
-                float one[4][4];
-                multiply_rows<1>(W + long(r) * K, x_n, count, K, one);
-                for (int i = 0; i < count; i++) sums[i][r] = one[i][0];
-            }
+            auto run = rows == 1 ? multiply_rows<1, T> : multiply_rows<4, T>;
+            run(layer.W + m * K, x + long(n) * K, count, K, sums);
             for (int i = 0; i < count; i++) {
                 for (int r = 0; r < rows; r++) {
                     long at = long(n + i) * M + m + r;
@@ -134,5 +133,6 @@ void run_linear(const Linear<T>& layer, Part part) {
                 }
             }
         }
+        m += rows;
     }
 }
