@@ -155,7 +155,7 @@ class FusedLinears(nn.Module):
         if not torch.is_grad_enabled():  # generation: as few steps as possible
             joined = None if compiling else self._still_joined()
             if joined is not None:
-                outputs = multiply(x, joined.matrix).split_with_sizes(joined.widths, -1)
+                outputs = linear_rows(x, joined.matrix).split_with_sizes(joined.widths, -1)
                 return dict(zip(joined.names, outputs))  # noqa: B905 (padding)
             return {name: apply_linear(layer, x) for name, layer in self.linears().items()}
 
@@ -218,7 +218,7 @@ def matrix_of(layer: nn.Linear) -> Tensor | None:
     return weight if type(weight) in (nn.Parameter, Tensor) else None
 
 
-def multiply(x: Tensor, weight: Tensor) -> Tensor:
+def linear_rows(x: Tensor, weight: Tensor) -> Tensor:
     """x Wᵀ without gradients; of few rows on a CPU by a kernel, because torch reads weights at half memory's speed."""
     # [..., K]: as many rows as sequences, one token each
     few = x.device.type == "cpu" and x.numel() <= FEW * x.shape[-1]
@@ -230,11 +230,11 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def apply_linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """layer(x), by `multiply` where that is nothing but a product and has no gradient."""
+    """layer(x), by `linear_rows` where that is nothing but a product and has no gradient."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return layer(x)
     weight = matrix_of(layer)
-    return layer(x) if weight is None else multiply(x, weight)
+    return layer(x) if weight is None else linear_rows(x, weight)
 
 
 def _fit(weights: list[Tensor | None], x: Tensor) -> TypeGuard[list[Tensor]]:
