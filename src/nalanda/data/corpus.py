@@ -112,7 +112,8 @@ def open_corpora(
 def refuse_token_set(location: str) -> NoReturn:
     """Raises `InputError` for a token set where texts are read."""
     raise InputError(
-        f"data.source: {location} is a token set, and texts are needed here; give its source"
+        f"data.source: {location} is a token set, and texts are needed here; to train on it, "
+        f"set tokenizer={location}/tokenizer"
     )
 
 

@@ -598,7 +598,8 @@ def _matching_set(source: Source, tokenizer: dict[str, Any], split: str) -> Toke
         prepared = tokens.settings.get(key, wanted)
         if wanted != prepared:
             raise InputError(
-                f"{location}: was prepared with {key}: {prepared}; set data.{key} so, or prepare it again"
+                f"{location}: was prepared with {key}: {prepared}; set data.{key}={str(prepared).lower()}, "
+                "or prepare it again"
             )
 
     if tokens.settings["tokenizer"] != tokenizer["fingerprint"]:

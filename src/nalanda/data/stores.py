@@ -212,7 +212,8 @@ def _list_folder(
     names = list_folder(source, retries)
     if "index.json" in names and any(name.endswith(".tokens") for name in names):
         raise InputError(
-            f"data.source: {redact(source)} is a token set, and texts are needed here; give its source"
+            f"data.source: {redact(source)} is a token set, and texts are needed here; to train "
+            "on it, set tokenizer to the one that it was prepared with"
         )
     if not names:
         raise InputError(f"{redact(source)}: it does not exist, or has no file")
