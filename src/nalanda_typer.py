@@ -187,6 +187,8 @@ def describe_misuse(error: UsageError, name: str) -> str:
     elif option and ("overrides", "argument") in parameters:
         settings = "a recipe's settings are written section.key=value, such as train.steps=10"
         message += f"; {INSTEAD_OF_OPTIONS.get(option, settings)}"
+    elif "unexpected extra argument" in message:
+        message += f"; see {path} --help"
     return f"{path}: {message}"
 
 

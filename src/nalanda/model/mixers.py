@@ -90,7 +90,7 @@ def build_mixer(name: str, config, layer_idx: int) -> Mixer:
     if missing := missing_plugins(getattr(config, "plugins", ())):
         raise ValueError(
             f"plugins: {', '.join(missing)} is not importable; import it first, put its file on PYTHONPATH, "
-            "or run the checkpoint's copy: trust_remote_code=True, or --trust-remote-code of nalanda generate"
+            "or run the checkpoint's copy: trust_remote_code=True, or --trust-remote-code on the command line"
         )
     if name not in MIXERS:
         near = did_you_mean(name, MIXERS)
