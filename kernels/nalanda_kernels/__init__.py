@@ -77,6 +77,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "short_convs": {"triton": _triton("short_conv:short_convs")},
     "step": {"triton": _triton("step:step"), "cpu": _cpu("step:step")},
     "linear_rows": {"cpu": _cpu("step:linear_rows")},
+    "token": {"cpu": _cpu("token:begin_token")},
     "swiglu": {"triton": _triton("epilogues:swiglu")},
     "rms_norm": {"triton": _triton("epilogues:rms_norm")},
 }

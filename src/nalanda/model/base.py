@@ -363,6 +363,8 @@ class Mixer(FusedLinears):
 
         def inputs() -> Heads:
             heads = self.step_inputs(x, seq)
+            if rule.denominator:
+                heads["positions"] = seq.positions(1, x.device)
             if self.gated and "gate" not in heads:
                 heads["gate"] = self.g_proj(x)
             if self.gated and not by_head:
@@ -412,6 +414,13 @@ class Mixer(FusedLinears):
     def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
         """The inputs of `step_rule`: the projections' outputs and the rule's gates."""
         return self.project(x)
+
+    def step_products(self) -> list[tuple[str, nn.Linear, str | None]] | None:
+        """The products that `step_inputs` consists of: (output, layer, input), input None for x; None: it does more."""
+        cls = type(self)
+        if cls.step_inputs is not Mixer.step_inputs or cls.project is not FusedLinears.project:
+            return None
+        return [(name, layer, None) for name, layer in self.linears().items()]
 
     def gate_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the state's gates. Here: matrices with one row a head, and a step of it."""

@@ -1,6 +1,7 @@
 """The state of generation, with transformers' cache interface."""
 
 import copy
+import weakref
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ class NalandaCache(Cache):
     A state cannot forget its last tokens. For assisted decoding (`activate_past_recording`) a mark is set
     before the candidates. `crop` returns to the mark, and the next call reads the accepted tokens again.
 
-    While CUDA graphs decode, the newest states are in their buffers (`graphs.py`); `states` copies them out.
+    While CUDA graphs or C++ decode, the newest states are in their buffers (`StateBuffers`); `states` copies them out.
     """
 
     static = False  # whether `lengths` are on the device and change where the host does not see it
@@ -27,7 +28,9 @@ class NalandaCache(Cache):
         self.layers = []
         self.layer_class_to_replicate = None
         self.offloading = False
-        self.graphs: Any = None  # the last ones to decode for this cache, which keeps them alive
+        self.graphs: StateBuffers | None = (
+            None  # the last to decode for this cache, which keeps them alive
+        )
         self.states: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
         self.seen_tokens = 0  # columns read so far, with padding, as in attention masks
         self.lengths: Tensor | None = None  # int64 [batch], on the host: tokens of each sequence
@@ -51,8 +54,8 @@ class NalandaCache(Cache):
         self._states, self.live = states, False
 
     def release(self) -> None:
-        """Copies the states out of the buffers of graphs."""
-        if self.live:  # whether they are there
+        """Copies the states out of the buffers."""
+        if self.live and self.graphs is not None:  # whether they are there
             self.states = self.graphs.copied()
 
     def __getstate__(self) -> dict[str, Any]:  # for copies
@@ -74,7 +77,7 @@ class NalandaCache(Cache):
     @property
     def nbytes(self) -> int:
         # Not `self.states`, which would copy them out of the buffers.
-        states = self.graphs.newest if self.live else self.states
+        states = self.graphs.newest if self.live and self.graphs is not None else self.states
         return sum(t.nbytes for state in states for t in state.values())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -199,3 +202,60 @@ class NalandaCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._map(lambda t: t.repeat_interleave(repeats, 0))
+
+
+class StateBuffers:
+    """States in memory that decoding writes into. They are those of one cache at a time, its owner.
+
+    A subclass has `newest`, each layer's newest state, and `lengths`, int64 `[batch]`, which it counts on from.
+    """
+
+    newest: list[dict[str, Tensor]]
+    lengths: Tensor
+    owner: "weakref.ref[NalandaCache] | None" = None
+
+    def copied(self) -> list[dict[str, Tensor]]:
+        """The newest states in tensors of their own."""
+        return [{name: x.clone() for name, x in state.items()} for state in self.newest]
+
+    def fits(self, states: list[dict[str, Tensor]]) -> bool:
+        return alike(states, self.newest)
+
+    def fill(self, states: list[dict[str, Tensor]]) -> None:
+        """Copies states that fit into the buffers."""
+        pairs = zip(self.newest, states, strict=True)
+        copy_all([(buffers[name], state[name]) for buffers, state in pairs for name in buffers])
+
+    def take(self, cache: NalandaCache) -> bool:
+        """Moves the states of `cache` into the buffers, if they are not there; False if they do not fit."""
+        if cache.graphs is self and cache.live:
+            return True
+        states = cache.states
+        if not self.fits(states):
+            return False
+        owner = None if self.owner is None else self.owner()
+        # Another cache's newest states are in these buffers: it gets copies first.
+        if owner is not None and owner.graphs is self:
+            owner.release()
+        self.fill(states)
+        assert cache.lengths is not None
+        self.lengths.copy_(cache.lengths)
+        self.owner = weakref.ref(cache)
+        cache.states = []  # frees their memory
+        cache.graphs, cache.live = self, True
+        return True
+
+
+def alike(a: list[dict[str, Tensor]], b: list[dict[str, Tensor]], dtypes: bool = False) -> bool:
+    """Whether states have the same names and shapes, and with `dtypes` the same precision."""
+    return len(a) == len(b) and all(
+        x.keys() == y.keys()
+        and all(x[n].shape == y[n].shape and (x[n].dtype == y[n].dtype or not dtypes) for n in x)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copies each second tensor into the first, in few launches."""
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

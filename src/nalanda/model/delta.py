@@ -325,6 +325,14 @@ class KDA(DeltaNet):
             heads["gate"] = apply_linear(self.g_up_proj, heads["gate"])
         return heads
 
+    def step_products(self) -> list[tuple[str, nn.Linear, str | None]] | None:
+        cls = type(self)
+        if cls.step_inputs is not Mixer.step_inputs or cls.project is not KDA.project:
+            return None
+        products = [(name, layer, None) for name, layer in self.linears().items()]
+        ups = {"a": self.a_up_proj} | ({"gate": self.g_up_proj} if self.gated else {})
+        return products + [(name, layer, name) for name, layer in ups.items()]
+
 
 class GatedDeltaNet2(KDA):
     """Gated DeltaNet 2 (2026): `KDA` with a gate of its own for what is erased and one for what is written,

@@ -31,7 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from . import ops
-from .cache import NalandaCache
+from .cache import NalandaCache, StateBuffers, alike, copy_all
+from .token import ENVIRONMENT as TOKEN_ENVIRONMENT
+from .token import TokenStep, build_token
 
 ENVIRONMENT = "NALANDA_CUDA_GRAPHS"  # 0: no graphs in this process
 EAGER_TOKENS = 8
@@ -139,7 +141,7 @@ class StaticCache(NalandaCache):
         self.lengths.add_(1)
 
 
-class GraphedStep:
+class GraphedStep(StateBuffers):
     """One token of `batch` sequences as two graphs, each of which writes what the other one reads."""
 
     def __init__(self, model: Any, cache: NalandaCache):
@@ -155,7 +157,6 @@ class GraphedStep:
             for states in (cache.states, cache.states)
         ]
         self.turn = 0  # which states are the newest
-        self.owner: weakref.ref[NalandaCache] | None = None
         steps = [functools.partial(self._step, model, turn) for turn in range(2)]
         # Each runs once before its capture: kernels may compile, and a read of values raises.
         with OnDevice(device):
@@ -188,30 +189,9 @@ class GraphedStep:
     def newest(self) -> list[dict[str, Tensor]]:
         return self.states[self.turn]
 
-    def copied(self) -> list[dict[str, Tensor]]:
-        """The newest states in tensors of their own."""
-        return [{name: x.clone() for name, x in state.items()} for state in self.newest]
-
-    def take(self, cache: NalandaCache) -> bool:
-        """Moves the states of `cache` into the buffers, if they are not there; False if they do not fit."""
-        if cache.graphs is self and cache.live:
-            return True
-        states = cache.states
-        if not alike(states, self.newest):
-            return False
-        owner = None if self.owner is None else self.owner()
-        # Another cache's newest states are in these buffers: it gets copies first.
-        if owner is not None and owner.graphs is self:
-            owner.release()
+    def fill(self, states: list[dict[str, Tensor]]) -> None:
         self.turn = 0
-        pairs = zip(self.newest, states, strict=True)
-        copy_all([(buffers[name], state[name]) for buffers, state in pairs for name in buffers])
-        assert cache.lengths is not None
-        self.lengths.copy_(cache.lengths)  # the graphs count on from here
-        self.owner = weakref.ref(cache)
-        cache.states = []  # frees their memory
-        cache.graphs, cache.live = self, True
-        return True
+        super().fill(states)
 
     def __call__(self, tokens: Tensor, cache: NalandaCache) -> Tensor:
         """Logits `[B, 1, vocabulary]` after tokens `[B, 1]`, for the cache that `take` was called with."""
@@ -223,22 +203,8 @@ class GraphedStep:
         return logits
 
 
-def alike(a: list[dict[str, Tensor]], b: list[dict[str, Tensor]], dtypes: bool = False) -> bool:
-    """Whether states have the same names and shapes, and with `dtypes` the same precision."""
-    return len(a) == len(b) and all(
-        x.keys() == y.keys()
-        and all(x[n].shape == y[n].shape and (x[n].dtype == y[n].dtype or not dtypes) for n in x)
-        for x, y in zip(a, b, strict=True)
-    )
-
-
-def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copies each second tensor into the first, in few launches."""
-    if pairs:
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-
-
-StepsByKey = weakref.WeakValueDictionary[tuple, GraphedStep]
+AnyStep = GraphedStep | TokenStep
+StepsByKey = weakref.WeakValueDictionary[tuple, AnyStep]
 
 
 class DecodingGraphs:
@@ -253,7 +219,7 @@ class DecodingGraphs:
 
     def __init__(self, model: nn.Module):
         self.model, self.eager = model, 0
-        self.steps: weakref.WeakValueDictionary[int, GraphedStep] = weakref.WeakValueDictionary()
+        self.steps: weakref.WeakValueDictionary[int, AnyStep] = weakref.WeakValueDictionary()
 
     @functools.cached_property
     def key(self) -> tuple | None:
@@ -283,11 +249,18 @@ class DecodingGraphs:
         step = self.steps.get(len(tokens)) or self._step(cache, (len(tokens), *self.key))
         return step(tokens, cache) if step is not None and step.take(cache) else None
 
-    def _step(self, cache: NalandaCache, key: tuple) -> GraphedStep | None:
+    def _step(self, cache: NalandaCache, key: tuple) -> AnyStep | None:
         """The graphs for the cache's batch size, captured once enough tokens have run eagerly."""
         captured = self.captured.setdefault(self.model, StepsByKey())
         step = captured.get(key)
-        if step is None and self.eager >= EAGER_TOKENS:
+        if step is None and not Graph.serves(self.model.device):
+            with torch.inference_mode(False), torch.no_grad():  # buffers for calls in any mode
+                step = build_token(self.model, cache)
+            if step is None:
+                self.key = None  # no call of this context tries again
+            else:
+                captured[key] = step
+        elif step is None and self.eager >= EAGER_TOKENS:
             try:
                 with torch.inference_mode(False), torch.no_grad():  # buffers for calls in any mode
                     step = captured[key] = GraphedStep(self.model, cache)
@@ -300,7 +273,7 @@ class DecodingGraphs:
                 warnings.warn(f"decoding without CUDA graphs: {reason}", stacklevel=2)
         self.eager += 1
         if step is not None:
-            self.steps[len(step.tokens)] = step
+            self.steps[cache.batch_size] = step
         return step
 
 
@@ -314,7 +287,8 @@ def decoding_graphs(model: Any) -> Iterator[None]:
 
     `generate` opens it. Weights may change in place in it, but not be replaced.
     """
-    before = _current.set(None if os.environ.get(ENVIRONMENT) == "0" else DecodingGraphs(model))
+    switch = ENVIRONMENT if Graph.serves(model.device) else TOKEN_ENVIRONMENT
+    before = _current.set(None if os.environ.get(switch) == "0" else DecodingGraphs(model))
     try:
         yield
     finally:
@@ -325,19 +299,22 @@ def key_of(model: Any) -> tuple | None:
     """What graphs of the model depend on besides the batch size; None where graphs cannot serve.
 
     They cannot without CUDA, for states that grow with the text, for a model on several devices, or with
-    modules that run code of others (hooks, adapters, compiled modules).
+    modules that run code of others (hooks, adapters, compiled modules). On a CPU a token in C++ takes their place.
     """
     device, modules = model.device, list(model.modules())
-    if not Graph.serves(device) or any(map(_foreign, modules)):
+    graphs, kernels = Graph.serves(device), []
+    if ops._kernels is not None:
+        kernels = ops._kernels.candidates("step" if graphs else "token", "auto", device.type)
+    if not (graphs or kernels) or any(map(_foreign, modules)):
         return None
     tensors = [*model.parameters(), *model.buffers()]
     if any(x.device != device or type(x) not in (nn.Parameter, Tensor) for x in tensors):
         return None
-    if model.model.growing_mixers():
+    if graphs and model.model.growing_mixers():
         return None
-    kernels = () if ops._kernels is None else ops._kernels.candidates("step", "auto", device.type)
+    replayer = Graph.replayer(device) if graphs else (threading.get_ident(),)
     # The address of each tensor: a graph has recorded it, so replaced weights need new graphs.
-    return (*Graph.replayer(device), *kernels, *map(id, modules), *(x.data_ptr() for x in tensors))
+    return (*replayer, *kernels, *map(id, modules), *(x.data_ptr() for x in tensors))
 
 
 def _foreign(module: nn.Module) -> bool:

@@ -205,12 +205,6 @@ class NormalizedAttention(LinearRecurrence):
             return StepRule(silu=bool(self.conv_size))
         return StepRule(scale=1.0, denominator=True, silu=bool(self.conv_size))
 
-    def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
-        heads = super().step_inputs(x, seq)
-        if self.denominator:
-            heads["positions"] = seq.positions(1, x.device)
-        return heads
-
     @property
     def state_shape(self) -> tuple[int, int, int]:
         """With a denominator a last value is 1, so that its sum is Σ φ(k)."""

@@ -1,0 +1,125 @@
+"""A token of several layers as a list of operations, which C++ runs in one call."""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nalanda_kernels import Unsupported
+from nalanda_kernels.cpu.build import library
+from nalanda_kernels.cpu.feature_maps import DTYPES
+from nalanda_kernels.cpu.step import COLUMNS, Step, describe_layer, threads_for
+from nalanda_kernels.one_token import Token
+
+KINDS = ("embed", "norm", "product", "step", "layer_norm", "swiglu")
+
+
+class Operation(ctypes.Structure):
+    """An operation, as token.cpp reads it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "added", "step", "y")),
+        *((name, ctypes.c_int32) for name in ("kind", "N", "K", "M", "waits")),
+        ("number", ctypes.c_float),
+    )
+
+
+def begin_token(batch: int, dtype: torch.dtype) -> "Program | None":
+    """An empty program; None for other dtypes. Raises Unsupported where the library cannot be built."""
+    return Program(batch, dtype) if dtype in DTYPES else None
+
+
+class Program:
+    """Operations on arrays of `batch` rows, in a model's dtype.
+
+    It reads weights where they are, so writes into them count. Raises Unsupported for what the C++ cannot read.
+    """
+
+    def __init__(self, batch: int, dtype: torch.dtype):
+        self.batch, self.dtype = batch, dtype
+        self.run_all = getattr(library(), f"token_{DTYPES[dtype]}")
+        self.tokens = torch.zeros(batch, dtype=torch.int64)
+        self.lengths = torch.zeros(batch, dtype=torch.int64)
+        self.operations: list[Operation] = []
+        self.entries = 0  # of all matrices
+        self.arrays: dict[tuple, Tensor] = {}
+        self.steps: list[Step] = []
+
+    def array(self, name: str, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory `[batch, width]`, the same for all layers that name it."""
+        key = (name, width, dtype)
+        if key not in self.arrays:
+            self.arrays[key] = torch.empty(self.batch, width, dtype=dtype or self.dtype)
+        return self.arrays[key]
+
+    def add(self, kind: str, x: Tensor, y: Tensor, waits: bool = True, **fields: Any) -> None:
+        """An operation from x to y. waits: the next one reads y. Tensors among the fields are weights or arrays."""
+        for name, value in fields.items():
+            if isinstance(value, Tensor):
+                fields[name] = self._address(value, self.dtype)
+        operation = Operation(
+            x=x.data_ptr(), y=y.data_ptr(), kind=KINDS.index(kind), waits=waits, **fields
+        )
+        operation.N, operation.K = self.batch, x.shape[-1]
+        self.operations.append(operation)
+
+    def embed(self, table: Tensor, x: Tensor, factor: float) -> None:
+        self.add("embed", self.tokens, x, weight=table, number=factor)
+        self.operations[-1].K = x.shape[1]
+
+    def product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        y: Tensor,
+        added: Tensor | None = None,
+        waits: bool = True,
+    ) -> None:
+        """y = x Wᵀ + bias (+ added, which may be y)."""
+        self.entries += weight.numel()
+        self.add("product", x, y, waits, weight=weight, bias=bias, added=added, M=len(weight))
+
+    def step(
+        self, inputs: dict[str, Tensor], state: dict[str, Tensor], o: Tensor, **options: Any
+    ) -> None:
+        """The rule of a token, as `cpu.step.step` takes it, with the new state in place of the old one."""
+        token = Token(**options)
+        fields = describe_layer(token)
+        if fields is None:
+            raise Unsupported("the map of a layer")
+        weights = [*(token.filters or {}).values(), *(token.norm or ())[:1]]
+        pasts = {name: state[f"conv_{name}"] for name in token.filters or {}}
+        for x in (*weights, *pasts.values()):
+            self._address(x, self.dtype)
+        for x in token.decay or ():
+            self._address(x, torch.float32)
+
+        G = 0 if token.decay is None else inputs["a"].shape[1] // token.num_v_heads
+        fields |= {name: x.data_ptr() for name, x in inputs.items()}
+        fields |= {f"{name}_stride": inputs[name].shape[1] for name in COLUMNS if name in inputs}
+        for name, past in pasts.items():
+            fields |= {f"{name}_past": past.data_ptr(), f"{name}_moved": past.data_ptr()}
+        recurrent = self._address(state["recurrent"], torch.float32)
+        fields |= {"state": recurrent, "new_state": recurrent, "out": o.data_ptr()}
+        wide = o.dtype != self.dtype
+        if token.denominator:
+            fields["positions"] = self.lengths.data_ptr()
+        self.steps.append(Step(N=self.batch, G=G, position_stride=1, wide_out=wide, **fields))
+        self.entries += state["recurrent"].numel()
+        self.add("step", o, o, step=ctypes.addressof(self.steps[-1]))
+
+    def finish(self) -> None:
+        """Puts the operations side by side; none is added after that."""
+        self.listed = (Operation * len(self.operations))(*self.operations)
+
+    def run(self, first: int, end: int) -> None:
+        """Runs the operations from `first` up to `end`."""
+        start = ctypes.byref(self.listed, first * ctypes.sizeof(Operation))
+        self.run_all(start, end - first, threads_for(self.entries, self.entries))
+
+    def _address(self, x: Tensor, dtype: torch.dtype) -> int:
+        if x.dtype != dtype or not (x.is_contiguous() and x.is_cpu):
+            raise Unsupported(f"weights and states in {x.dtype} beside {dtype}")
+        return x.data_ptr()

@@ -1,0 +1,161 @@
+"""Decoding on a CPU: a token of all layers as one call of C++, with states in place.
+
+`generate` opens the context `graphs.decoding_graphs`, which takes this path where the kernels serve the model. The
+newest states of a cache are then in the program's memory, as with CUDA graphs: forks, beams and saved states copy
+them out once (`cache.StateBuffers`). Mixers without a rule of a token, or with a map that kernels do not know, run
+in Python between two pieces of the program.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import ops
+from .base import Mixer
+from .cache import NalandaCache, StateBuffers, alike
+from .decoder import GLU, Block
+from .layers import LayerNorm, RMSNorm
+from .ops import by_kernel
+from .sequences import Sequences
+
+ENVIRONMENT = "NALANDA_CPU_TOKEN"  # 0: every layer runs in Python in this process
+
+
+class NotServed(Exception):
+    """A module computes what no operation does."""
+
+
+def build_token(model: Any, cache: NalandaCache) -> "TokenStep | None":
+    """The program of a model for the cache's batch size; None where some module is not what it knows."""
+    table = model.model.embed_tokens.weight
+    program = by_kernel("token", "auto", table, cache.batch_size, table.dtype)
+    if program is None or ops._kernels is None:
+        return None
+    try:
+        return TokenStep(model, cache, program)
+    except (NotServed, ops._kernels.Unsupported):
+        return None
+
+
+class TokenStep(StateBuffers):
+    """One token of `batch` sequences as a program, and mixers that it calls in Python."""
+
+    def __init__(self, model: Any, cache: NalandaCache, program: Any):
+        decoder, config = model.model, model.config
+        refuse(config.position_embedding == "sinusoidal")
+        refuse(config.num_hidden_layers != len(decoder.layers))
+        refuse(type(decoder.embed_tokens) is not nn.Embedding)
+        self.program, self.lengths = program, program.lengths
+        self.newest = [
+            {name: x.clone(memory_format=torch.contiguous_format) for name, x in state.items()}
+            for state in cache.states
+        ]
+        self.one = torch.ones(cache.batch_size, dtype=torch.int64)
+        # Mixers that run in Python: how many operations precede each, by the layer's index.
+        self.called: dict[int, int] = {}
+        self.mixers: list[Any] = [block.mixer for block in decoder.layers]
+
+        D = config.hidden_size
+        self.x, self.h = program.array("x", D), program.array("h", D)
+        factor = D**0.5 if config.scale_embeddings else 1.0
+        program.embed(decoder.embed_tokens.weight, self.x, factor)
+        for i, block in enumerate(decoder.layers):
+            self._add_block(i, block)
+        self._add_norm(decoder.norm)
+        # Its output is set for each token: callers keep it.
+        self._add_product(self.h, model.lm_head, self.h)
+        self.vocabulary = model.lm_head.out_features
+        program.finish()
+
+    def _add_block(self, i: int, block: Block) -> None:
+        mlp = block.mlp
+        refuse(type(block).forward is not Block.forward or type(mlp).forward is not GLU.forward)
+        self._add_norm(block.mixer_norm)
+        end = len(self.program.operations)
+        assert ops._kernels is not None
+        try:
+            self._add_mixer(block.mixer, self.newest[i])
+        except (NotServed, ops._kernels.Unsupported):
+            del self.program.operations[end:]
+            self.called[i] = end
+
+        self._add_norm(block.mlp_norm)
+        a, b = (self.program.array(name, mlp.gate_proj.out_features) for name in ("up", "gated"))
+        self._add_product(self.h, mlp.gate_proj, a, waits=False)
+        self._add_product(self.h, mlp.up_proj, b)
+        self.program.add("swiglu", a, a, added=b)
+        self._add_product(a, mlp.down_proj, self.x, added=self.x)
+
+    def _add_norm(self, norm: nn.Module) -> None:
+        """The norm of x in h."""
+        refuse(type(norm) is not RMSNorm)
+        self.program.add("norm", self.x, self.h, weight=norm.weight, number=norm.eps)
+
+    def _add_product(self, x: Tensor, layer: nn.Module, y: Tensor, **options: Any) -> None:
+        refuse(type(layer) is not nn.Linear)
+        self.program.product(x, layer.weight, layer.bias, y, **options)
+
+    def _add_mixer(self, mixer: Mixer, state: dict[str, Tensor]) -> None:
+        """x + mixer(h), as `Mixer.step` computes it."""
+        rule, products = mixer.rule_of_a_token(), mixer.step_products()
+        steps = (type(mixer).forward, type(mixer).step) == (Mixer.forward, Mixer.step)
+        if rule is None or products is None or not steps:
+            raise NotServed
+        program, inputs = self.program, {}
+        for i, (name, layer, source) in enumerate(products):
+            x = self.h if source is None else inputs[source]
+            y = program.array(name if source is None else f"{name}_up", layer.out_features)
+            # Products of h need not wait for each other, nor do those of their outputs.
+            last = i + 1 == len(products) or (source is None) != (products[i + 1][2] is None)
+            self._add_product(x, layer, y, waits=last)
+            inputs[name] = y
+
+        layer = mixer.step_layer(self.h, state)
+        width = mixer.num_v_heads * mixer.V
+        o = program.array("o", width, layer.dtype)
+        gate = inputs.pop("gate", None) if mixer.norm == "layer" else None
+        program.step(inputs, state, o, **rule._asdict(), **layer._asdict())
+        if mixer.norm == "layer":
+            norm, wide, o = mixer.o_norm, o, program.array("normed", width)
+            refuse(type(norm) is not LayerNorm or type(mixer).read_out is not Mixer.read_out)
+            weights = {"weight": norm.weight, "bias": norm.bias, "added": gate}
+            program.add("layer_norm", wide, o, number=norm.eps, **weights)
+        self._add_product(o, mixer.o_proj, self.x, added=self.x)
+
+    def fits(self, states: list[dict[str, Tensor]]) -> bool:
+        """States of mixers in Python may grow."""
+        pairs = [
+            (old, new)
+            for i, (old, new) in enumerate(zip(states, self.newest, strict=True))
+            if i not in self.called
+        ]
+        return alike([old for old, _ in pairs], [new for _, new in pairs])
+
+    def fill(self, states: list[dict[str, Tensor]]) -> None:
+        for i in self.called:
+            self.newest[i] = states[i]  # no call writes into these
+        super().fill(states)
+
+    def __call__(self, tokens: Tensor, cache: NalandaCache) -> Tensor:
+        """Logits `[B, 1, vocabulary]` after tokens `[B, 1]`, for the cache that `take` was called with."""
+        program, start = self.program, 0
+        program.tokens.copy_(tokens[:, 0])
+        if self.called:
+            seq = Sequences(None, cache.lengths, None, self.x.device)
+            for i, end in self.called.items():
+                program.run(start, end)
+                y, self.newest[i] = self.mixers[i](self.h[:, None], seq, self.newest[i])
+                self.x.add_(y[:, 0])
+                start = end
+        logits = self.x.new_empty(len(tokens), 1, self.vocabulary)
+        program.listed[-1].y = logits.data_ptr()
+        program.run(start, len(program.listed))
+        self.lengths.add_(1)
+        cache.seen(1, self.one)
+        return logits
+
+
+def refuse(condition: bool) -> None:
+    if condition:
+        raise NotServed
