@@ -2,14 +2,14 @@
 #include "rows.h"
 #include "step.h"
 
-enum Action { EMBED, NORM, PRODUCT, STEP, LAYER_NORM, SWIGLU };
+enum Action { NORM, PRODUCT, STEP, LAYER_NORM, SWIGLU };
 
-// `Operation` of token.py. Arrays are of the model's dtype T, but for x of EMBED and LAYER_NORM.
+// `Operation` of token.py. Arrays are of the model's dtype T, but for x of LAYER_NORM.
 struct Operation {
     const void *x, *weight, *bias, *added, *step;
     void* y;
     int32_t kind, N, K, M, waits;  // waits: the next operation reads y
-    float number;                  // ε, or the factor of embeddings
+    float eps;
 };
 
 // x / √(mean x² + ε) ⊙ weight
@@ -52,15 +52,9 @@ void run_operation(const Operation& op, Part part) {
     T* y = (T*)op.y;
     long K = op.K;
     switch (op.kind) {
-        case EMBED:
-            for (long n = part.first(op.N); n < part.end(op.N); n++) {
-                const T* row = weight + ((const int64_t*)op.x)[n] * K;
-                for (int i = 0; i < K; i++) store(y + n * K + i, load(row + i) * op.number);
-            }
-            return;
         case NORM:
             for (long n = part.first(op.N); n < part.end(op.N); n++) {
-                run_norm(x + n * K, weight, y + n * K, K, op.number);
+                run_norm(x + n * K, weight, y + n * K, K, op.eps);
             }
             return;
         case PRODUCT: return run_linear(Linear<T>{weight, bias, x, added, y, op.N, op.K, op.M}, part);
@@ -68,7 +62,7 @@ void run_operation(const Operation& op, Part part) {
         case LAYER_NORM:
             for (long n = part.first(op.N); n < part.end(op.N); n++) {
                 run_layer_norm((const float*)op.x + n * K, weight, bias, added ? added + n * K : added, y + n * K, K,
-                               op.number);
+                               op.eps);
             }
             return;
         case SWIGLU:

@@ -9,10 +9,10 @@ from torch import Tensor
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu.build import library
 from nalanda_kernels.cpu.feature_maps import DTYPES
-from nalanda_kernels.cpu.step import COLUMNS, Step, describe_layer, threads_for
+from nalanda_kernels.cpu.step import COLUMNS, ROWS, Step, describe_layer, threads_for
 from nalanda_kernels.one_token import Token
 
-KINDS = ("embed", "norm", "product", "step", "layer_norm", "swiglu")
+KINDS = ("norm", "product", "step", "layer_norm", "swiglu")
 
 
 class Operation(ctypes.Structure):
@@ -21,13 +21,13 @@ class Operation(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "added", "step", "y")),
         *((name, ctypes.c_int32) for name in ("kind", "N", "K", "M", "waits")),
-        ("number", ctypes.c_float),
+        ("eps", ctypes.c_float),
     )
 
 
 def begin_token(batch: int, dtype: torch.dtype) -> "Program | None":
-    """An empty program; None for other dtypes. Raises Unsupported where the library cannot be built."""
-    return Program(batch, dtype) if dtype in DTYPES else None
+    """An empty program; None for other dtypes or more rows. Raises Unsupported where the library cannot be built."""
+    return Program(batch, dtype) if batch <= ROWS.get(dtype, 0) else None
 
 
 class Program:
@@ -39,7 +39,6 @@ class Program:
     def __init__(self, batch: int, dtype: torch.dtype):
         self.batch, self.dtype = batch, dtype
         self.run_all = getattr(library(), f"token_{DTYPES[dtype]}")
-        self.tokens = torch.zeros(batch, dtype=torch.int64)
         self.lengths = torch.zeros(batch, dtype=torch.int64)
         self.operations: list[Operation] = []
         self.entries = 0  # of all matrices
@@ -63,10 +62,6 @@ class Program:
         )
         operation.N, operation.K = self.batch, x.shape[-1]
         self.operations.append(operation)
-
-    def embed(self, table: Tensor, x: Tensor, factor: float) -> None:
-        self.add("embed", self.tokens, x, weight=table, number=factor)
-        self.operations[-1].K = x.shape[1]
 
     def product(
         self,

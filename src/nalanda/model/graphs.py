@@ -225,7 +225,9 @@ class DecodingGraphs:
     def key(self) -> tuple | None:
         return key_of(self.model)
 
-    def decode(self, model: nn.Module, tokens: Tensor, cache: NalandaCache) -> Tensor | None:
+    def decode(
+        self, model: nn.Module, tokens: Tensor, cache: NalandaCache, mask: Tensor | None = None
+    ) -> Tensor | None:
         """Logits `[B, 1, vocabulary]` after tokens `[B, 1]`; None if the call must run eagerly."""
         # A recording cache keeps each token's embeddings, which a graph does not hand out.
         if (
@@ -243,6 +245,9 @@ class DecodingGraphs:
             or len(tokens) != len(cache.lengths)
             or not bool((cache.lengths > 0).all())
         ):
+            return None
+        # A mask on a device is not read, because that would wait for it.
+        if mask is not None and mask.device.type == "cpu" and not bool(mask[:, -1].all()):
             return None
         if torch.is_autocast_enabled(tokens.device.type):
             return None

@@ -377,7 +377,8 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
 
         beside = (inputs_embeds, labels, shift_labels, cu_seqlens, carried_cache, carried)
         more_outputs = output_hidden_states or return_carried_cache or None
-        if decoded := self._decode_by_graph(input_ids, past_key_values, *beside, more_outputs):
+        prompt = (input_ids, attention_mask, past_key_values)
+        if decoded := self._decode_by_graph(*prompt, *beside, more_outputs):
             return decoded
 
         # Columns without requested logits come before the mark: `crop` never removes them.
@@ -423,6 +424,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
     def _decode_by_graph(
         self,
         input_ids: Tensor | None,
+        attention_mask: Tensor | None,
         cache: NalandaCache | None,
         *beside: NalandaCache | Tensor | bool | None,
     ) -> CausalLMOutput | None:
@@ -436,7 +438,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         if input_ids is None or input_ids.shape[1] != 1 or not isinstance(cache, NalandaCache):
             return None
 
-        logits = graphs.decode(self, input_ids, cache)  # [B, 1, vocabulary]
+        logits = graphs.decode(self, input_ids, cache, attention_mask)  # [B, 1, vocabulary]
         if logits is None:
             return None
         # pyrefly: ignore[bad-argument-type]

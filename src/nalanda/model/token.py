@@ -42,27 +42,19 @@ class TokenStep(StateBuffers):
     """One token of `batch` sequences as a program, and mixers that it calls in Python."""
 
     def __init__(self, model: Any, cache: NalandaCache, program: Any):
-        decoder, config = model.model, model.config
-        refuse(config.position_embedding == "sinusoidal")
-        refuse(config.num_hidden_layers != len(decoder.layers))
-        refuse(type(decoder.embed_tokens) is not nn.Embedding)
+        self.decoder: Any = model.model
         self.program, self.lengths = program, program.lengths
-        self.newest = [
-            {name: x.clone(memory_format=torch.contiguous_format) for name, x in state.items()}
-            for state in cache.states
-        ]
         self.one = torch.ones(cache.batch_size, dtype=torch.int64)
+        self.newest = list(cache.states)
         # Mixers that run in Python: how many operations precede each, by the layer's index.
         self.called: dict[int, int] = {}
-        self.mixers: list[Any] = [block.mixer for block in decoder.layers]
 
-        D = config.hidden_size
+        D = model.config.hidden_size
         self.x, self.h = program.array("x", D), program.array("h", D)
-        factor = D**0.5 if config.scale_embeddings else 1.0
-        program.embed(decoder.embed_tokens.weight, self.x, factor)
-        for i, block in enumerate(decoder.layers):
+        refuse(model.config.num_hidden_layers != len(self.decoder.layers))
+        for i, block in enumerate(self.decoder.layers):
             self._add_block(i, block)
-        self._add_norm(decoder.norm)
+        self._add_norm(self.decoder.norm)
         # Its output is set for each token: callers keep it.
         self._add_product(self.h, model.lm_head, self.h)
         self.vocabulary = model.lm_head.out_features
@@ -73,9 +65,14 @@ class TokenStep(StateBuffers):
         refuse(type(block).forward is not Block.forward or type(mlp).forward is not GLU.forward)
         self._add_norm(block.mixer_norm)
         end = len(self.program.operations)
+        state = {
+            name: x.clone(memory_format=torch.contiguous_format)
+            for name, x in self.newest[i].items()
+        }
         assert ops._kernels is not None
         try:
-            self._add_mixer(block.mixer, self.newest[i])
+            self._add_mixer(block.mixer, state)
+            self.newest[i] = state
         except (NotServed, ops._kernels.Unsupported):
             del self.program.operations[end:]
             self.called[i] = end
@@ -90,7 +87,7 @@ class TokenStep(StateBuffers):
     def _add_norm(self, norm: nn.Module) -> None:
         """The norm of x in h."""
         refuse(type(norm) is not RMSNorm)
-        self.program.add("norm", self.x, self.h, weight=norm.weight, number=norm.eps)
+        self.program.add("norm", self.x, self.h, weight=norm.weight, eps=norm.eps)
 
     def _add_product(self, x: Tensor, layer: nn.Module, y: Tensor, **options: Any) -> None:
         refuse(type(layer) is not nn.Linear)
@@ -120,34 +117,40 @@ class TokenStep(StateBuffers):
             norm, wide, o = mixer.o_norm, o, program.array("normed", width)
             refuse(type(norm) is not LayerNorm or type(mixer).read_out is not Mixer.read_out)
             weights = {"weight": norm.weight, "bias": norm.bias, "added": gate}
-            program.add("layer_norm", wide, o, number=norm.eps, **weights)
+            program.add("layer_norm", wide, o, eps=norm.eps, **weights)
         self._add_product(o, mixer.o_proj, self.x, added=self.x)
 
+    def in_place(self, states: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Those of the layers that the program has; no call writes into others, which may grow."""
+        return [state for i, state in enumerate(states) if i not in self.called]
+
+    def copied(self) -> list[dict[str, Tensor]]:
+        states = list(self.newest)
+        for i, state in enumerate(states):
+            if i not in self.called:
+                states[i] = {name: x.clone() for name, x in state.items()}
+        return states
+
     def fits(self, states: list[dict[str, Tensor]]) -> bool:
-        """States of mixers in Python may grow."""
-        pairs = [
-            (old, new)
-            for i, (old, new) in enumerate(zip(states, self.newest, strict=True))
-            if i not in self.called
-        ]
-        return alike([old for old, _ in pairs], [new for _, new in pairs])
+        return alike(self.in_place(states), self.in_place(self.newest))
 
     def fill(self, states: list[dict[str, Tensor]]) -> None:
         for i in self.called:
-            self.newest[i] = states[i]  # no call writes into these
+            self.newest[i] = states[i]
         super().fill(states)
 
     def __call__(self, tokens: Tensor, cache: NalandaCache) -> Tensor:
         """Logits `[B, 1, vocabulary]` after tokens `[B, 1]`, for the cache that `take` was called with."""
         program, start = self.program, 0
-        program.tokens.copy_(tokens[:, 0])
-        if self.called:
-            seq = Sequences(None, cache.lengths, None, self.x.device)
-            for i, end in self.called.items():
-                program.run(start, end)
-                y, self.newest[i] = self.mixers[i](self.h[:, None], seq, self.newest[i])
-                self.x.add_(y[:, 0])
-                start = end
+        seq = Sequences(None, cache.lengths, None, self.x.device)
+        self.x.copy_(self.decoder._scaled(self.decoder.embed_tokens(tokens), seq)[:, 0])
+        for i, end in self.called.items():
+            program.run(start, end)
+            mixer = self.decoder.layers[i].mixer
+            y, self.newest[i] = mixer(self.h[:, None], seq, self.newest[i])
+            self.x.add_(y[:, 0])
+            start = end
+
         logits = self.x.new_empty(len(tokens), 1, self.vocabulary)
         program.listed[-1].y = logits.data_ptr()
         program.run(start, len(program.listed))

@@ -1,0 +1,273 @@
+"""A whole token in C++: the text of eager decoding, and states in place that nobody else sees change."""
+
+import copy
+import ctypes
+import gc
+import re
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import nalanda_kernels
+import pytest
+import torch
+from nalanda_kernels import Unsupported
+from nalanda_kernels.cpu import build as library
+from nalanda_kernels.cpu.token import KINDS, Operation, Program
+from tiny_models import VARIANTS, build, ids, logits, rows
+
+from nalanda import NalandaCache, State
+from nalanda.model import graphs, token
+
+try:
+    library.library()
+except Unsupported as reason:
+    pytest.skip(f"no C++ compiler: {reason}", allow_module_level=True)
+
+NEW = 6
+GREEDY = {"do_sample": False, "max_new_tokens": NEW}
+IN_PYTHON = {"mala", "pola", "soft", "retention", "gla", "mamba2", "softmax", "diag_attention"}
+IN_PYTHON |= {"norm_attention"}
+UNKNOWN_MAPS = ("nala_learned", "silu_shifted", "soft", "softpp")  # to `maps.describe`
+
+
+@pytest.fixture(autouse=True)
+def runs(monkeypatch):
+    """The pieces of programs that ran."""
+    runs = []
+
+    def recorded(self, first, end, run=Program.run):
+        runs.append((first, end))
+        run(self, first, end)
+
+    monkeypatch.setattr(Program, "run", recorded)
+    return runs
+
+
+def tiny(dtype=torch.float32, **options):
+    return build(**{"mixer": "gated_deltanet", "eos_token_id": None} | options).float().to(dtype)
+
+
+def eager(model, *args, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(token.ENVIRONMENT, "0")
+        return model.generate(*args, **options)
+
+
+def in_python(options) -> bool:
+    """Whether mixers of these options run in Python."""
+    mixer = options.get("mixer", "gated_deltanet")
+    if not isinstance(mixer, str):
+        return True
+    unstated = {"norm_write", "norm_read"} & options.get("mixer_options", {}).keys()
+    norm = options.get("feature_map_options", {}).get("norm")
+    unknown = options.get("feature_map") in UNKNOWN_MAPS or norm == "sum"
+    return bool(unstated) or unknown or mixer in IN_PYTHON or "value_conv" in options
+
+
+def near(a, b):
+    """Within a share of b's largest entry."""
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    share = (a - b).abs().max() / b.abs().max().clamp_min(1e-30)
+    assert share <= (3e-2 if a.dtype == torch.bfloat16 else 5e-5)
+
+
+@pytest.mark.parametrize(("dtype", "batch"), [(torch.float32, 3), (torch.bfloat16, 1)])
+@pytest.mark.parametrize("options", rows())
+def test_text_is_that_of_eager_decoding(options, dtype, batch, runs):
+    model, tokens = tiny(dtype, **options), ids(batch, 5)
+    mask = torch.ones_like(tokens)
+    mask[1:, :2] = 0
+    options_of_call = GREEDY | {
+        "attention_mask": mask,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    expected = eager(model, tokens, **options_of_call)
+    assert not runs
+    found = model.generate(tokens, **options_of_call)
+    assert bool(found.past_key_values.graphs.called) == in_python(options)
+    assert len(runs) >= NEW - 1
+    assert torch.equal(found.sequences, expected.sequences)
+    near(torch.stack(found.logits), torch.stack(expected.logits))
+    cache, other = found.past_key_values, expected.past_key_values
+    assert (cache.nbytes, cache.get_seq_length()) == (other.nbytes, other.get_seq_length())
+    assert torch.equal(cache.lengths, other.lengths)
+    for state, other_state in zip(cache.states, other.states, strict=True):
+        assert list(state) == list(other_state)
+        for name, x in state.items():
+            near(x, other_state[name])
+
+
+@pytest.mark.parametrize("batch", range(1, 10))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batches(batch, dtype, runs):
+    model, tokens = tiny(dtype), ids(batch, 5)
+    expected = eager(model, tokens, **GREEDY)
+    assert torch.equal(model.generate(tokens, **GREEDY), expected)
+    assert bool(runs) == (batch <= (8 if dtype == torch.float32 else 4))
+
+
+def test_threads_do_not_change_a_token(monkeypatch):
+    model, tokens, texts = tiny(), ids(2, 5), []
+    monkeypatch.setattr("nalanda_kernels.cpu.step.ENTRIES_A_THREAD", 1)
+    for count in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        options = {"output_logits": True, "return_dict_in_generate": True}
+        texts.append(torch.stack(model.generate(tokens, **GREEDY, **options).logits[1:]))
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+
+
+@pytest.mark.parametrize("options", [{}, {"mixer": "nala"}, VARIANTS["gated"]])
+@torch.no_grad()
+def test_states_continue_and_do_not_change(options, runs):
+    """Forks and copies in the middle of a text are tensors of their own."""
+    model, tokens = tiny(**options), ids(1, 5)
+    with graphs.decoding_graphs(model):
+        cache = NalandaCache(2)
+        said = [logits(model, tokens, past_key_values=cache)[:, -1:].argmax(-1)]
+        forks, found = [], []
+        for i in range(NEW):
+            if i % 3 == 0:
+                forks.append((i, copy.deepcopy(cache), cache.fork()))
+            found.append(model(said[-1], past_key_values=cache).logits)
+            said.append(found[-1].argmax(-1))
+    assert runs
+    text = torch.cat(said, 1)
+    # Later tokens do not overwrite logits.
+    assert torch.equal(text[:, 1:], torch.cat(found, 1).argmax(-1))
+    for i, *both in forks:
+        for fork in both:
+            again = [
+                logits(model, x, past_key_values=fork).argmax(-1) for x in text[:, i:-1].split(1, 1)
+            ]
+            assert torch.equal(torch.cat(again, 1), text[:, i + 1 :])
+
+
+def test_two_caches_in_turns():
+    """Each has its states in place for a token, and gets them back before the other's come."""
+    model, prompts = tiny(), [ids(1, 5, seed=i) for i in range(2)]
+    expected = [eager(model, x, **GREEDY)[:, 5:] for x in prompts]
+    with graphs.decoding_graphs(model), torch.no_grad():
+        caches = [NalandaCache(2) for _ in prompts]
+        texts = [
+            [logits(model, x, past_key_values=cache)[:, -1:].argmax(-1)]
+            for x, cache in zip(prompts, caches, strict=True)
+        ]
+        for _ in range(NEW - 1):
+            for text, cache in zip(texts, caches, strict=True):
+                text.append(model(text[-1], past_key_values=cache).logits.argmax(-1))
+        assert caches[0].graphs is caches[1].graphs
+    assert all(torch.equal(torch.cat(x, 1), y) for x, y in zip(texts, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}]
+)
+def test_beams_and_copies(options, runs):
+    model, tokens, options = tiny(), ids(2, 5), GREEDY | options
+    torch.manual_seed(0)
+    expected = eager(model, tokens, **options)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(tokens, **options), expected)
+    assert len(runs) == NEW - 1
+
+
+def test_threads_and_states_between_them(runs):
+    model = tiny()
+    out = model.generate(ids(1, 5), return_dict_in_generate=True, **GREEDY)
+    state = State(model, out.past_key_values, out.sequences[:, -1:])
+    prompts = [ids(1, 3, seed=i) for i in range(4)]
+    expected = [eager(model, x, state=state, **GREEDY) for x in prompts]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda x: model.generate(x, state=state, **GREEDY), prompts * 3))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected * 3, strict=True))
+    assert len(runs) == 13 * (NEW - 1)
+
+
+@torch.no_grad()
+def test_weights_that_change():
+    """Written in place, or replaced between calls, and with other memory for joined ones."""
+    model, tokens = tiny(), ids(1, 5)
+    out = model.generate(tokens, return_dict_in_generate=True, **GREEDY)
+    step = weakref.ref(out.past_key_values.graphs)
+    for change in (
+        lambda: model.lm_head.weight.neg_(),
+        lambda: model.load_state_dict(
+            {name: x.clone().neg_() for name, x in model.state_dict().items()}, assign=True
+        ),
+        lambda: model.train().eval(),
+    ):
+        change()
+        assert torch.equal(model.generate(tokens, **GREEDY), eager(model, tokens, **GREEDY))
+    del out
+    gc.collect()
+    assert step() is None  # memory lasts as long as the cache
+
+
+def test_where_a_token_runs_eagerly(runs, monkeypatch):
+    model, tokens = tiny(), ids(2, 5)
+    seen = []
+    handle = model.model.norm.register_forward_hook(lambda *_: seen.append(1))
+    model.generate(tokens, **GREEDY)
+    assert len(seen) == NEW
+    handle.remove()
+    with torch.autocast("cpu", torch.bfloat16):
+        model.generate(tokens, **GREEDY)
+    model.generate(tokens, output_hidden_states=True, return_dict_in_generate=True, **GREEDY)
+    model.train()
+    model.generate(tokens, **GREEDY)
+    model.eval()
+    model.generate(tokens[:1, [0, 1] * 4], prompt_lookup_num_tokens=3, **GREEDY)
+    with nalanda_kernels.use_backend("torch"):
+        model.generate(tokens, **GREEDY)
+    tiny(torch.float64).generate(tokens, **GREEDY)
+    cache = model.generate(tokens[:, :4], max_new_tokens=1, return_dict_in_generate=True)
+    with graphs.decoding_graphs(model):
+        model(tokens[:, :1], past_key_values=cache.past_key_values)  # with gradients
+        with torch.no_grad():
+            mask = torch.tensor([[1] * 6, [1] * 5 + [0]])
+            padded = model(
+                tokens[:, :1], attention_mask=mask, past_key_values=cache.past_key_values
+            )
+            assert not runs
+            assert padded.past_key_values.lengths.tolist() == [6, 5]
+            with pytest.raises(IndexError):
+                model(torch.full((2, 1), 10**6), past_key_values=cache.past_key_values)
+    monkeypatch.setenv(token.ENVIRONMENT, "0")
+    model.generate(tokens, **GREEDY)
+    assert not runs
+
+
+def test_an_adapted_layer_runs_by_itself(runs):
+    """A module that a program does not know is never skipped."""
+    model, tokens = tiny(), ids(1, 5)
+    plain = model.generate(tokens, **GREEDY)
+    layer = model.model.layers[0].mixer
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return -2 * super().forward(x)
+
+    layer.o_proj.__class__ = Doubled
+    runs.clear()
+    found, expected = model.generate(tokens, **GREEDY), eager(model, tokens, **GREEDY)
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, plain)
+    assert len(runs) == 2 * (NEW - 1)  # before that mixer and behind it
+    model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp)
+    runs.clear()
+    assert torch.equal(model.generate(tokens, **GREEDY), eager(model, tokens, **GREEDY))
+    assert not runs
+
+
+def test_the_fields_are_those_of_the_source():
+    """Both sides name the fields and the kinds of operations in one order."""
+    source = (library.SOURCES / "token.cpp").read_text()
+    body = re.sub(r"//.*", "", source.split("struct Operation {")[1].split("\n};")[0])
+    names = [re.split(r"[ *]", x.strip())[-1] for x in re.split("[;,]", body)]
+    assert [x for x in names if x] == [name for name, _ in Operation._fields_]
+    pointers = sum(kind is ctypes.c_void_p for _, kind in Operation._fields_)
+    assert body.count("*") == pointers
+    kinds = source.split("enum Action {")[1].split("}")[0]
+    assert [x.strip().lower() for x in kinds.split(",")] == list(KINDS)
