@@ -329,9 +329,11 @@ class KDA(DeltaNet):
         cls = type(self)
         if cls.step_inputs is not Mixer.step_inputs or cls.project is not KDA.project:
             return None
-        products = [(name, layer, None) for name, layer in self.linears().items()]
         ups = {"a": self.a_up_proj} | ({"gate": self.g_up_proj} if self.gated else {})
-        return products + [(name, layer, name) for name, layer in ups.items()]
+        return [
+            *((name, layer, None) for name, layer in self.linears().items()),
+            *((name, layer, name) for name, layer in ups.items()),
+        ]
 
 
 class GatedDeltaNet2(KDA):

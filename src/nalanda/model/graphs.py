@@ -217,7 +217,7 @@ class DecodingGraphs:
     failed: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
     """Models that could not be captured; nothing tries again."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Any):
         self.model, self.eager = model, 0
         self.steps: weakref.WeakValueDictionary[int, AnyStep] = weakref.WeakValueDictionary()
 
