@@ -10,7 +10,7 @@ from torch import Tensor
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu.build import library
 from nalanda_kernels.cpu.feature_maps import DTYPES, Settings, settings_of
-from nalanda_kernels.maps import describe
+from nalanda_kernels.maps import Map, describe
 from nalanda_kernels.one_token import Token
 
 ROWS = {torch.float32: 8, torch.bfloat16: 4}  # of a product; more are faster in torch
@@ -48,108 +48,114 @@ def step(
     """
     token = Token(**options)
     serving = token.dtype in DTYPES and state["recurrent"].dtype == torch.float32
-    if not serving or torch.is_autocast_enabled("cpu"):
-        return None
-    fields = describe_layer(token)
-    if fields is None:
+    mapped = describe_map(token)
+    if not serving or mapped is None or torch.is_autocast_enabled("cpu"):
         return None
 
     # Refuses before the projections run.
     run = library()
     x = {name: _rows(name, y) for name, y in inputs().items()}
-    filters = token.filters or {}
     # recurrent [N, HV, F, V (+ 1)], conv_q, conv_k and conv_v [N, W − 1, ·]
     old = {name: y.contiguous() for name, y in state.items()}
     new = token.out or {name: torch.empty_like(y) for name, y in old.items()}
     out = x["v"].new_empty(len(x["v"]), 1, token.num_v_heads, token.value_dim, dtype=token.dtype)
-    if not _fits(token, x, old, new):
+    described = describe_step(token, mapped, x, old, new, out)
+    if described is None:
         return None
-
-    fields |= {name: y.data_ptr() for name, y in x.items()}
-    fields |= {f"{name}_stride": x[name].stride(0) for name in COLUMNS if name in x}
-    for name in filters:
-        fields[f"{name}_past"] = old[f"conv_{name}"].data_ptr()
-        fields[f"{name}_moved"] = new[f"conv_{name}"].data_ptr()
-
-    # A log-decay a head, or one a feature.
-    decays = x.get("g" if token.decay is None else "a")
-    N, HV = len(out), token.num_v_heads
-    described = Step(
-        N=N,
-        G=0 if decays is None else decays.numel() // (N * HV),
-        position_stride=int("positions" in x and len(x["positions"]) > 1),
-        state=old["recurrent"].data_ptr(),
-        new_state=new["recurrent"].data_ptr(),
-        out=out.data_ptr(),
-        wide_out=token.dtype != x["v"].dtype,
-        **fields,
-    )
-    function = getattr(run, f"step_{DTYPES[x['v'].dtype]}")
-    function(ctypes.byref(described), threads_for(old["recurrent"].numel(), N * token.num_heads))
+    threads = threads_for(old["recurrent"].numel(), len(out) * token.num_heads)
+    getattr(run, f"step_{DTYPES[x['v'].dtype]}")(ctypes.byref(described), threads)
     return out, new
 
 
-def describe_layer(token: Token) -> dict[str, Any] | None:
-    """The fields of `Step` that are the same for all tokens; None where the map is not described."""
+def describe_map(token: Token) -> tuple[Map, tuple[Tensor, ...]] | None:
+    """The token's map and its parameters; None for one that `describe` does not know."""
     try:
         MAP, parameters = describe(token.feature_map, token.qk_norm, token.key_dim)
     except Unsupported:
         return None
-    if any(x.shape != (token.num_heads, token.key_dim) for x in parameters):
-        return None
-    filters, (A_log, dt_bias) = token.filters or {}, token.decay or (None, None)
+    fit = all(x.shape == (token.num_heads, token.key_dim) for x in parameters)
+    return (MAP, parameters) if fit else None
+
+
+def describe_step(
+    token: Token,
+    mapped: tuple[Map, tuple[Tensor, ...]],
+    x: dict[str, Tensor],
+    old: dict[str, Tensor],
+    new: dict[str, Tensor],
+    out: Tensor,
+) -> Step | None:
+    """A token for the C++, with the addresses of all tensors; None where it cannot read one of them.
+
+    mapped: of `describe_map`. x: the rule's inputs with N rows each. old, new: the state before and after, which may
+    be the same.
+    """
+    MAP, parameters = mapped
+    N, H, HV, n = len(out), token.num_heads, token.num_v_heads, token.steps
+    K, V = token.key_dim, token.value_dim
+    F, dtype, filters = MAP.halves * K, x["v"].dtype, token.filters or {}
+    # A log-decay a head, or one a feature.
+    decays = x.get("g" if token.decay is None else "a")
+    G = 0 if decays is None else decays.numel() // (N * HV)
+
+    # In the model's dtype; sums, decays and the recurrent state are in fp32.
+    narrow = {name: x[name] for name in COLUMNS if name in x}
+    narrow |= {f"{name}_filter": y for name, y in filters.items()}
+    narrow |= {f"{name}_past": old[f"conv_{name}"] for name in filters}
+    narrow |= {f"{name}_moved": new[f"conv_{name}"] for name in filters}
     weight, eps = token.norm or (None, 0.0)
-    features = MAP.halves * token.key_dim
-    # Of these the C++ keeps addresses: none may be a view with gaps.
-    weights = {f"{name}_filter": y for name, y in filters.items()}
-    weights |= {"A_log": A_log, "dt_bias": dt_bias, "norm": weight}
-    weights |= dict(zip(("map_powers", "map_units"), parameters))  # noqa: B905 (a map may lack units)
-    if any(x is not None and not x.is_contiguous() for x in weights.values()):
+    narrow |= {} if weight is None else {"norm": weight}
+    wide = {"state": old["recurrent"], "new_state": new["recurrent"]}
+    wide |= dict(zip(("A_log", "dt_bias"), token.decay or ()))  # noqa: B905 (there may be no decay)
+    wide |= dict(zip(("map_powers", "map_units"), parameters))  # noqa: B905 (a map may lack units)
+    wide |= {"g": x["g"]} if "g" in x else {}
+
+    # Entries of a row.
+    sizes = {"q": H * K, "k": n * H * K, "v": n * HV * V, "w": n * HV * V, "gate": HV * V}
+    sizes |= {"b": n * HV * (F if "w" in x else 1), "a": HV * G, "g": HV * G}
+    fit = all(x[name].numel() == N * size for name, size in sizes.items() if name in x)
+    fit &= old["recurrent"].shape == (N, HV, F, V + token.denominator) and G in (0, 1, F)
+    fit &= dtype in DTYPES and all(y.dtype == dtype for y in narrow.values())
+    fit &= all(y.dtype == torch.float32 and y.is_contiguous() for y in wide.values())
+    others = (y for name, y in narrow.items() if name not in COLUMNS)
+    if not fit or not all(y.is_contiguous() for y in others):
         return None
-    return {
-        **{name: None if x is None else x.data_ptr() for name, x in weights.items()},
-        "H": token.num_heads,
-        "HV": token.num_v_heads,
-        "K": token.key_dim,
-        "V": token.value_dim,
-        "W": next((y.shape[-1] for y in filters.values()), 0),
-        "steps": token.steps,
-        "delta": token.delta,
-        "denominator": token.denominator,
-        "silu": token.silu,
-        "sigmoid_gate": token.gate_activation == "sigmoid",
-        "beta_scale": token.beta_scale,
-        "scale": features**-0.5 if token.scale is None else token.scale,
-        "eps": eps,
-        "map_alpha": MAP.alpha,
-        "query": settings_of(MAP, True),
-        "key": settings_of(MAP, False),
-    }
+
+    addresses = {name: y.data_ptr() for name, y in (narrow | wide).items()}
+    if token.denominator:
+        addresses["positions"] = x["positions"].data_ptr()
+    return Step(
+        **addresses,
+        **{f"{name}_stride": x[name].stride(0) for name in COLUMNS if name in x},
+        position_stride=int(token.denominator and len(x["positions"]) > 1),
+        out=out.data_ptr(),
+        wide_out=out.dtype != dtype,
+        N=N,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        W=next((y.shape[-1] for y in filters.values()), 0),
+        G=G,
+        # the rule
+        steps=n,
+        delta=token.delta,
+        denominator=token.denominator,
+        silu=token.silu,
+        sigmoid_gate=token.gate_activation == "sigmoid",
+        beta_scale=token.beta_scale,
+        scale=F**-0.5 if token.scale is None else token.scale,
+        eps=eps,
+        map_alpha=MAP.alpha,
+        query=settings_of(MAP, True),
+        key=settings_of(MAP, False),
+    )
 
 
 def _rows(name: str, x: Tensor) -> Tensor:
     """An input as the C++ reads it: columns of wider rows stay where they are."""
     apart = name in COLUMNS and x.dim() == 3 and x.stride(2) == 1
     return x if apart else x.contiguous()
-
-
-def _fits(
-    token: Token, x: dict[str, Tensor], old: dict[str, Tensor], new: dict[str, Tensor]
-) -> bool:
-    """Whether all tensors have the dtypes and shapes that the C++ reads."""
-    dtype, filters = x["v"].dtype, token.filters or {}
-    # In the model's dtype; sums, decays and the state are in fp32.
-    narrow = [x[name] for name in COLUMNS if name in x]
-    narrow += [*filters.values(), *(token.norm or ())[:1]]
-    narrow += [states[f"conv_{name}"] for states in (old, new) for name in filters]
-    wide = [new["recurrent"], *(token.decay or ()), *([x["g"]] if "g" in x else ())]
-    if dtype not in DTYPES or token.dtype not in (dtype, torch.float32):
-        return False
-    if any(y.dtype != dtype for y in narrow) or any(y.dtype != torch.float32 for y in wide):
-        return False
-    shape = old["recurrent"].shape
-    columns = token.value_dim + token.denominator
-    return shape[:2] == (len(x["v"]), token.num_v_heads) and shape[3] == columns
 
 
 def threads_for(entries: int, units: int) -> int:

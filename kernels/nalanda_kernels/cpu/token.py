@@ -9,7 +9,7 @@ from torch import Tensor
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu.build import library
 from nalanda_kernels.cpu.feature_maps import DTYPES
-from nalanda_kernels.cpu.step import COLUMNS, ROWS, Step, describe_layer, threads_for
+from nalanda_kernels.cpu.step import ROWS, Step, describe_map, describe_step, threads_for
 from nalanda_kernels.one_token import Token
 
 KINDS = ("norm", "product", "step", "layer_norm", "swiglu")
@@ -80,30 +80,14 @@ class Program:
         self, inputs: dict[str, Tensor], state: dict[str, Tensor], o: Tensor, **options: Any
     ) -> None:
         """The rule of a token, as `cpu.step.step` takes it, with the new state in place of the old one."""
-        token = Token(**options)
-        fields = describe_layer(token)
-        if fields is None:
-            raise Unsupported("the map of a layer")
-        weights = [*(token.filters or {}).values(), *(token.norm or ())[:1]]
-        pasts = {name: state[f"conv_{name}"] for name in token.filters or {}}
-        for x in (*weights, *pasts.values()):
-            self._address(x, self.dtype)
-        for x in token.decay or ():
-            self._address(x, torch.float32)
-
-        G = 0 if token.decay is None else inputs["a"].shape[1] // token.num_v_heads
-        fields |= {name: x.data_ptr() for name, x in inputs.items()}
-        fields |= {f"{name}_stride": inputs[name].shape[1] for name in COLUMNS if name in inputs}
-        for name, past in pasts.items():
-            fields |= {f"{name}_past": past.data_ptr(), f"{name}_moved": past.data_ptr()}
-        recurrent = self._address(state["recurrent"], torch.float32)
-        fields |= {"state": recurrent, "new_state": recurrent, "out": o.data_ptr()}
-        wide = o.dtype != self.dtype
-        if token.denominator:
-            fields["positions"] = self.lengths.data_ptr()
-        self.steps.append(Step(N=self.batch, G=G, position_stride=1, wide_out=wide, **fields))
+        token, x = Token(**options), inputs | {"positions": self.lengths}
+        mapped = describe_map(token)
+        described = None if mapped is None else describe_step(token, mapped, x, state, state, o)
+        if described is None:
+            raise Unsupported("a layer")
+        self.steps.append(described)
         self.entries += state["recurrent"].numel()
-        self.add("step", o, o, step=ctypes.addressof(self.steps[-1]))
+        self.add("step", o, o, step=ctypes.addressof(described))
 
     def finish(self) -> None:
         """Puts the operations side by side; none is added after that."""
