@@ -118,6 +118,24 @@ def test_threads_do_not_change_a_token(monkeypatch):
     assert torch.equal(texts[0], texts[2])
 
 
+@pytest.mark.parametrize("mixer", ["gated_deltanet2", "kda", "nala", "delta_product"])
+def test_operations_at_once_share_no_array(mixer):
+    """Between two barriers no operation reads or writes what another one writes."""
+    model = tiny(mixer=mixer)
+    out = model.generate(ids(2, 5), return_dict_in_generate=True, **GREEDY)
+    at_once = []
+    for operation in out.past_key_values.graphs.program.listed:
+        at_once.append(operation)
+        if not operation.waits:
+            continue
+        for a in at_once:
+            touched = [(b.x, b.added, b.y) for b in at_once if b is not a]
+            assert all(a.y not in addresses for addresses in touched)
+            assert a.step is None or len(at_once) == 1  # it reads arrays of its own
+        at_once = []
+    assert not at_once
+
+
 @pytest.mark.parametrize("options", [{}, {"mixer": "nala"}, VARIANTS["gated"]])
 @torch.no_grad()
 def test_states_continue_and_do_not_change(options, runs):
