@@ -47,6 +47,7 @@ class Program:
 
     def array(self, name: str, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory `[batch, width]`, the same for all layers that name it."""
+        # Layers run one after another, so they may share it.
         key = (name, width, dtype)
         if key not in self.arrays:
             self.arrays[key] = torch.empty(self.batch, width, dtype=dtype or self.dtype)
@@ -57,6 +58,7 @@ class Program:
         for name, value in fields.items():
             if isinstance(value, Tensor):
                 fields[name] = self._address(value, self.dtype)
+        # C++ holds addresses alone: modules and this program keep the memory.
         operation = Operation(
             x=x.data_ptr(), y=y.data_ptr(), kind=KINDS.index(kind), waits=waits, **fields
         )
@@ -86,6 +88,7 @@ class Program:
         if described is None:
             raise Unsupported("a layer")
         self.steps.append(described)
+        # Read and written once a token, as a matrix is read.
         self.entries += state["recurrent"].numel()
         self.add("step", o, o, step=ctypes.addressof(described))
 
@@ -95,6 +98,7 @@ class Program:
 
     def run(self, first: int, end: int) -> None:
         """Runs the operations from `first` up to `end`."""
+        # One team of threads for all operations, which share every one of them.
         start = ctypes.byref(self.listed, first * ctypes.sizeof(Operation))
         self.run_all(start, end - first, threads_for(self.entries, self.entries))
 

@@ -1,7 +1,7 @@
 """Decoding on a CPU: a token of all layers as one call of C++, with states in place.
 
 `generate` opens the context `graphs.decoding_graphs`, which takes this path where the kernels serve the model. The
-newest states of a cache are then in the program's memory, as with CUDA graphs: forks, beams and saved states copy
+newest states of a cache are then in the program's memory, as with CUDA graphs. Forks, beams and saved states copy
 them out once (`cache.StateBuffers`). Mixers without a rule of a token, or with a map that kernels do not know, run
 in Python between two pieces of the program.
 """
@@ -64,6 +64,7 @@ class TokenStep(StateBuffers):
         mlp = block.mlp
         refuse(type(block).forward is not Block.forward or type(mlp).forward is not GLU.forward)
         self._add_norm(block.mixer_norm)
+        # A mixer that cannot be added leaves no operation behind.
         end = len(self.program.operations)
         state = {
             name: x.clone(memory_format=torch.contiguous_format)
@@ -78,6 +79,7 @@ class TokenStep(StateBuffers):
             self.called[i] = end
 
         self._add_norm(block.mlp_norm)
+        # SiLU(W_gate h) ⊙ (W_up h), [batch, intermediate_size]
         a, b = (self.program.array(name, mlp.gate_proj.out_features) for name in ("up", "gated"))
         self._add_product(self.h, mlp.gate_proj, a, waits=False)
         self._add_product(self.h, mlp.up_proj, b)
@@ -96,6 +98,7 @@ class TokenStep(StateBuffers):
     def _add_mixer(self, mixer: Mixer, state: dict[str, Tensor]) -> None:
         """x + mixer(h), as `Mixer.step` computes it."""
         rule, products = mixer.rule_of_a_token(), mixer.step_products()
+        # A subclass may do more around its rule than `Mixer.step` does.
         steps = (type(mixer).forward, type(mixer).step) == (Mixer.forward, Mixer.step)
         if rule is None or products is None or not steps:
             raise NotServed
@@ -110,6 +113,7 @@ class TokenStep(StateBuffers):
 
         layer = mixer.step_layer(self.h, state)
         width = mixer.num_v_heads * mixer.V
+        # [batch, HV·V]; in fp32 before a norm over all heads
         o = program.array("o", width, layer.dtype)
         gate = inputs.pop("gate", None) if mixer.norm == "layer" else None
         program.step(inputs, state, o, **rule._asdict(), **layer._asdict())
@@ -121,7 +125,7 @@ class TokenStep(StateBuffers):
         self._add_product(o, mixer.o_proj, self.x, added=self.x)
 
     def in_place(self, states: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Those of the layers that the program has; no call writes into others, which may grow."""
+        """States of the layers that the program has; no call writes into the others, which may grow."""
         return [state for i, state in enumerate(states) if i not in self.called]
 
     def copied(self) -> list[dict[str, Tensor]]:
@@ -143,6 +147,7 @@ class TokenStep(StateBuffers):
         """Logits `[B, 1, vocabulary]` after tokens `[B, 1]`, for the cache that `take` was called with."""
         program, start = self.program, 0
         seq = Sequences(None, cache.lengths, None, self.x.device)
+        # [batch, D]: an unknown id raises here, before a state changes
         self.x.copy_(self.decoder._scaled(self.decoder.embed_tokens(tokens), seq)[:, 0])
         for i, end in self.called.items():
             program.run(start, end)
@@ -151,6 +156,7 @@ class TokenStep(StateBuffers):
             self.x.add_(y[:, 0])
             start = end
 
+        # New memory, because a caller keeps the logits of all tokens.
         logits = self.x.new_empty(len(tokens), 1, self.vocabulary)
         program.listed[-1].y = logits.data_ptr()
         program.run(start, len(program.listed))
