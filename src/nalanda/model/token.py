@@ -28,6 +28,7 @@ class NotServed(Exception):
 
 def build_token(model: Any, cache: NalandaCache) -> "TokenStep | None":
     """The program of a model for the cache's batch size; None where some module is not what it knows."""
+    # Its dtype is that of the model.
     table = model.model.embed_tokens.weight
     program = by_kernel("token", "auto", table, cache.batch_size, table.dtype)
     if program is None or ops._kernels is None:
@@ -113,7 +114,7 @@ class TokenStep(StateBuffers):
 
         layer = mixer.step_layer(self.h, state)
         width = mixer.num_v_heads * mixer.V
-        # [batch, HV·V]; in fp32 before a norm over all heads
+        # [batch, HV·V], in fp32 before a norm over all heads
         o = program.array("o", width, layer.dtype)
         gate = inputs.pop("gate", None) if mixer.norm == "layer" else None
         program.step(inputs, state, o, **rule._asdict(), **layer._asdict())
