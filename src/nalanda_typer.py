@@ -42,7 +42,8 @@ class Panels(typer.core.TyperGroup):
 
 
 INSTEAD_OF_COMMANDS = {
-    "chat": "nalanda generate",
+    "analyze": "nalanda eval or nalanda perplexity",
+    "chat": "nalanda generate or examples/chat/chat.py",
     "compare": "nalanda plot RUN RUN",
     "inspect": "nalanda data inspect",
     "list": "nalanda recipes or nalanda runs",

@@ -333,7 +333,9 @@ def _load_source(
         else:
             config = _task_config(source)
         if isinstance(config, str) and config not in manager.all_tasks:
-            raise InputError(f"{config}: unknown task{_suggest_task(config, manager.all_tasks)}")
+            raise InputError(
+                f"{config}: unknown task{_suggest_task(config, [*manager.all_tasks, 'python_docs'])}"
+            )
         return manager.load([config])
     except InputError:
         raise

@@ -159,6 +159,11 @@ TABLE = [
         r"No such option: --steps.*; .* are written section\.key=value, .*train\.steps=10",
     ),
     ("info r.yaml --steps 10", r"No such option: --steps.*; .* are written section\.key=value, .*"),
+    ("train r.yaml tokenizer=none/t.json", r"tokenizer: no file none/t\.json"),
+    (
+        "analyze runs",
+        r"No such command 'analyze'\. Did you mean nalanda eval or .* See nalanda --help",
+    ),
     ("runs a b", r"Got unexpected extra argument\(s\) \(b\); see nalanda runs --help"),
     ("runs --josn", r"No such option: --josn \(Possible options: --json\)"),
     ("info --processes 8", r"Invalid value for --processes: needs a recipe"),

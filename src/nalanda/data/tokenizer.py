@@ -97,6 +97,8 @@ def build_tokenizer(
     path = Path(name).expanduser()
     if name in MISTRAL and not path.exists():
         path = mistral_model()
+    if path.suffix in (".json", ".model") and not path.exists():
+        raise InputError(f"tokenizer: no file {name}")
 
     try:
         return as_saved(_load_named(name, path, data))
@@ -108,8 +110,8 @@ def build_tokenizer(
         if no_room(error):
             raise
         raise InputError(
-            f"tokenizer: {name!r} cannot be loaded ({first_line(error)}); give a directory, a Hub id, a "
-            "tokenizer.json, a SentencePiece model, or train: bpe or words"
+            f"tokenizer: {name!r} cannot be loaded ({first_line(error)}); give mistral, a directory, a Hub "
+            "id, a tokenizer.json, a SentencePiece model, or train: bpe or words"
         ) from None
 
 
