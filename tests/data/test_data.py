@@ -1640,7 +1640,7 @@ def test_sentencepiece_models(tmp_path, prose):
         ({"train": "words", "vocab_size": 3}, "and a word need 4"),
         ({"train": "words", "min_count": 0}, "min_count: expected 1 or more, got 0"),
         ({"train": "bpe", "min_count": 2}, "only train: words counts words"),
-        ({"path": "./nowhere"}, "'./nowhere' cannot be loaded .*; give a directory"),
+        ({"path": "./nowhere"}, "'./nowhere' cannot be loaded .*; give mistral, a directory"),
     ],
 )
 def test_tokenizers_that_cannot_work(tmp_path, settings, message):

@@ -26,10 +26,10 @@ def own_map(row: str) -> bool:
 
 def property_cases() -> list:
     """Every row with every property. All cases of a mixer with its own map are quick, and of every other
-    row four properties."""
+    row three properties."""
     cases = list(itertools.product(ROWS, ENCODER_PROPERTIES))
     others = [case for case in cases if not own_map(case[0])]
-    slow = set(others) - covering_cases(others, strength=1, times=4)
+    slow = set(others) - covering_cases(others, strength=1, times=3)
     return [
         pytest.param(
             ROWS[row],

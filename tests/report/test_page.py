@@ -87,7 +87,7 @@ def test_the_page_is_one_file_with_all_that_a_run_has(runs):
     assert page.count('data-root-id="') == len(CURVES)
     for part in ("state", "2,366,984", "× skipped", "▼ rollback", "◆ loss scale", "9.8.7"):
         assert part in texts.text
-    assert "optim.lr 0.004 0.123" in texts.text
+    assert "optim.lr 0.006 0.123" in texts.text
     assert "output_dir 0" not in texts.text
     assert "hidden_size: 256" in texts.text  # of the recipe, folded away
     assert page.count("<details>") == 2
