@@ -100,6 +100,7 @@ def test_a_record_without_its_file_is_ignored(tmp_path, byte_tokenizer):
     assert sums(tmp_path / "out") == sums(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_reported_and_finished_shards_stay(tmp_path, byte_tokenizer, capsys):
     data = DataConfig(source=str(corpus(tmp_path / "in")))
     work = begin(data, byte_tokenizer, tmp_path / "out", shard_bytes=300)

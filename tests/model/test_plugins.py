@@ -110,6 +110,7 @@ with torch.no_grad():
 # ------------------------------ the example
 
 
+@pytest.mark.slow
 def test_the_example_has_every_property(my_mixer):
     check_mixer("forgetful")
     check_mixer("forgetful", mixer_options={"forget": False})

@@ -162,7 +162,8 @@ FLAGS = (
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium on PATH")
-@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 390])
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.slow
 def test_a_browser_draws_the_page_without_an_error(runs, tmp_path, width):
     file = write_page(runs, samples=[[], [("Once " * 99, "x" * 999)]])
     page = file.read_text(encoding="utf-8")
