@@ -374,7 +374,6 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         cu_seqlens = foreign_bounds(cu_seqlens, foreign)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-
         beside = (inputs_embeds, labels, shift_labels, cu_seqlens, carried_cache, carried)
         more_outputs = output_hidden_states or return_carried_cache or None
         prompt = (input_ids, attention_mask, past_key_values)
