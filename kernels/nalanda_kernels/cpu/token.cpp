@@ -2,14 +2,15 @@
 #include "rows.h"
 #include "step.h"
 
-enum Action { NORM, PRODUCT, STEP, LAYER_NORM, SWIGLU };
+enum Action { NORM, PRODUCT, STEP, LAYER_NORM, SWIGLU, LOG_SIGMOID, ROTATE };
 
-// `Operation` of token.py. Arrays are of the model's dtype T, but for x of LAYER_NORM.
+// `Operation` of token.py. Arrays are of the model's dtype T, but for x of LAYER_NORM and y of
+// LOG_SIGMOID.
 struct Operation {
     const void *x, *weight, *bias, *added, *step;
     void* y;
-    int32_t kind, N, K, M, waits;  // waits: the next operation reads y
-    float eps;
+    int32_t kind, N, K, M, waits;  // waits: all threads wait behind it for each other
+    float number;                  // ε of a norm
 };
 
 // x / √(mean x² + ε) ⊙ weight
@@ -46,6 +47,17 @@ void run_layer_norm(const float* x, const T* weight, const T* bias, const T* gat
     }
 }
 
+// The pairs (x_i, x_{i + M}) of a head by the angles position · frequency_i.
+template <class T>
+void run_rotation(const T* x, const float* frequencies, float position, T* y, int M) {
+    for (int i = 0; i < M; i++) {
+        float angle = position * frequencies[i], c = std::cos(angle), s = std::sin(angle);
+        float a = load(x + i), b = load(x + M + i);
+        store(y + i, a * c - b * s);
+        store(y + M + i, b * c + a * s);
+    }
+}
+
 template <class T>
 void run_operation(const Operation& op, Part part) {
     const T *x = (const T*)op.x, *weight = (const T*)op.weight, *bias = (const T*)op.bias, *added = (const T*)op.added;
@@ -54,7 +66,7 @@ void run_operation(const Operation& op, Part part) {
     switch (op.kind) {
         case NORM:
             for (long n = part.first(op.N); n < part.end(op.N); n++) {
-                run_norm(x + n * K, weight, y + n * K, K, op.eps);
+                run_norm(x + n * K, weight, y + n * K, K, op.number);
             }
             return;
         case PRODUCT: return run_linear(Linear<T>{weight, bias, x, added, y, op.N, op.K, op.M}, part);
@@ -62,11 +74,23 @@ void run_operation(const Operation& op, Part part) {
         case LAYER_NORM:
             for (long n = part.first(op.N); n < part.end(op.N); n++) {
                 run_layer_norm((const float*)op.x + n * K, weight, bias, added ? added + n * K : added, y + n * K, K,
-                               op.eps);
+                               op.number);
             }
             return;
         case SWIGLU:
             for (long i = part.first(op.N * K); i < part.end(op.N * K); i++) store(y + i, swiglu(x + i, load(added + i)));
+            return;
+        case LOG_SIGMOID:
+            for (long i = part.first(op.N * K); i < part.end(op.N * K); i++) {
+                ((float*)op.y)[i] = -softplus32(-load(x + i)) / op.number;
+            }
+            return;
+        case ROTATE:
+            long heads = K / (2 * op.M);
+            for (long i = part.first(op.N * heads); i < part.end(op.N * heads); i++) {
+                float position = ((const int64_t*)op.bias)[i / heads];
+                run_rotation(x + i * 2 * op.M, (const float*)op.weight, position, y + i * 2 * op.M, op.M);
+            }
     }
 }
 

@@ -1,10 +1,11 @@
 """A token of several layers as a list of operations, which C++ runs in one call."""
 
 import ctypes
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu.build import library
@@ -12,7 +13,7 @@ from nalanda_kernels.cpu.feature_maps import DTYPES
 from nalanda_kernels.cpu.step import ROWS, Step, describe_map, describe_step, threads_for
 from nalanda_kernels.one_token import Token
 
-KINDS = ("norm", "product", "step", "layer_norm", "swiglu")
+KINDS = ("norm", "product", "step", "layer_norm", "swiglu", "log_sigmoid", "rotate")
 
 
 class Operation(ctypes.Structure):
@@ -21,7 +22,7 @@ class Operation(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "added", "step", "y")),
         *((name, ctypes.c_int32) for name in ("kind", "N", "K", "M", "waits")),
-        ("eps", ctypes.c_float),
+        ("number", ctypes.c_float),
     )
 
 
@@ -39,11 +40,17 @@ class Program:
     def __init__(self, batch: int, dtype: torch.dtype):
         self.batch, self.dtype = batch, dtype
         self.run_all = getattr(library(), f"token_{DTYPES[dtype]}")
+        # Tokens of each sequence before this one; who runs the program counts them.
         self.lengths = torch.zeros(batch, dtype=torch.int64)
         self.operations: list[Operation] = []
         self.entries = 0  # of all matrices
         self.arrays: dict[tuple, Tensor] = {}
+        # C++ holds addresses alone: modules and this program keep the memory.
         self.steps: list[Step] = []
+        self.tables: list[Tensor] = []
+        # Addresses of arrays since threads last waited for each other.
+        self.written: set[int] = set()
+        self.read: set[int] = set()
 
     def array(self, name: str, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory `[batch, width]`, the same for all layers that name it."""
@@ -53,30 +60,64 @@ class Program:
             self.arrays[key] = torch.empty(self.batch, width, dtype=dtype or self.dtype)
         return self.arrays[key]
 
-    def add(self, kind: str, x: Tensor, y: Tensor, waits: bool = True, **fields: Any) -> None:
-        """An operation from x to y. waits: the next one reads y. Tensors among the fields are weights or arrays."""
-        for name, value in fields.items():
-            if isinstance(value, Tensor):
-                fields[name] = self._address(value, self.dtype)
-        # C++ holds addresses alone: modules and this program keep the memory.
-        operation = Operation(
-            x=x.data_ptr(), y=y.data_ptr(), kind=KINDS.index(kind), waits=waits, **fields
-        )
-        operation.N, operation.K = self.batch, x.shape[-1]
-        self.operations.append(operation)
-
-    def product(
+    def add(
         self,
+        kind: str,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
         y: Tensor,
+        *,
+        inputs: Iterable[Tensor] = (),
         added: Tensor | None = None,
-        waits: bool = True,
+        weights: Mapping[str, Tensor | None] | None = None,
+        **numbers: Any,
     ) -> None:
-        """y = x Wᵀ + bias (+ added, which may be y)."""
-        self.entries += weight.numel()
-        self.add("product", x, y, waits, weight=weight, bias=bias, added=added, M=len(weight))
+        """An operation from x, `added` and `inputs` to y."""
+        addresses = {"x": x.data_ptr(), "y": y.data_ptr()}
+        addresses |= {} if added is None else {"added": added.data_ptr()}
+        for name, weight in (weights or {}).items():
+            addresses |= {} if weight is None else {name: self._address(weight)}
+
+        # Threads wait for each other where one would read or overwrite what another works on.
+        read = {z.data_ptr() for z in (x, added, *inputs) if z is not None}
+        if read & self.written or addresses["y"] in self.written | self.read:
+            self.operations[-1].waits = True
+            self.written, self.read = set(), set()
+        self.written.add(addresses["y"])
+        self.read |= read
+
+        sizes = {"N": self.batch, "K": x.shape[-1]}
+        self.operations.append(Operation(kind=KINDS.index(kind), **addresses, **sizes, **numbers))
+
+    def linear(
+        self, x: Tensor, layer: nn.Module, y: Tensor | str, added: Tensor | None = None
+    ) -> Tensor:
+        """y = W x + bias (+ added, which may be y). y: an array, or the name of one."""
+        if type(layer) is not nn.Linear:
+            raise Unsupported(f"a layer of the class {type(layer).__name__}")
+        if isinstance(y, str):
+            y = self.array(y, layer.out_features)
+        self.entries += layer.weight.numel()
+        weights = {"weight": layer.weight, "bias": layer.bias}
+        self.add("product", x, y, added=added, weights=weights, M=layer.out_features)
+        return y
+
+    def linears(self, x: Tensor, layers: dict[str, nn.Linear]) -> dict[str, Tensor]:
+        """The outputs of layers that read x, by name."""
+        return {name: self.linear(x, layer, name) for name, layer in layers.items()}
+
+    def log_sigmoid(self, x: Tensor, temperature: float) -> Tensor:
+        """log σ(x) / temperature in fp32."""
+        y = self.array("log_sigmoid", x.shape[1], torch.float32)
+        self.add("log_sigmoid", x, y, number=temperature)
+        return y
+
+    def rotate(self, x: Tensor, name: str, frequencies: Tensor) -> Tensor:
+        """Each head of x, of twice as many entries as there are frequencies, by the token's position times these."""
+        y = self.array(name, x.shape[1])
+        self.tables.append(frequencies)
+        tables = {"weight": frequencies.data_ptr(), "bias": self.lengths.data_ptr()}
+        self.add("rotate", x, y, M=len(frequencies), **tables)
+        return y
 
     def step(
         self, inputs: dict[str, Tensor], state: dict[str, Tensor], o: Tensor, **options: Any
@@ -86,11 +127,11 @@ class Program:
         mapped = describe_map(token)
         described = None if mapped is None else describe_step(token, mapped, x, state, state, o)
         if described is None:
-            raise Unsupported("a layer")
+            raise Unsupported("a layer's rule or map")
         self.steps.append(described)
         # Read and written once a token, as a matrix is read.
         self.entries += state["recurrent"].numel()
-        self.add("step", o, o, step=ctypes.addressof(described))
+        self.add("step", o, o, inputs=inputs.values(), step=ctypes.addressof(described))
 
     def finish(self) -> None:
         """Puts the operations side by side; none is added after that."""
@@ -102,7 +143,7 @@ class Program:
         start = ctypes.byref(self.listed, first * ctypes.sizeof(Operation))
         self.run_all(start, end - first, threads_for(self.entries, self.entries))
 
-    def _address(self, x: Tensor, dtype: torch.dtype) -> int:
-        if x.dtype != dtype or not (x.is_contiguous() and x.is_cpu):
-            raise Unsupported(f"weights and states in {x.dtype} beside {dtype}")
-        return x.data_ptr()
+    def _address(self, weight: Tensor) -> int:
+        if weight.dtype != self.dtype or not (weight.is_contiguous() and weight.is_cpu):
+            raise Unsupported(f"weights in {weight.dtype} beside {self.dtype}")
+        return weight.data_ptr()

@@ -1,6 +1,7 @@
 """The delta rules: DeltaNet, Gated DeltaNet, KDA, Gated DeltaNet 2, DeltaProduct."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -325,15 +326,16 @@ class KDA(DeltaNet):
             heads["gate"] = apply_linear(self.g_up_proj, heads["gate"])
         return heads
 
-    def step_products(self) -> list[tuple[str, nn.Linear, str | None]] | None:
+    def add_inputs(self, program: Any, h: Tensor) -> Heads | None:
         cls = type(self)
         if cls.step_inputs is not Mixer.step_inputs or cls.project is not KDA.project:
             return None
-        ups = {"a": self.a_up_proj} | ({"gate": self.g_up_proj} if self.gated else {})
-        return [
-            *((name, layer, None) for name, layer in self.linears().items()),
-            *((name, layer, name) for name, layer in ups.items()),
-        ]
+        inputs = program.linears(h, self.linears())
+        # Down to V, then up to all heads.
+        inputs["a"] = program.linear(inputs["a"], self.a_up_proj, "a_up")
+        if self.gated:
+            inputs["gate"] = program.linear(inputs["gate"], self.g_up_proj, "gate_up")
+        return inputs
 
 
 class GatedDeltaNet2(KDA):

@@ -13,7 +13,7 @@ from .context import recurrence
 from .delta import Decay
 from .epilogues import swiglu
 from .feature_maps import EPS, opposite
-from .layers import RMSNorm, at_least_fp32, no_autocast, place_angles, rotate
+from .layers import RMSNorm, at_least_fp32, no_autocast, place_angles, rotary_angles, rotate
 from .ops import by_kernel, linear_attention_flops, map_features
 from .options import check_names, check_types
 from .sequences import Sequences
@@ -509,15 +509,32 @@ class Retention(LinearRecurrence):
     def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
         heads = super().heads(x, seq, state, new)
         angles = place_angles(x, seq, self.K, self.rope_theta)
-        h = torch.arange(self.num_heads, device=x.device, dtype=angles.dtype)
-        g = torch.log1p(-(2.0 ** (-5 - h))).expand(*x.shape[:2], -1)  # [B, T, H], log(1 − 2^{−5−h})
+        g = self.log_decays(angles).expand(*x.shape[:2], -1)  # [B, T, H]
         return heads | {"q": rotate(heads["q"], angles), "k": rotate(heads["k"], angles), "g": g}
+
+    def log_decays(self, like: Tensor) -> Tensor:
+        """log(1 − 2^{−5−h}) of each head, `[H]`."""
+        h = torch.arange(self.num_heads, device=like.device, dtype=like.dtype)
+        return torch.log1p(-(2.0 ** (-5 - h)))
 
     def step_rule(self) -> StepRule:
         return StepRule()
 
     def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
         return self.heads(x, seq, {}, None)
+
+    def add_inputs(self, program: Any, h: Tensor) -> Heads | None:
+        cls = type(self)
+        if (cls.heads, cls.step_inputs) != (Retention.heads, Retention.step_inputs):
+            return None
+        inputs = program.linears(h, self.linears())
+        one = torch.ones((), dtype=torch.int64)
+        frequencies = rotary_angles(one, self.K, self.rope_theta, torch.float32)
+        for name in ("q", "k"):
+            inputs[name] = program.rotate(inputs[name], f"{name}_rotated", frequencies)
+        inputs["g"] = program.array("retention", self.num_heads, torch.float32)
+        inputs["g"].copy_(self.log_decays(inputs["g"]))
+        return inputs
 
 
 class GLA(LinearRecurrence):
@@ -558,6 +575,16 @@ class GLA(LinearRecurrence):
 
     def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
         return self.heads(x, seq, {}, None)
+
+    def add_inputs(self, program: Any, h: Tensor) -> Heads | None:
+        cls = type(self)
+        if (cls.heads, cls.step_inputs) != (GLA.heads, GLA.step_inputs):
+            return None
+        inputs = program.linears(h, self.linears())
+        down, up = self.gk_proj
+        gates = program.linear(program.linear(h, down, "gk_rank"), up, "gk")
+        inputs["g"] = program.log_sigmoid(gates, self.temperature)
+        return inputs
 
     def gate_parameters(self) -> Iterator[nn.Parameter]:
         yield from super().gate_parameters()

@@ -50,14 +50,16 @@ class TokenStep(StateBuffers):
         # Mixers that run in Python: how many operations precede each, by the layer's index.
         self.called: dict[int, int] = {}
 
+        # The residual stream and its norm, [batch, D].
         D = model.config.hidden_size
         self.x, self.h = program.array("x", D), program.array("h", D)
+        # A draft of the first layers alone runs eagerly.
         refuse(model.config.num_hidden_layers != len(self.decoder.layers))
         for i, block in enumerate(self.decoder.layers):
             self._add_block(i, block)
         self._add_norm(self.decoder.norm)
         # Its output is set for each token: callers keep it.
-        self._add_product(self.h, model.lm_head, self.h)
+        program.linear(self.h, model.lm_head, "logits")
         self.vocabulary = model.lm_head.out_features
         program.finish()
 
@@ -67,6 +69,7 @@ class TokenStep(StateBuffers):
         self._add_norm(block.mixer_norm)
         # A mixer that cannot be added leaves no operation behind.
         end = len(self.program.operations)
+        # Memory that the program writes into; the cache's own tensors may be others' too.
         state = {
             name: x.clone(memory_format=torch.contiguous_format)
             for name, x in self.newest[i].items()
@@ -81,49 +84,38 @@ class TokenStep(StateBuffers):
 
         self._add_norm(block.mlp_norm)
         # SiLU(W_gate h) ⊙ (W_up h), [batch, intermediate_size]
-        a, b = (self.program.array(name, mlp.gate_proj.out_features) for name in ("up", "gated"))
-        self._add_product(self.h, mlp.gate_proj, a, waits=False)
-        self._add_product(self.h, mlp.up_proj, b)
+        a = self.program.linear(self.h, mlp.gate_proj, "gated")
+        b = self.program.linear(self.h, mlp.up_proj, "up")
         self.program.add("swiglu", a, a, added=b)
-        self._add_product(a, mlp.down_proj, self.x, added=self.x)
+        self.program.linear(a, mlp.down_proj, self.x, added=self.x)
 
     def _add_norm(self, norm: nn.Module) -> None:
         """The norm of x in h."""
         refuse(type(norm) is not RMSNorm)
-        self.program.add("norm", self.x, self.h, weight=norm.weight, eps=norm.eps)
-
-    def _add_product(self, x: Tensor, layer: nn.Module, y: Tensor, **options: Any) -> None:
-        refuse(type(layer) is not nn.Linear)
-        self.program.product(x, layer.weight, layer.bias, y, **options)
+        weights = {"weight": norm.weight}
+        self.program.add("norm", self.x, self.h, weights=weights, number=norm.eps)
 
     def _add_mixer(self, mixer: Mixer, state: dict[str, Tensor]) -> None:
         """x + mixer(h), as `Mixer.step` computes it."""
-        rule, products = mixer.rule_of_a_token(), mixer.step_products()
         # A subclass may do more around its rule than `Mixer.step` does.
-        steps = (type(mixer).forward, type(mixer).step) == (Mixer.forward, Mixer.step)
-        if rule is None or products is None or not steps:
+        refuse((type(mixer).forward, type(mixer).step) != (Mixer.forward, Mixer.step))
+        program, rule = self.program, mixer.rule_of_a_token()
+        inputs = None if rule is None else mixer.add_inputs(program, self.h)
+        if rule is None or inputs is None:
             raise NotServed
-        program, inputs = self.program, {}
-        for i, (name, layer, source) in enumerate(products):
-            x = self.h if source is None else inputs[source]
-            y = program.array(name if source is None else f"{name}_up", layer.out_features)
-            # Products of h need not wait for each other, nor do those of their outputs.
-            last = i + 1 == len(products) or (source is None) != (products[i + 1][2] is None)
-            self._add_product(x, layer, y, waits=last)
-            inputs[name] = y
 
+        # [batch, HV·V], in fp32 below a norm over all heads, whose gate follows that norm
         layer = mixer.step_layer(self.h, state)
         width = mixer.num_v_heads * mixer.V
-        # [batch, HV·V], in fp32 before a norm over all heads
         o = program.array("o", width, layer.dtype)
         gate = inputs.pop("gate", None) if mixer.norm == "layer" else None
         program.step(inputs, state, o, **rule._asdict(), **layer._asdict())
         if mixer.norm == "layer":
             norm, wide, o = mixer.o_norm, o, program.array("normed", width)
             refuse(type(norm) is not LayerNorm or type(mixer).read_out is not Mixer.read_out)
-            weights = {"weight": norm.weight, "bias": norm.bias, "added": gate}
-            program.add("layer_norm", wide, o, eps=norm.eps, **weights)
-        self._add_product(o, mixer.o_proj, self.x, added=self.x)
+            weights = {"weight": norm.weight, "bias": norm.bias}
+            program.add("layer_norm", wide, o, added=gate, weights=weights, number=norm.eps)
+        program.linear(o, mixer.o_proj, self.x, added=self.x)
 
     def in_place(self, states: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """States of the layers that the program has; no call writes into the others, which may grow."""
@@ -151,6 +143,7 @@ class TokenStep(StateBuffers):
         # [batch, D]: an unknown id raises here, before a state changes
         self.x.copy_(self.decoder._scaled(self.decoder.embed_tokens(tokens), seq)[:, 0])
         for i, end in self.called.items():
+            # h is the mixer's input then.
             program.run(start, end)
             mixer = self.decoder.layers[i].mixer
             y, self.newest[i] = mixer(self.h[:, None], seq, self.newest[i])
@@ -161,6 +154,7 @@ class TokenStep(StateBuffers):
         logits = self.x.new_empty(len(tokens), 1, self.vocabulary)
         program.listed[-1].y = logits.data_ptr()
         program.run(start, len(program.listed))
+        # The program's counts give positions to denominators.
         self.lengths.add_(1)
         cache.seen(1, self.one)
         return logits
