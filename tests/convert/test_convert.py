@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import typer.testing
-from covering import covering
+from covering import covering, slow_but_for
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import (
@@ -534,7 +534,7 @@ PUBLISHED = {  # settings as in configs of the hub, and the keys among them that
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", slow_but_for(["llama 3.1", "qwen3"], PUBLISHED))
 def test_published_configs(name, tmp_path, capsys):
     read_keys, unread = PUBLISHED[name]
     config = LLAMA | {"model_type": "llama"} | read_keys | unread

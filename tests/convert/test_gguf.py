@@ -411,7 +411,13 @@ TAME = {
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [("pure", "f32"), ("hybrid", "f32"), ("hybrid", "f16"), ("pure", "q8_0")]
+    ("shape", "dtype"),
+    [
+        ("hybrid", "f32"),
+        ("pure", "q8_0"),
+        pytest.param("pure", "f32", marks=pytest.mark.slow),
+        pytest.param("hybrid", "f16", marks=pytest.mark.slow),
+    ],
 )
 def test_llama_cpp_computes_the_same(shape, dtype, tokenizer, tmp_path, capfd):
     pytest.importorskip("xllamacpp")

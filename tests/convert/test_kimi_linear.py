@@ -35,7 +35,9 @@ def same(a, b):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 def test_there_and_back(dtype, tmp_path):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(

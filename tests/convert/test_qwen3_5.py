@@ -11,6 +11,7 @@ import typing
 import pytest
 import torch
 import typer.testing
+from covering import slow_but_for
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from training import configured
@@ -57,7 +58,6 @@ MODELS = {
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3["original_max_position_embeddings"] = 16
-models = pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
 
 
 def write(folder, fields, dtype=torch.float32):
@@ -88,16 +88,14 @@ def rows(folder):
     return dict(row for row in cells if len(row) == 2)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "hybrid" else pytest.mark.slow) for n in MODELS]
-)
+@pytest.mark.parametrize("name", slow_but_for(["hybrid"], MODELS))
 def test_there_and_back_in_bf16(name, tmp_path):
     go_there_and_back(MODELS[name], torch.bfloat16, tmp_path)
 
 
-@models
-def test_there_and_back(fields, tmp_path):
-    go_there_and_back(fields, torch.float32, tmp_path)
+@pytest.mark.parametrize("name", slow_but_for(["grouped", "hybrid"], MODELS))
+def test_there_and_back(name, tmp_path):
+    go_there_and_back(MODELS[name], torch.float32, tmp_path)
 
 
 def go_there_and_back(fields, dtype, tmp_path):
@@ -465,7 +463,7 @@ TAME = {"head_dim": 32, "hidden_size": 64, "initializer_range": 0.02, "vocab_siz
     [
         ("float32", None, "float32"),
         pytest.param("bfloat16", None, "bfloat16", marks=pytest.mark.slow),
-        ("bfloat16", "f32", "float32"),
+        pytest.param("bfloat16", "f32", "float32", marks=pytest.mark.slow),
         pytest.param("float32", "f16", "float16", marks=pytest.mark.slow),
         ("float32", "q8", "uint32"),
     ],

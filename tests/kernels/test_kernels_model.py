@@ -49,7 +49,7 @@ SAME_KERNELS = (
     *("soft", "retention", "softmax"),
 )
 # In a training step few mixers are quick: with all their kernels but those that `test_every_mixer` runs.
-STEPPED = ("gated_deltanet", "mamba2", "pola", "gla", "diag_attention")
+STEPPED = ("gated_deltanet", "gla", "diag_attention")
 NORMS = {"norm_write": True, "norm_read": True}
 ROWS = [
     *(

@@ -189,7 +189,7 @@ class HashedAtOnce:
         pass
 
 
-@pytest.mark.parametrize("part", ["train", "validation"])
+@pytest.mark.parametrize("part", ["train", pytest.param("validation", marks=pytest.mark.slow)])
 def test_data_that_was_edited_at_equal_size_is_not_resumed_on(recipe, tmp_path, monkeypatch, part):
     monkeypatch.setattr(loader, "Hashing", HashedAtOnce)
     text = (recipe.parent / "a.jsonl").read_bytes()
