@@ -43,7 +43,7 @@ class Panels(typer.core.TyperGroup):
 
 INSTEAD_OF_COMMANDS = {
     "analyze": "nalanda eval or nalanda perplexity",
-    "chat": "nalanda generate or examples/chat/chat.py",
+    "chat": "nalanda generate or python examples/chat/chat.py",
     "compare": "nalanda plot RUN RUN",
     "inspect": "nalanda data inspect",
     "list": "nalanda recipes or nalanda runs",
@@ -189,7 +189,8 @@ def describe_misuse(error: UsageError, name: str) -> str:
         settings = "a recipe's settings are written section.key=value, such as train.steps=10"
         message += f"; {INSTEAD_OF_OPTIONS.get(option, settings)}"
     elif "unexpected extra argument" in message:
-        message += f"; see {path} --help"
+        compares = "nalanda report RUN RUN compares runs, and " if path == "nalanda runs" else ""
+        message += f"; {compares}{path} --help says what it takes"
     return f"{path}: {message}"
 
 

@@ -124,6 +124,11 @@ def test_overrides_reach_every_depth(recipe):
         ("train.resume=1.5", "train.resume: expected text or an integer, got 1.5"),
         ("optim=3", "optim: expected a section of keys, got 3"),
         ("train.steps", "train.steps: expected section.key=value"),
+        (
+            "data.validation=v.txt",
+            "did you mean data.validation_source=FILE, or validation.every=0",
+        ),
+        ("validation=none", "or validation.every=0 for none?"),
         ("book.txt", "book.txt: expected section.key=value, such as data.source=book.txt"),
         ("train.steps=[1", "line 1: not YAML"),
         ("data.seq_len=0", "seq_len"),

@@ -301,6 +301,14 @@ def parse_yaml(text: str, source: str) -> Any:
 MAIN_KEYS = {"data": "source", "optim": "name", "schedule": "name"}
 """The key that a lone text in place of a section may be meant for."""
 
+OTHER_VALIDATION = "data.validation_source=FILE, or validation.every=0 for none"
+GUESSES = (
+    *("data.val", "data.val_source", "data.validation", "data.validation_file"),
+    *("validation", "validation.data", "validation.source"),
+)
+INSTEAD_OF_KEYS = dict.fromkeys(GUESSES, OTHER_VALIDATION)
+"""What is typed here for keys that people guess, and whose nearest names are others."""
+
 
 def section(cls: type, values: Any, where: str) -> Any:
     """An instance of dataclass `cls` from a mapping; checks its keys and types.
@@ -312,7 +320,8 @@ def section(cls: type, values: Any, where: str) -> Any:
     if not isinstance(values, dict):
         name = where.rstrip(".") or "recipe"
         main_key = MAIN_KEYS.get(name) if isinstance(values, str) else None
-        advice = f"; did you mean {name}.{main_key}={values}?" if main_key else ""
+        instead = f"{name}.{main_key}={values}" if main_key else INSTEAD_OF_KEYS.get(name)
+        advice = f"; did you mean {instead}?" if instead else ""
         raise InputError(f"{name}: expected a section of keys, got {_name(values)}{advice}")
     kinds = typing.get_type_hints(cls)
     keys = {f.name: f for f in fields(cls) if f.init}
@@ -423,6 +432,8 @@ def _number(value: Any) -> float | None:
 
 def _instead(cls: type, key: str, names: list[str], section: str) -> str:
     """Suggests a key in place of an unknown one of `cls`, from the same section, "optim.", or another one."""
+    if instead := INSTEAD_OF_KEYS.get(f"{section}{key}"):
+        return f"; did you mean {instead}?"
     hints = typing.get_type_hints(RunConfig)
     sections = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     if cls in (RunConfig, *sections.values()) and not closest(key, names, 0.75):

@@ -109,7 +109,8 @@ def train_together(
         refuse_other_data(run_dir, changes)
         if main:
             done = f"{run_dir} is finished, {step_of(resume)} steps"
-            print(f"{done}: raise train.steps to train further", flush=True)
+            unused = f" ({', '.join(changes)} not used)" if changes else ""
+            print(f"{done}{unused}: raise train.steps to train further", flush=True)
         return run_dir
 
     sharing = parallel.Sharing(accelerator, kind, config.train)
