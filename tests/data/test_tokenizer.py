@@ -16,6 +16,7 @@ from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.make_set import make_token_set
 from nalanda.data.python_docs import python_documents
+from nalanda.data.text_bytes import text_bytes
 from nalanda.data.tokenizer import (
     _load_sentencepiece,
     build_tokenizer,
@@ -209,6 +210,8 @@ def test_sentencepiece_models_encode_as_sentencepiece_does(options, trained, tex
             assert tokenizer.decode(expected) == model.decode(expected)
     assert tokenizer("a").input_ids[0] == tokenizer.bos_token_id == 1
     assert len(tokenizer) == len(model)
+    # A model that loses characters has no bits per byte.
+    assert (text_bytes(tokenizer) is None) == (not options.get("byte_fallback"))
 
 
 @pytest.mark.parametrize(

@@ -62,11 +62,11 @@ def convert_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     if proto.trainer_spec.model_type == UNIGRAM:
         backend.pre_tokenizer = _cut_spelt_tokens(model, names)
 
-    steps: list[Any] = [
-        decoders.Replace("▁", " "),
-        decoders.ByteFallback(),  # <0x0A> → its byte
-        decoders.Fuse(),
-    ]
+    steps: list[Any] = [decoders.Replace("▁", " ")]
+    # <0x0A> → its byte. Without these pieces unknown characters are lost, and `text_bytes` counts no bytes.
+    if proto.trainer_spec.byte_fallback:
+        steps.append(decoders.ByteFallback())
+    steps.append(decoders.Fuse())
     if proto.normalizer_spec.add_dummy_prefix:
         steps.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(steps)
