@@ -25,7 +25,7 @@ It may define
 - `metrics`, names and functions of numbers that validation logs;
 - `step_rule` and `step_inputs`: with these, one kernel for one token replaces the three steps in decoding.
   A class states `step_rule` in its own body. It is not inherited, because a subclass may change a step; one
-  that changes none writes `step_rule = Parent.step_rule`. `add_inputs` states them once more, for `token.py`.
+  that changes none writes `step_rule = Parent.step_rule`. `add_inputs` states them once more, for `decoding.py`.
 
 A feature map is a subclass of `feature_maps.FeatureMap` and a row in `FEATURE_MAPS`; `register_feature_map`
 adds one. It defines `equation`, `source`, `feature_dim`, `__init__(self, *, num_heads, head_dim, …)` and
@@ -416,7 +416,7 @@ class Mixer(FusedLinears):
         return self.project(x)
 
     def add_inputs(self, program: Any, h: Tensor) -> Heads | None:
-        """Adds `step_inputs` for h `[B, D]` to a program (`token.py`); None: it computes more than operations do."""
+        """Adds `step_inputs` for h `[B, D]` to a program (`decoding.py`); None: it computes more than operations do."""
         # A subclass that overrides one of these two computes something else.
         cls = type(self)
         if cls.step_inputs is not Mixer.step_inputs or cls.project is not FusedLinears.project:

@@ -32,8 +32,8 @@ from torch.utils._pytree import tree_leaves
 
 from . import ops
 from .cache import NalandaCache, StateBuffers, alike, copy_all
-from .token import ENVIRONMENT as TOKEN_ENVIRONMENT
-from .token import TokenStep, build_token
+from .decoding import ENVIRONMENT as TOKEN_ENVIRONMENT
+from .decoding import TokenStep, build_token
 
 ENVIRONMENT = "NALANDA_CUDA_GRAPHS"  # 0: no graphs in this process
 EAGER_TOKENS = 8

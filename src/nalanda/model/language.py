@@ -230,7 +230,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         The state is not changed. A state of one row serves all rows of `inputs`; attention_mask is that of
         `inputs`. Returns `inputs` and the new tokens, which a streamer gets too. Logits processors, prompt
         lookup and `max_length` see these and the state's last token, not the text before. On CUDA it decodes
-        by graphs (`graphs.py`), on a CPU by C++ (`token.py`).
+        by graphs (`graphs.py`), on a CPU by C++ (`decoding.py`).
         """
         foreign_bounds(None, {"token_type_ids": kwargs.pop("token_type_ids", None)})
         if state is None:

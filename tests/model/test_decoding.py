@@ -18,7 +18,7 @@ from nalanda_kernels.cpu.token import KINDS, Operation, Program
 from tiny_models import VARIANTS, build, ids, logits, rows
 
 from nalanda import NalandaCache, State
-from nalanda.model import graphs, token
+from nalanda.model import decoding, graphs
 
 try:
     library.library()
@@ -50,7 +50,7 @@ def tiny(dtype=torch.float32, **options):
 
 def eager(model, *args, **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(token.ENVIRONMENT, "0")
+        patch.setenv(decoding.ENVIRONMENT, "0")
         return model.generate(*args, **options)
 
 
@@ -277,7 +277,7 @@ def test_where_a_token_runs_eagerly(runs, monkeypatch):
             assert padded.past_key_values.lengths.tolist() == [6, 5]
             with pytest.raises(IndexError):
                 model(torch.full((2, 1), 10**6), past_key_values=cache.past_key_values)
-    monkeypatch.setenv(token.ENVIRONMENT, "0")
+    monkeypatch.setenv(decoding.ENVIRONMENT, "0")
     model.generate(tokens, **GREEDY)
     assert not runs
 
