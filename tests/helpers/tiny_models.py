@@ -3,9 +3,11 @@
 import copy
 import functools
 import itertools
+from collections.abc import Hashable, Iterable
 
 import pytest
 import torch
+from covering import covering_cases
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nalanda import NalandaConfig, NalandaForCausalLM, testing
@@ -153,6 +155,20 @@ def rows() -> tuple:
             marks = () if feature_map in SOME_MAPS.get(mixer, (feature_map,)) else pytest.mark.slow
             found.append(pytest.param(row, id=f"{mixer}-{feature_map}", marks=marks))
     return tuple(found)
+
+
+def covered_rows(options_of: dict[str, dict], values: Iterable[Hashable]) -> set[tuple]:
+    """Pairs (row, value), in which every pair of a mixer, a map and a value occurs. Variants are left out.
+
+    options_of: the rows' options by their names.
+    """
+    named = {
+        (options["mixer"], options["feature_map"], value): (name, value)
+        for name, options in options_of.items()
+        if name not in VARIANTS
+        for value in values
+    }
+    return {named[case] for case in covering_cases(list(named))}
 
 
 def save(tokenizer, path, **fields) -> str:

@@ -1,23 +1,21 @@
 """A whole token in C++: the text of eager decoding, and states in place that nobody else sees change."""
 
-import copy
 import ctypes
 import gc
 import itertools
 import re
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import nalanda_kernels
 import pytest
 import torch
-from covering import covering_cases
+from decoded import check_beams, check_forks, check_threads
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu import build as library
 from nalanda_kernels.cpu.token import KINDS, Operation, Program
-from tiny_models import VARIANTS, build, ids, logits, rows
+from tiny_models import VARIANTS, build, covered_rows, ids, logits, rows
 
-from nalanda import NalandaCache, State
+from nalanda import NalandaCache
 from nalanda.model import decoding, graphs
 
 try:
@@ -76,13 +74,9 @@ def every_row() -> list:
     """Every row of the table in both precisions. Quick are the variants in fp32, and of the other rows every pair
     of a mixer, a map and a precision."""
     options_of = {row.id: row.values[0] for row in rows()}
-    cases = list(itertools.product(options_of, (torch.float32, torch.bfloat16)))
-    named = {
-        (options_of[name]["mixer"], options_of[name]["feature_map"], dtype): (name, dtype)
-        for name, dtype in cases
-        if name not in VARIANTS
-    }
-    quick = {named[case] for case in covering_cases(list(named))}
+    dtypes = (torch.float32, torch.bfloat16)
+    cases = list(itertools.product(options_of, dtypes))
+    quick = covered_rows(options_of, dtypes)
     quick |= {(name, torch.float32) for name in VARIANTS}
     return [
         pytest.param(
@@ -162,29 +156,9 @@ def test_operations_at_once_share_no_array(mixer):
 
 
 @pytest.mark.parametrize("options", [{}, {"mixer": "nala"}, VARIANTS["gated"]])
-@torch.no_grad()
 def test_states_continue_and_do_not_change(options, runs):
-    """Forks and copies in the middle of a text are tensors of their own."""
-    model, tokens = tiny(**options), ids(1, 5)
-    with graphs.decoding_graphs(model):
-        cache = NalandaCache(2)
-        said = [logits(model, tokens, past_key_values=cache)[:, -1:].argmax(-1)]
-        forks, found = [], []
-        for i in range(NEW):
-            if i % 3 == 0:
-                forks.append((i, copy.deepcopy(cache), cache.fork()))
-            found.append(model(said[-1], past_key_values=cache).logits)
-            said.append(found[-1].argmax(-1))
+    check_forks(tiny(**options), NEW)
     assert runs
-    text = torch.cat(said, 1)
-    # Later tokens do not overwrite logits.
-    assert torch.equal(text[:, 1:], torch.cat(found, 1).argmax(-1))
-    for i, *both in forks:
-        for fork in both:
-            again = [
-                logits(model, x, past_key_values=fork).argmax(-1) for x in text[:, i:-1].split(1, 1)
-            ]
-            assert torch.equal(torch.cat(again, 1), text[:, i + 1 :])
 
 
 def test_two_caches_in_turns():
@@ -208,23 +182,12 @@ def test_two_caches_in_turns():
     "options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}]
 )
 def test_beams_and_copies(options, runs):
-    model, tokens, options = tiny(), ids(2, 5), GREEDY | options
-    torch.manual_seed(0)
-    expected = eager(model, tokens, **options)
-    torch.manual_seed(0)
-    assert torch.equal(model.generate(tokens, **options), expected)
+    check_beams(tiny(), eager, **GREEDY | options)
     assert len(runs) == NEW - 1
 
 
 def test_threads_and_states_between_them(runs):
-    model = tiny()
-    out = model.generate(ids(1, 5), return_dict_in_generate=True, **GREEDY)
-    state = State(model, out.past_key_values, out.sequences[:, -1:])
-    prompts = [ids(1, 3, seed=i) for i in range(4)]
-    expected = [eager(model, x, state=state, **GREEDY) for x in prompts]
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda x: model.generate(x, state=state, **GREEDY), prompts * 3))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected * 3, strict=True))
+    check_threads(tiny(), eager, **GREEDY)
     assert len(runs) == 13 * (NEW - 1)
 
 

@@ -1,21 +1,20 @@
 """Decoding by CUDA graphs, with a recording of torch's operators in place of a graph."""
 
-import copy
 import gc
 import threading
 import warnings
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from covering import covering, slow_but_for
+from decoded import check_beams, check_forks, check_threads
 from tiny_models import SAME_STATES, VARIANTS, build, ids, logits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nalanda import NalandaCache, State
+from nalanda import NalandaCache
 from nalanda.model import FEATURE_MAPS, MIXERS, graphs
 
 ROWS = {name: {"mixer": name} for name in MIXERS} | VARIANTS
@@ -145,30 +144,8 @@ def test_nothing_is_copied_from_the_host(options, monkeypatch):
 
 @pytest.mark.parametrize("name", SOME)
 def test_states_continue_and_do_not_change(name):
-    """Forks and saved states in the middle of a text are tensors of their own."""
-    model, tokens = tiny(name), ids(1, 5)
-    with graphs.decoding_graphs(model):
-        cache = NalandaCache(2)
-        said = [logits(model, tokens, past_key_values=cache)[:, -1:].argmax(-1)]
-        forks, found = [], []
-        for i in range(NEW):
-            if i % 3 == 0:
-                forks.append((i, copy.deepcopy(cache), cache.fork()))
-            with torch.no_grad():
-                found.append(model(said[-1], past_key_values=cache).logits)
-            said.append(found[-1].argmax(-1))
+    check_forks(tiny(name), NEW)
     assert Tape.replays == NEW - 2
-    text = torch.cat(said, 1)
-    assert torch.equal(
-        text[:, 1:], torch.cat(found, 1).argmax(-1)
-    )  # later tokens do not overwrite logits
-    for i, *both in forks:
-        for fork in both:
-            assert fork.get_seq_length() == 5 + i
-            again = [
-                logits(model, x, past_key_values=fork).argmax(-1) for x in text[:, i:-1].split(1, 1)
-            ]
-            assert torch.equal(torch.cat(again, 1), text[:, i + 1 :])
 
 
 def test_turns_of_a_conversation_capture_once(tmp_path, monkeypatch):
@@ -198,14 +175,7 @@ def test_turns_of_a_conversation_capture_once(tmp_path, monkeypatch):
 
 
 def test_threads_and_states_between_them():
-    model = tiny()
-    out = model.generate(ids(1, 5), return_dict_in_generate=True, **GREEDY)
-    state = State(model, out.past_key_values, out.sequences[:, -1:])
-    prompts = [ids(1, 3, seed=i) for i in range(4)]
-    expected = [eager(model, x, state=state, **GREEDY) for x in prompts]
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda x: model.generate(x, state=state, **GREEDY), prompts * 3))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected * 3, strict=True))
+    check_threads(tiny(), eager, **GREEDY)
     assert Tape.replays > 12 * (NEW - 4)
 
 
@@ -213,11 +183,7 @@ def test_threads_and_states_between_them():
     "options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}]
 )
 def test_beams_and_copies(options):
-    model, tokens, options = tiny("nala"), ids(2, 5), GREEDY | options
-    torch.manual_seed(0)
-    expected = eager(model, tokens, **options)
-    torch.manual_seed(0)
-    assert torch.equal(model.generate(tokens, **options), expected)
+    check_beams(tiny("nala"), eager, **GREEDY | options)
     assert Tape.replays == NEW - 3
 
 

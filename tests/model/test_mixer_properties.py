@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from covering import covering_cases
-from tiny_models import SOME_MAPS, VARIANTS, VOCAB, build, close, ids, logits, rows
+from tiny_models import SOME_MAPS, VARIANTS, VOCAB, build, close, covered_rows, ids, logits, rows
 
 from nalanda import NalandaCache
 from nalanda.model import FEATURE_MAPS, MIXERS
@@ -18,13 +18,7 @@ def property_cases() -> list:
     """Every row of the table with every property. All cases of variants with other states are quick, and
     of variants of the rule two properties each. Of the others a covering is: every pair of a mixer, a map
     and a property occurs in it."""
-    named = {
-        (options["mixer"], options["feature_map"], holds): (name, holds)
-        for name, options in ROWS.items()
-        if name not in VARIANTS
-        for holds in MIXER_PROPERTIES
-    }
-    quick = {named[case] for case in covering_cases(list(named))}
+    quick = covered_rows(ROWS, MIXER_PROPERTIES)
     of_the_rule = [name for name in VARIANTS if name.startswith("gated_deltanet-")]
     rules = list(itertools.product(of_the_rule, MIXER_PROPERTIES))
     quick |= covering_cases(rules, strength=1, times=2)
