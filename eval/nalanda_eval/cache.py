@@ -85,7 +85,8 @@ def model_identity(model: PreTrainedModel) -> dict[str, Any]:
     files = [Path(scoring.__file__)]
     files += sorted(Path(inspect.getfile(type(model))).parent.glob("*.py"))
     if config["model_type"] == "nalanda":
-        files += sorted(Path(nalanda_kernels.__file__).parent.rglob("*.py"))
+        kernels = Path(nalanda_kernels.__file__).parent.rglob("*")
+        files += sorted(file for file in kernels if file.suffix in (".py", ".cpp", ".h"))
     code = hashlib.sha256()
     for file in files:
         code.update(file.read_bytes())

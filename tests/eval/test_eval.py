@@ -15,13 +15,14 @@ import subprocess
 import sys
 import types
 
+import nalanda_kernels
 import pytest
 import tiny_models
 import torch
 import transformers
 from nalanda_eval import fetch, report
 from nalanda_eval import harness as harness_module
-from nalanda_eval.cache import AnswerCache
+from nalanda_eval.cache import AnswerCache, model_identity
 from nalanda_eval.harness import _read_earlier, evaluate
 from nalanda_eval.perplexity import perplexity, print_perplexity
 from nalanda_eval.python_tasks import excerpts, python_tasks, write_python_tasks
@@ -645,6 +646,19 @@ def test_a_killed_run_goes_on(adapter, checkpoint, data, tmp_path, forwards):
     assert forwards.calls == 0
     assert third["found"] == third["log_likelihoods"]
     assert third["tasks"] == whole["tasks"]
+
+
+@pytest.mark.parametrize("name", ["a.py", "b.cpp", "c.h"])
+def test_a_changed_kernel_makes_answers_new(name, tmp_path, monkeypatch):
+    """In Python or in C++."""
+    monkeypatch.setattr(nalanda_kernels, "__file__", str(tmp_path / "__init__.py"))
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / name).write_text("1")
+    model = tiny_models.build("nala")
+    before = model_identity(model)
+    assert model_identity(model) == before
+    (tmp_path / "cpu" / name).write_text("2")
+    assert model_identity(model)["code"] != before["code"]
 
 
 def test_answers_are_the_weights_not_the_names(adapter, checkpoint, data, tmp_path, forwards):
