@@ -15,6 +15,7 @@ from nalanda.config.load import load_config, read_sections
 from nalanda.config.model import build_model_config
 from nalanda.model import FEATURE_MAPS, NalandaConfig
 from nalanda.train import loop
+from nalanda.train.run_dir import refuse_other_data
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -168,3 +169,12 @@ def test_the_command_line_gives_bad_input_one_line_and_code_2(recipe, tmp_path):
     assert stderr.strip().splitlines()[-1].startswith("nalanda: optim.learnin_rate: no such key")
     assert "Traceback" not in stderr
     assert stdout == ""
+
+
+def test_a_source_that_is_refused_is_told_without_its_password(tmp_path):
+    changes = {"data.source": ["python", "https://me:geheim@host/b.txt"]}
+    with pytest.raises(
+        InputError, match=r"choose another output_dir for https://.*host/b\.txt$"
+    ) as caught:
+        refuse_other_data(tmp_path, changes)
+    assert "geheim" not in str(caught.value)

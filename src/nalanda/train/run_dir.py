@@ -19,6 +19,7 @@ from nalanda.common.files import (
     verify_manifest,
     write_atomically,
 )
+from nalanda.common.text import redact
 from nalanda.common.versions import versions
 from nalanda.config.load import differences, read_sections, recipe_of
 from nalanda.config.model import build_model_config, config_source, recorded_model, written_out
@@ -245,7 +246,9 @@ def refuse_other_data(run_dir: Path, changes: dict[str, list]) -> None:
     if "data.source" in changes:
         old, new = changes["data.source"]
         raise InputError(
-            f"{run_dir} is finished, with data.source={old}: choose another output_dir for {new}"
+            redact(
+                f"{run_dir} is finished, with data.source={old}: choose another output_dir for {new}"
+            )
         )
 
 
