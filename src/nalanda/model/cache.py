@@ -28,9 +28,8 @@ class NalandaCache(Cache):
         self.layers = []
         self.layer_class_to_replicate = None
         self.offloading = False
-        self.graphs: StateBuffers | None = (
-            None  # the last to decode for this cache, which keeps them alive
-        )
+        # `StateBuffers`, the last to decode for this cache, which keeps them alive.
+        self.graphs: Any = None
         self.states: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
         self.seen_tokens = 0  # columns read so far, with padding, as in attention masks
         self.lengths: Tensor | None = None  # int64 [batch], on the host: tokens of each sequence
@@ -55,7 +54,7 @@ class NalandaCache(Cache):
 
     def release(self) -> None:
         """Copies the states out of the buffers."""
-        if self.live and self.graphs is not None:  # whether they are there
+        if self.live:  # whether they are there
             self.states = self.graphs.copied()
 
     def __getstate__(self) -> dict[str, Any]:  # for copies
@@ -77,7 +76,7 @@ class NalandaCache(Cache):
     @property
     def nbytes(self) -> int:
         # Not `self.states`, which would copy them out of the buffers.
-        states = self.graphs.newest if self.live and self.graphs is not None else self.states
+        states = self.graphs.newest if self.live else self.states
         return sum(t.nbytes for state in states for t in state.values())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
