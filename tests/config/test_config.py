@@ -123,7 +123,8 @@ def test_overrides_reach_every_depth(recipe):
         ("data.source=[a, 1]", "data.source[1]: expected text, got 1; quote it"),
         ("train.resume=1.5", "train.resume: expected text or an integer, got 1.5"),
         ("optim=3", "optim: expected a section of keys, got 3"),
-        ("train.steps", "train.steps: expected section.key=value"),
+        ("train.steps", "expected section.key=value, such as train.steps=VALUE"),
+        ("train.stepz", "expected section.key=value, such as train.steps=100"),
         (
             "data.validation=v.txt",
             "did you mean data.validation_source=FILE, or validation.every=0",

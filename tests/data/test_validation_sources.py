@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from nalanda.common.errors import InputError
 from nalanda.config.schema import Component, DataConfig
 from nalanda.data.loader import validation_batches
 
@@ -37,6 +38,12 @@ def tokens(found: dict) -> dict[str, int]:
         name: sum(int((b["input_ids"] != 0).sum()) for b in batches)
         for name, batches in found.items()
     }
+
+
+def test_a_local_source_refuses_the_name_of_a_split(tmp_path, tokenizer):
+    folder = documents(tmp_path / "in", {"book": 1})
+    with pytest.raises(InputError, match=r"data\.validation_split: only Hub datasets take it"):
+        validation_batches(settings(folder, validation_split="test"), tokenizer, batch_size=2)
 
 
 def test_sources_of_a_document_each_cost_no_batch_each(tmp_path, tokenizer):

@@ -204,7 +204,11 @@ def _override(values: dict, override: str) -> None:
     """Applies `section.key=value` to a recipe's sections."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        example = f"data.source={override}" if override.endswith(TEXTS) else "train.steps=100"
+        example = "train.steps=100"
+        if override.endswith(TEXTS):
+            example = f"data.source={override}"
+        elif _type_of(override) is not None:
+            example = f"{override}=VALUE"
         raise InputError(f"{override}: expected section.key=value, such as {example}")
     *path, last = key.split(".")
     for name in path:
@@ -230,10 +234,15 @@ def _override(values: dict, override: str) -> None:
 
 def _holds_text(key: str) -> bool:
     """Whether a recipe's key, such as data.source, may have text as its value."""
+    return str in _choices(_type_of(key))
+
+
+def _type_of(key: str) -> Any:
+    """The type of a recipe's key, such as data.source; None for an unknown one."""
     kind: Any = RunConfig
     for name in key.split("."):
         kind = typing.get_type_hints(kind).get(name) if is_dataclass(kind) else None
-    return str in _choices(kind)
+    return kind
 
 
 def _choices(kind: Any) -> list[Any]:

@@ -238,6 +238,10 @@ def _open_shards(
         return [TextShard(name, text) for name, text in texts.items()], {"validation": 1}
 
     root = _expand_home(source)
+    if is_local(source) and data.validation_split != DataConfig.validation_split:
+        raise InputError(
+            "data.validation_split: only Hub datasets take it; leave it out, or give data.validation_source=FILE"
+        )
     # Before local files, since a Megatron set may be a folder.
     if megatron_splits(source):
         raise InputError(

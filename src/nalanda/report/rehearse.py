@@ -44,7 +44,7 @@ def rehearse(config: RunConfig) -> dict[str, Any]:
         Seconds of the run and bytes of a device, estimated and measured. {} on all but the first process.
 
     Raises:
-        InputError, NothingTrained, SystemExit: as `train`.
+        InputError, NothingTrained, SystemExit: as `train`; InputError for too little memory of a CPU.
     """
     config = at_home(config)
     config.check()
@@ -58,6 +58,7 @@ def rehearse(config: RunConfig) -> dict[str, Any]:
     # All processes of a launch have the same port, and no other launch of this machine has it.
     launch = os.environ.get("MASTER_PORT", os.getpid())
     folder = local.with_name(f".{local.name}.rehearsal-{launch}")
+    refuse_too_large(config)
     before = psutil.Process().memory_info().rss
     with removed_at_end(folder):
         # fp16 may need more steps than these to find its loss scale.
@@ -82,6 +83,25 @@ def shortened(config: RunConfig, folder: Path) -> RunConfig:
         checkpoint=replace(config.checkpoint, every=0),
         log=replace(config.log, every=1, tensorboard=False, tracker="none"),
     )
+
+
+def refuse_too_large(config: RunConfig) -> None:
+    """Raises `InputError` if a CPU has less memory than a step needs by the estimate: the system would kill it."""
+    if torch.cuda.is_available():
+        return  # there, a step that does not fit raises an error
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    model = meta_model(config)
+    held, activations = memory_parts(
+        config, {"processes": processes}, model, shards(config, processes)
+    )
+
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    needed, memory = local * (held + (activations or 0)), psutil.virtual_memory().total
+    if needed > memory:
+        raise InputError(
+            f"train.micro_batch_size: a step needs about {size(needed)}, and this machine has {size(memory)}; "
+            "take a smaller one, a smaller data.seq_len, or a smaller model"
+        )
 
 
 @contextlib.contextmanager
