@@ -14,11 +14,8 @@ os.environ.setdefault(
 
 import kernel_device  # noqa: F401  before anything imports Triton: its own functions are interpreted too
 import pytest
-import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
-from nalanda.common import progress
+# The process that hands tests out to workers loads this file too: fixtures import torch, which takes seconds.
 
 
 def pytest_collection():
@@ -34,6 +31,8 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def no_lines_by_time(monkeypatch):
     """A slow machine changes no output; tests of `Progress` set its pauses."""
+    from nalanda.common import progress
+
     monkeypatch.setattr(progress, "FIRST", math.inf)
     monkeypatch.setattr(progress, "LAST", math.inf)
 
@@ -47,8 +46,11 @@ def no_wait_for_the_disk():
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     """A token for each byte, behind <|endoftext|>, id 0, which is put in front of what is encoded."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(
         models.BPE({token: i for i, token in enumerate(["<|endoftext|>", *alphabet])}, [])
@@ -84,6 +86,8 @@ WORDS = [
 @pytest.fixture(scope="session")
 def recipe(tmp_path_factory) -> Path:
     """A run of a few seconds; documents of 1 to 60 words, so that label counts differ from row to row."""
+    import yaml
+
     folder = tmp_path_factory.mktemp("corpus")
     draw = random.Random(0)
     texts = [" ".join(draw.choices(WORDS, k=draw.choice((1, 1, 1, 2, 60)))) for _ in range(1500)]

@@ -15,8 +15,6 @@ import pytest
 import typer.main
 from huggingface_hub.cli.hf import app as hf
 from pages import DATA, ROOT, STEPS, TINY, Command, read_page, write_corpus
-from PIL import Image
-from sklearn.datasets import load_digits
 
 import nalanda_cli
 from nalanda.common.errors import InputError
@@ -232,6 +230,9 @@ ROWS = {
 @pytest.fixture(scope="session")
 def used(checkout, tmp_path_factory):
     """The checkout of someone who has trained the demo, with texts and other files that pages name."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
     folder = tmp_path_factory.mktemp("used") / "checkout"
     shutil.copytree(checkout, folder, symlinks=True)
     text = write_corpus(folder / "corpus")

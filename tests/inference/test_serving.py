@@ -17,9 +17,6 @@ from nalanda import NalandaConfig, NalandaForCausalLM
 
 pytestmark = pytest.mark.slow
 
-openai = pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 )
@@ -58,6 +55,8 @@ def client(served):
 def served(folder, tmp_path_factory):
     """A client and the server, which does not import this package. It is asked for batching, which our states
     do not support."""
+    openai = pytest.importorskip("openai")
+    pytest.importorskip("uvicorn")
     home = tmp_path_factory.mktemp("home")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -169,5 +168,7 @@ def test_the_server_ends_when_it_is_told_to(served, folder):
     client.completions.create(**asked)
     server.send_signal(signal.SIGTERM)
     assert server.wait(timeout=30) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
-    with pytest.raises(openai.APIConnectionError):
+    from openai import APIConnectionError
+
+    with pytest.raises(APIConnectionError):
         client.completions.create(**asked)

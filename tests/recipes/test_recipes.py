@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from covering import slow_but_for
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Mamba2Config, MambaConfig
 
@@ -94,22 +95,15 @@ class Nothing(nn.Module):
         return (torch.zeros_like(x), None) if self.ours else torch.zeros_like(x)
 
 
-def one_a_mixer() -> set[str]:
+def one_a_mixer() -> list[Path]:
     """The first recipe of each mixer or pattern of mixers."""
     first = {}
     for recipe in RECIPES:
-        first.setdefault(str(load_config(recipe).model.get("mixer")), recipe.stem)
-    return set(first.values())
+        first.setdefault(str(load_config(recipe).model.get("mixer")), recipe)
+    return list(first.values())
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(path, marks=() if path.stem in one_a_mixer() else pytest.mark.slow)
-        for path in RECIPES
-    ],
-    ids=lambda p: p.stem,
-)
+@pytest.mark.parametrize("recipe", slow_but_for(one_a_mixer(), RECIPES), ids=lambda p: p.stem)
 def test_twin_learns_by_its_mixers(recipe):
     model = twin(recipe)
     assert loss_after_training(model) < 2.6  # without looking back: ln 16 = 2.77 nats
