@@ -521,6 +521,17 @@ def test_nothing_the_backward_needs_outlives_it(checkpointed, kind):
 
 
 @every_kind
+def test_hooks_of_saved_tensors_see_all_that_the_backward_needs(kind):
+    """So offloading can move it, and the estimate of a run's memory counts it."""
+    inputs = {
+        name: x.requires_grad_() for name, x in make(1, 128, kind=kind).items() if x is not None
+    }
+    with Live() as live, torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x):
+        loss = call(**inputs)[0].sum()
+        assert live.bytes() == loss.nbytes
+
+
+@every_kind
 def test_gradcheck(kind):
     inputs = make(1, 5, heads=1, value_heads=2, k_dim=3, v_dim=2, kind=kind, sequences=2)
     inputs = {name: x.requires_grad_() for name, x in inputs.items() if x is not None}

@@ -1,6 +1,7 @@
 """The estimate of a run's activations equals what a real model keeps for its backward pass."""
 
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -96,6 +97,40 @@ def test_the_estimate_is_what_every_model_keeps(options, checkpointing):
     config = configured(**options)
     found = kept(config, 2, 1024, torch.bfloat16, checkpointing)
     assert said(config, 2, 1024, torch.bfloat16, checkpointing) == pytest.approx(found, rel=0.1)
+
+
+def peak_of_a_step(config: NalandaConfig, batch: int, length: int) -> int:
+    """The most bytes that torch has allocated at a time in a model's second forward and backward pass.
+
+    Torch counts them. A process grows by up to a fifth more, since its C library leaves gaps between tensors.
+    """
+    model, tokens = NalandaForCausalLM(config).train(), torch.randint(96, (batch, length))
+    model(tokens, labels=tokens, logits_to_keep=1).loss.backward()
+    model.zero_grad()
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        model(tokens, labels=tokens, logits_to_keep=1).loss.backward()
+
+    events = profiler.profiler.kineto_results.events()
+    changes = [event for event in events if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in changes))
+
+
+MIXERS = {
+    "gated_deltanet": {"mixer": "gated_deltanet"},
+    "nala": {"mixer": "gated_deltanet", "feature_map": "nala"},
+    "kda": {"mixer": "kda"},
+    "softmax": {"mixer": "softmax"},
+}
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_step_takes_as_much_memory_as_the_estimate(mixer):
+    """The estimate is of all tensors that live at a step's peak, whether autograd or Python holds them."""
+    config = configured(num_heads=1, intermediate_size=384, **MIXERS[mixer])
+    estimated = activation_bytes(config, 1, 1024, torch.float32, False)
+    gradients = 4 * estimate.parameters(config)
+    assert peak_of_a_step(config, 1, 1024) == pytest.approx(estimated + gradients, rel=0.1)
 
 
 @pytest.mark.parametrize("precision", TYPES)
