@@ -1,6 +1,5 @@
 // Entries of one token's recurrence and of products of few rows.
 #include "step.h"
-#include "rows.h"
 
 extern "C" {
 void step_fp32(const Step* step, int threads) {

@@ -1,35 +1,47 @@
-// One token through the delta rule or linear attention, from the projections to o_proj: `nalanda.model.step` in one pass.
-// T is the model's dtype. Sums and the state are fp32, and values are rounded to T where the torch code rounds them.
+// One token through a mixer, from the projections to o_proj: the delta rule, linear attention, or attention over kept
+// rows. T is the model's dtype. Sums and states are fp32, and values are rounded to T where the torch code rounds them.
 #pragma once
-#include <vector>
-
 #include "maps.h"
-#include "parts.h"
+#include "rows.h"
+
+enum Scores { NONE, SOFTMAX, POSITIVE };
+enum Activation { BY_SILU, BY_SIGMOID, PLAIN };
 
 // `Step` of step.py. Pointers are null for what a mixer lacks.
 struct Step {
     const void *q, *k, *v, *b, *w, *a, *gate;                      // [N, ·] of T, as projected
     int64_t q_stride, k_stride, v_stride, b_stride, w_stride, a_stride, gate_stride;  // entries between rows
+    const void *q_filter, *k_filter, *v_filter, *local_filter;     // [·, W] of T
+    const void *q_past, *k_past, *v_past, *local_past;             // [N, W−1, ·] of T
+    void *q_moved, *k_moved, *v_moved, *local_moved;               // the same after this token, or the same memory
+    const void *q_norm, *k_norm, *norm;                            // [K], [K] and [V] of T
+    void *k_rows, *v_rows;                                         // of attention, [N, room, HV, K or V] of T
     const float* g;                                                // [N, HV·G], log-decays
-    const int64_t* positions;                                      // [N] or [1]
-    const void *q_filter, *k_filter, *v_filter;                    // [·, W] of T
-    const void *q_past, *k_past, *v_past;                          // [N, W−1, ·] of T
-    void *q_moved, *k_moved, *v_moved;                             // the same after this token, or the same memory
-    const float *A_log, *dt_bias;                                  // [HV], [HV·G]
+    const float *A_log, *dt_bias, *skip;                           // [HV], [HV·G] and [HV]
     const float *map_powers, *map_units;                           // [H, K] of Pola
-    const void* norm;                                              // [V] of T
-    const float* state;                                            // [N, HV, F, V (+ 1)]
-    float* new_state;                                              // the same after this token, or the same memory
-    void* out;                                                     // [N, HV, V], of T or fp32
+    const float *frequencies, *mirror;                             // [pairs] of a rotation; normal of a reflection
+    const float *state, *sum;                                      // [N, HV, F, V (+ 1)], and Σv [N, HV, V]
+    float *new_state, *new_sum;                                    // the same after this token, or the same memory
+    const int64_t *positions, *written;                            // [N] or [1]; rows written behind the `used` ones
+    void* out;                                                     // [N, heads of o, V], of T or fp32
     int32_t N, H, HV, K, V, W, G, steps;                           // G: decays a head, 0, 1 or F
-    int32_t delta, denominator, silu, sigmoid_gate, wide_out, position_stride;
-    float beta_scale, scale, eps, map_alpha;
+    int32_t pairs, local_width, local_copies, k_room, v_room, used, reach, blocks;
+    int32_t delta, denominator, silu, wide_out, position_stride, unit_queries, swapped, by_count;
+    int32_t scores, activation, gate_width, gate_first;
+    float beta_scale, scale, eps, map_alpha, magnitude, temperature;
     Settings query, key;
+
+    // Heads of k. Each serves several heads of v, or in attention several of q.
+    int heads() const { return H < HV ? H : HV; }
+    int queries() const { return H / heads(); }
+    int values() const { return HV / heads(); }
+    int features() const { return key.name == POWER ? 2 * K : K; }
+    int64_t position(int n) const { return positions[n * position_stride]; }
 };
 
 // Channels of x behind their convolution. x, filter, past and moved begin at the first of them; past has D channels.
-template <class T>
-void convolve(const T* x, const T* filter, const T* past, T* moved, int channels, long D, int W, float* y) {
+template <class T, class X>
+void convolve(const X* x, const T* filter, const T* past, T* moved, int channels, long D, int W, float* y) {
     if (W == 0) {
         for (int c = 0; c < channels; c++) y[c] = load(x + c);
         return;
@@ -47,20 +59,38 @@ void convolve(const T* x, const T* filter, const T* past, T* moved, int channels
     }
 #pragma omp simd
     for (int c = 0; c < channels; c++) {
-        moved[(W - 2) * D + c] = x[c];
+        store(moved + (W - 2) * D + c, load(x + c));
         y[c] = rounded<T>(y[c]);
     }
 }
 
-// held += Σ_r e_r S_r over R rows of the state.
-template <int R>
-void read_state(const float* S, const float* e, int columns, float* held) {
+// x / √(mean x² + ε) ⊙ weight
+template <class T>
+void norm_head(float* x, const T* weight, int size, float eps) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int c = 0; c < size; c++) squares += x[c] * x[c];
+    float root = 1 / std::sqrt(squares / size + eps);
+    for (int c = 0; c < size; c++) x[c] = rounded<T>(x[c] * root * load(weight + c));
+}
+
+// held += Σ_r e_r S_r over R rows of S.
+template <int R, class X>
+void read_rows(const X* S, long stride, const float* e, int columns, float* held) {
 #pragma omp simd
     for (int c = 0; c < columns; c++) {
         float sum = held[c];
-        for (int r = 0; r < R; r++) sum += e[r] * S[long(r) * columns + c];
+        for (int r = 0; r < R; r++) sum += e[r] * load(S + r * stride + c);
         held[c] = sum;
     }
+}
+
+template <class X>
+void read_all(const X* S, long stride, const float* e, long rows, int columns, float* held) {
+    long r = 0;
+    for (int c = 0; c < columns; c++) held[c] = 0;
+    for (; r + 4 <= rows; r += 4) read_rows<4>(S + r * stride, stride, e + r, columns, held);
+    for (; r < rows; r++) read_rows<1>(S + r * stride, stride, e + r, columns, held);
 }
 
 // R rows of the state, S ← decay S + k uᵀ, and their share of the readout, o += Σ_r q_r S_r.
@@ -79,16 +109,20 @@ void write_state(const float* S, float* moved, const float* decay, const float* 
     }
 }
 
-// Arrays of one thread. F features, columns of the state: V (+ 1).
+// Arrays of one thread. columns: of the state.
 struct Memory {
-    std::vector<float> numbers;
-    float *q, *k, *v, *map_q, *map_k, *lengths, *decay, *erased, *u, *o, *powers, *units, *row;
+    std::vector<float> numbers, scores, arranged;
+    int F, columns, turned = -1;  // turned: the sequence of these cosines and sines
+    float *q, *k, *v, *local, *map_q, *map_k, *lengths, *decay, *dt, *erased, *u, *o, *powers, *units, *row;
+    float *cosines, *sines;
 
-    Memory(const Step& s, int F, int columns) {
-        int values = s.steps * (s.HV / s.H) * s.V;
+    explicit Memory(const Step& s) : F(s.features()), columns(s.V + s.denominator) {
+        int values = s.values() * s.V;
         struct { float*& array; int size; } arrays[] = {
-            {q, s.K}, {k, s.steps * s.K}, {v, values}, {map_q, F}, {map_k, s.steps * F}, {lengths, s.steps},
-            {decay, F}, {erased, F}, {u, columns}, {o, columns}, {powers, s.K}, {units, s.K}, {row, 2 * s.K}};
+            {q, s.queries() * s.K}, {k, s.steps * s.K}, {v, s.steps * values}, {local, values},
+            {map_q, (s.queries() + s.swapped) * F}, {map_k, s.steps * F}, {lengths, s.steps}, {decay, F}, {dt, 1},
+            {erased, F}, {u, columns}, {o, columns}, {powers, s.K}, {units, s.K}, {row, 2 * s.K}, {cosines, s.pairs},
+            {sines, s.pairs}};
         long total = 0;
         for (auto& x : arrays) total += x.size;
         numbers.resize(total);
@@ -100,38 +134,69 @@ struct Memory {
     }
 };
 
-// A head's q, and its k and v of all steps, behind convolutions; v also behind SiLU and the write gate.
+// The q of a head of k, and its k and v of all steps, behind convolutions; v also behind SiLU and the write gate.
 template <class T>
 void form_inputs(const Step& s, int n, int h, Memory& m) {
-    int K = s.K, V = s.V, W = s.W, group = s.HV / s.H;
-    auto channels = [&](const void* x, int64_t stride, const void* filter, const void* past, void* moved, long first,
-                        int count, long D, float* y) {
+    int K = s.K, heads = s.heads(), queries = s.queries() * K, values = s.values() * s.V;
+    auto channels = [&](const auto* x, const void* filter, const void* past, void* moved, long first, int count, long D,
+                        int W, float* y) {
         long before = long(n) * (W - 1) * D + first;
-        convolve((const T*)x + n * stride + first, (const T*)filter + first * W, (const T*)past + before,
-                 (T*)moved + before, count, D, W, y);
+        convolve(x, (const T*)filter, (const T*)past + before, (T*)moved + before, count, D, W, y);
     };
-    channels(s.q, s.q_stride, s.q_filter, s.q_past, s.q_moved, long(h) * K, K, long(s.H) * K, m.q);
+    const T *x_q = (const T*)s.q + n * s.q_stride, *x_k = (const T*)s.k + n * s.k_stride;
+    const T *x_v = (const T*)s.v + n * s.v_stride, *x_w = (const T*)s.w + n * s.w_stride;
+    auto filter = [&](const void* all, long first, int W) { return (const T*)all + first * W; };
+    long first_q = long(h) * queries;
+    channels(x_q + first_q, filter(s.q_filter, first_q, s.W), s.q_past, s.q_moved, first_q, queries, long(s.H) * K, s.W,
+             m.q);
     for (int j = 0; j < s.steps; j++) {
         // Step j's heads follow those of the steps before.
-        long key = (long(j) * s.H + h) * K, value = (long(j) * s.HV + h * group) * V;
-        float* v = m.v + j * group * V;
-        channels(s.k, s.k_stride, s.k_filter, s.k_past, s.k_moved, key, K, long(s.steps) * s.H * K, m.k + j * K);
-        channels(s.v, s.v_stride, s.v_filter, s.v_past, s.v_moved, value, group * V, long(s.steps) * s.HV * V, v);
-        if (s.silu) {
-#pragma omp simd
-            for (int c = 0; c < group * V; c++) v[c] = rounded<T>(v[c] * sigmoid32(v[c]));
-        }
-        if (s.w) {
-            const T* w = (const T*)s.w + n * s.w_stride + value;
-#pragma omp simd
-            for (int c = 0; c < group * V; c++) v[c] = rounded<T>(v[c] * rounded<T>(sigmoid32(load(w + c))));
-        }
+        long i = long(j) * heads + h, key = i * K, value = i * values;
+        float *k = m.k + j * K, *v = m.v + j * values;
+        channels(x_k + key, filter(s.k_filter, key, s.W), s.k_past, s.k_moved, key, K, long(s.steps) * heads * K, s.W, k);
+        channels(x_v + value, filter(s.v_filter, value, s.W), s.v_past, s.v_moved, value, values,
+                 long(s.steps) * s.HV * s.V, s.W, v);
+        for (int c = 0; c < values && s.silu; c++) v[c] = rounded<T>(v[c] * sigmoid32(v[c]));
+        for (int c = 0; c < values && s.w; c++) v[c] = rounded<T>(v[c] * rounded<T>(sigmoid32(load(x_w + value + c))));
     }
+
+    long value = long(h) * values;
+    if (s.local_width) {
+        channels(m.v, filter(s.local_filter, s.local_copies ? 0 : value, s.local_width), s.local_past, s.local_moved,
+                 value, values, long(s.HV) * s.V, s.local_width, m.local);
+    }
+    for (int i = 0; i < queries && s.q_norm; i += K) norm_head(m.q + i, (const T*)s.q_norm, K, s.eps);
+    if (s.k_norm) norm_head(m.k, (const T*)s.k_norm, K, s.eps);
+}
+
+// Of the angles by which sequence n's heads rotate.
+inline void form_angles(const Step& s, int n, Memory& m) {
+    float position = s.blocks ? s.position(n) % s.reach : s.position(n);
+    for (int i = 0; i < s.pairs; i++) {
+        m.cosines[i] = std::cos(position * s.frequencies[i]);
+        m.sines[i] = std::sin(position * s.frequencies[i]);
+    }
+    m.turned = n;
+}
+
+// Features, rounded to T; those of some mixers are reflected, and the pairs (x_i, x_{i + pairs}) rotated.
+template <class T>
+void turn(const Step& s, const Memory& m, float* x) {
+    float along = 0;
+    for (int i = 0; i < m.F; i++) x[i] = rounded<T>(x[i]);
+    for (int i = 0; i < m.F && s.mirror; i++) along += x[i] * s.mirror[i];
+    for (int i = 0; i < m.F && s.mirror; i++) x[i] -= 2 * along * s.mirror[i];
+    for (int i = 0; i < s.pairs; i++) {
+        float a = x[i], b = x[s.pairs + i];
+        x[i] = a * m.cosines[i] - b * m.sines[i];
+        x[s.pairs + i] = b * m.cosines[i] + a * m.sines[i];
+    }
+    for (int i = 0; i < m.F && s.pairs; i++) x[i] = rounded<T>(x[i]);
 }
 
 // φ(q), scaled, and φ(k) of each step, rounded to T; and by which length β of each step is divided.
 template <class T>
-void form_features(const Step& s, int h, int F, Memory& m) {
+void form_features(const Step& s, int h, Memory& m) {
     const float* powers = nullptr;
     if (s.map_powers) {
         powers = m.powers;
@@ -140,50 +205,58 @@ void form_features(const Step& s, int h, int F, Memory& m) {
             m.units[i] = s.map_units ? 1 / softplus32(s.map_units[h * s.K + i]) : 1;
         }
     }
-    forward_row(m.q, m.map_q, s.K, s.query, powers, m.units, m.row);
-    for (int i = 0; i < F; i++) m.map_q[i] = rounded<T>(m.map_q[i]) * s.scale;
+    int F = m.F;
+    Settings query = s.query;
+    query.l2 |= s.unit_queries;
+    for (int j = 0; j < s.queries(); j++) {
+        float* q = m.map_q + j * F;
+        forward_row(m.q + j * s.K, q, s.K, query, powers, m.units, m.row);
+        turn<T>(s, m, q);
+        for (int i = 0; i < F && !s.scores; i++) q[i] *= s.scale;
+        // [q⁻; q⁺] of Pola, for the second head of v.
+        for (int i = 0; i < F && s.swapped; i++) q[F + i] = q[(i + s.K) % F];
+    }
 
     for (int j = 0; j < s.steps; j++) {
         float *k = m.map_k + j * F, squares = 0;
         forward_row(m.k + j * s.K, k, s.K, s.key, powers, m.units, m.row);
-        for (int i = 0; i < F; i++) {
-            k[i] = rounded<T>(k[i]);
-            squares += k[i] * k[i];
-        }
+        turn<T>(s, m, k);
+        for (int i = 0; i < F; i++) squares += k[i] * k[i];
         // A rounded key may be longer than 1. Near β = 2 each token would then lengthen the state.
         bool divided = sizeof(T) < 4 && s.beta_scale > 1 && squares > 1;
         m.lengths[j] = divided ? squares : 1;
     }
 }
 
-// e^g of F features.
+// e^g of all features, and the step Δ of a head.
 template <class T>
-void form_decay(const Step& s, int n, int h_v, int F, float* decay) {
+void form_decay(const Step& s, int n, int h_v, Memory& m) {
     long head = long(h_v) * s.G, row = long(n) * s.HV * s.G;
     const T* a = (const T*)s.a + n * s.a_stride + head;
     float rate = s.A_log ? -exp32(s.A_log[h_v]) : 0;
     for (int i = 0; i < s.G; i++) {
-        float g = s.g ? s.g[row + head + i] : rate * softplus32(load(a + i) + s.dt_bias[head + i]);
-        decay[i] = exp32(g);
+        if (s.A_log) *m.dt = softplus32(load(a + i) + s.dt_bias[head + i]);
+        float g = s.g ? s.g[row + head + i] : s.A_log ? rate * *m.dt : -softplus32(-load(a + i)) / s.temperature;
+        m.decay[i] = exp32(g);
     }
     if (s.G < 2) {
-        float same = s.G ? decay[0] : 1;
-        for (int i = 0; i < F; i++) decay[i] = same;
+        float same = s.G ? m.decay[0] : 1;
+        for (int i = 0; i < m.F; i++) m.decay[i] = same;
     }
 }
 
 // The state of a head of v after the token, in new_state, and its readout m.o.
 template <class T>
-void update(const Step& s, int n, int h_v, int F, int columns, Memory& m) {
-    int V = s.V, group = s.HV / s.H, four = F / 4 * 4;
+void update(const Step& s, int n, int h_v, Memory& m) {
+    int V = s.V, F = m.F, columns = m.columns, group = s.values(), four = F / 4 * 4;
     long at = (long(n) * s.HV + h_v) * F * columns;
-    const float* S = s.state + at;
+    const float *S = s.state + at, *q = m.map_q + (s.swapped ? h_v % 2 * F : 0);
     float* moved = s.new_state + at;
-    form_decay<T>(s, n, h_v, F, m.decay);
+    form_decay<T>(s, n, h_v, m);
 
     for (int j = 0; j < s.steps; j++) {
         const float *k = m.map_k + j * F, *v = m.v + (j * group + h_v % group) * V;
-        for (int c = 0; c < columns; c++) m.u[c] = c < V ? v[c] : 1;
+        for (int c = 0; c < columns; c++) m.u[c] = c < V ? v[c] * (s.skip ? *m.dt : 1) : 1;
         if (s.delta) {
             // β of the head, or of each feature beside a write gate.
             long logit = n * s.b_stride + (long(j) * s.HV + h_v) * (s.w ? F : 1);
@@ -194,20 +267,18 @@ void update(const Step& s, int n, int h_v, int F, int columns, Memory& m) {
                 m.erased[i] = erase * k[i] * m.decay[i];
             }
             // The value under the key, in m.o for now.
-            for (int c = 0; c < columns; c++) m.o[c] = 0;
-            for (int f = 0; f < four; f += 4) read_state<4>(S + long(f) * columns, m.erased + f, columns, m.o);
-            for (int f = four; f < F; f++) read_state<1>(S + long(f) * columns, m.erased + f, columns, m.o);
+            read_all(S, columns, m.erased, F, columns, m.o);
             for (int c = 0; c < columns; c++) m.u[c] = beta * (m.u[c] - m.o[c]);
         }
 
         for (int c = 0; c < columns; c++) m.o[c] = 0;
         for (int f = 0; f < four; f += 4) {
             long row = long(f) * columns;
-            write_state<4>(S + row, moved + row, m.decay + f, k + f, m.u, m.map_q + f, columns, m.o);
+            write_state<4>(S + row, moved + row, m.decay + f, k + f, m.u, q + f, columns, m.o);
         }
         for (int f = four; f < F; f++) {
             long row = long(f) * columns;
-            write_state<1>(S + row, moved + row, m.decay + f, k + f, m.u, m.map_q + f, columns, m.o);
+            write_state<1>(S + row, moved + row, m.decay + f, k + f, m.u, q + f, columns, m.o);
         }
         // Later steps go on from here, without decay.
         S = moved;
@@ -215,48 +286,107 @@ void update(const Step& s, int n, int h_v, int F, int columns, Memory& m) {
     }
 }
 
-// Denominator, norm and gate of a head's readout o.
+// The token's key and value in their rows, and p [queries, seen], the weight of each row that it sees.
 template <class T>
-void read_out(const Step& s, int n, int h_v, float* o) {
-    int V = s.V;
-    float total = 1;
-    if (s.denominator) total = o[V] + EPS * float(s.positions[n * s.position_stride] + 1);
-    for (int c = 0; c < V; c++) o[c] = s.denominator ? o[c] / total : rounded<T>(o[c]);
+long weigh_rows(const Step& s, int n, int h, Memory& m) {
+    int K = s.K, V = s.V;
+    long position = s.position(n), seen = position + 1, last = s.used + *s.written, stride = long(s.HV) * K;
+    if (s.reach) seen = s.blocks ? position % s.reach + 1 : seen < s.reach ? seen : s.reach;
+    T* k = (T*)s.k_rows + ((n * long(s.k_room) + last) * s.HV + h) * K;
+    T* v = (T*)s.v_rows + ((n * long(s.v_room) + last) * s.HV + h) * V;
+    for (int c = 0; c < K; c++) store(k + c, m.map_k[c]);
+    for (int c = 0; c < V; c++) store(v + c, m.v[c]);
 
-    if (s.norm) {
-        const T* weight = (const T*)s.norm;
-        float squares = 0;
-#pragma omp simd reduction(+ : squares)
-        for (int c = 0; c < V; c++) squares += o[c] * o[c];
-        float root = 1 / std::sqrt(squares / V + s.eps);
-        for (int c = 0; c < V; c++) o[c] = rounded<T>(o[c] * root * load(weight + c));
-    }
-    if (s.gate) {
-        const T* gate = (const T*)s.gate + n * s.gate_stride + long(h_v) * V;
-#pragma omp simd
-        for (int c = 0; c < V; c++) {
-            float g = load(gate + c), share = sigmoid32(g) * (s.sigmoid_gate ? 1 : g);
-            o[c] = rounded<T>(rounded<T>(o[c]) * rounded<T>(share));
+    int queries = s.queries();
+    m.scores.resize(queries * seen);
+    const float* q = arrange<T>(m.map_q, queries, K, m.arranged);
+    multiply_all(k - (seen - 1) * stride, stride, q, queries, K, 0, seen, 4,
+                 [&](int i, long j, float sum) {
+                     float score = s.scores == SOFTMAX ? sum : rounded<T>(sum);
+                     m.scores[i * seen + j] = score * s.scale;
+                 });
+    return seen;
+}
+
+// o of a query of a head of k, in m.o.
+template <class T>
+void attend(const Step& s, int n, int h, int i, long seen, Memory& m) {
+    float *p = m.scores.data() + i * seen, most = -INFINITY, total = s.scores == SOFTMAX ? 0 : 1;
+    for (long j = 0; j < seen; j++) most = p[j] > most ? p[j] : most;
+    if (s.scores == SOFTMAX) {
+#pragma omp simd reduction(+ : total)
+        for (long j = 0; j < seen; j++) {
+            float weight = exp32(p[j] - most);
+            total += weight;
+            p[j] = rounded<T>(weight);
         }
     }
-    long at = (long(n) * s.HV + h_v) * V;
+    for (long j = 0; j < seen && s.scores == POSITIVE; j++) p[j] = p[j] < 0 ? 0 : rounded<T>(p[j]);
+
+    long first = n * long(s.v_room) + s.used + *s.written + 1 - seen, stride = long(s.HV) * s.V;
+    read_all((const T*)s.v_rows + first * stride + long(h) * s.V, stride, p, seen, s.V, m.o);
+    for (int c = 0; c < s.V; c++) m.o[c] /= total;
+}
+
+// o of a head behind its denominator, its share of v, the convolution of v, norm and gate. value: its head of v.
+template <class T>
+void read_out(const Step& s, int n, int head, int value, Memory& m) {
+    int V = s.V, heads = s.H > s.HV ? s.H : s.HV;
+    long at = (long(n) * heads + head) * V;
+    const float *v = m.v + value * V, *local = m.local + value * V;
+    float *o = m.o, t = s.positions ? s.position(n) + 1 : 1, z = s.denominator ? o[V] : 0;
+    bool narrow = !s.denominator && !s.skip;
+    float c_t = s.by_count ? s.magnitude / t : s.magnitude;
+    for (int c = 0; c < V; c++) {
+        float r = o[c];
+        if (s.denominator) o[c] = r / (z + EPS * t);
+        if (s.magnitude) {
+            float total = s.sum[at + c] + v[c];
+            s.new_sum[at + c] = total;
+            o[c] += c_t * (r - z * total / t);
+        }
+        if (s.skip) o[c] += s.skip[head] * v[c];
+        if (narrow) o[c] = rounded<T>(o[c]);
+    }
+
+    auto gate = [&] {
+        const T* x = (const T*)s.gate + n * s.gate_stride + long(head) * s.gate_width;
+#pragma omp simd
+        for (int c = 0; c < V; c++) {
+            float g = load(x + (s.gate_width > 1 ? c : 0));
+            float share = s.activation == PLAIN ? g : sigmoid32(g) * (s.activation == BY_SILU ? g : 1);
+            o[c] = rounded<T>(rounded<T>(o[c]) * rounded<T>(share));
+        }
+    };
+    if (s.gate && s.gate_first) gate();
+    for (int c = 0; c < V && s.local_width; c++) o[c] = narrow ? rounded<T>(o[c] + local[c]) : o[c] + local[c];
+    if (s.norm) norm_head(o, (const T*)s.norm, V, s.eps);
+    if (s.gate && !s.gate_first) gate();
     for (int c = 0; c < V && s.wide_out; c++) ((float*)s.out)[at + c] = o[c];
     for (int c = 0; c < V && !s.wide_out; c++) store((T*)s.out + at + c, o[c]);
 }
 
-// A part of the sequences' heads of q and k, each with the heads of v that it serves.
+// A part of the sequences' heads of k, each with the heads of v or q that it serves.
 template <class T>
 void run_step(const Step& s, Part part) {
-    int F = s.key.name == POWER ? 2 * s.K : s.K, columns = s.V + s.denominator, group = s.HV / s.H;
-    Memory m(s, F, columns);
-    long heads = long(s.N) * s.H;
-    for (long i = part.first(heads); i < part.end(heads); i++) {
-        int n = i / s.H, h = i % s.H;
+    Memory m(s);
+    long heads = s.heads();
+    for (long i = part.first(s.N * heads); i < part.end(s.N * heads); i++) {
+        int n = i / heads, h = i % heads;
+        if (s.pairs && m.turned != n) form_angles(s, n, m);
         form_inputs<T>(s, n, h, m);
-        form_features<T>(s, h, F, m);
-        for (int h_v = h * group; h_v < (h + 1) * group; h_v++) {
-            update<T>(s, n, h_v, F, columns, m);
-            read_out<T>(s, n, h_v, m.o);
+        form_features<T>(s, h, m);
+        if (s.scores) {
+            long seen = weigh_rows<T>(s, n, h, m);
+            for (int j = 0; j < s.queries(); j++) {
+                attend<T>(s, n, h, j, seen, m);
+                read_out<T>(s, n, h * s.queries() + j, 0, m);
+            }
+            continue;
+        }
+        for (int j = 0; j < s.values(); j++) {
+            update<T>(s, n, h * s.values() + j, m);
+            read_out<T>(s, n, h * s.values() + j, j, m);
         }
     }
 }

@@ -10,11 +10,18 @@ from torch import Tensor
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu.build import library
 from nalanda_kernels.cpu.feature_maps import DTYPES, Settings, settings_of
-from nalanda_kernels.maps import Map, describe
+from nalanda_kernels.maps import describe
 from nalanda_kernels.one_token import Token
 
 ROWS = {torch.float32: 8, torch.bfloat16: 4}  # of a product; more are faster in torch
 COLUMNS = ("q", "k", "v", "b", "w", "a", "gate")  # inputs that may be columns of wider rows
+# In fp32 beside any model.
+WIDE = (
+    *("g", "A_log", "dt_bias", "skip", "map_powers", "map_units", "frequencies", "mirror"),
+    *("state", "sum", "new_state", "new_sum"),
+)
+SCORES = (None, "softmax", "relu")
+ACTIVATIONS = ("silu", "sigmoid", "plain")
 ENTRIES_A_THREAD = 32768  # of a matrix; for fewer a thread costs more than it gains
 
 
@@ -28,12 +35,17 @@ class Step(ctypes.Structure):
     _fields_ = (
         *_fields(ctypes.c_void_p, "q k v b w a gate"),
         *_fields(ctypes.c_int64, " ".join(f"{name}_stride" for name in COLUMNS)),
-        *_fields(ctypes.c_void_p, "g positions q_filter k_filter v_filter q_past k_past v_past"),
-        *_fields(ctypes.c_void_p, "q_moved k_moved v_moved A_log dt_bias map_powers map_units"),
-        *_fields(ctypes.c_void_p, "norm state new_state out"),
-        *_fields(ctypes.c_int32, "N H HV K V W G steps delta denominator silu sigmoid_gate"),
-        *_fields(ctypes.c_int32, "wide_out position_stride"),
-        *_fields(ctypes.c_float, "beta_scale scale eps map_alpha"),
+        *_fields(ctypes.c_void_p, "q_filter k_filter v_filter local_filter"),
+        *_fields(ctypes.c_void_p, "q_past k_past v_past local_past"),
+        *_fields(ctypes.c_void_p, "q_moved k_moved v_moved local_moved"),
+        *_fields(ctypes.c_void_p, "q_norm k_norm norm k_rows v_rows"),
+        *_fields(ctypes.c_void_p, " ".join(WIDE)),
+        *_fields(ctypes.c_void_p, "positions written out"),
+        *_fields(ctypes.c_int32, "N H HV K V W G steps"),
+        *_fields(ctypes.c_int32, "pairs local_width local_copies k_room v_room used reach blocks"),
+        *_fields(ctypes.c_int32, "delta denominator silu wide_out position_stride unit_queries"),
+        *_fields(ctypes.c_int32, "swapped by_count scores activation gate_width gate_first"),
+        *_fields(ctypes.c_float, "beta_scale scale eps map_alpha magnitude temperature"),
         *_fields(Settings, "query key"),
     )
 
@@ -47,9 +59,7 @@ def step(
     the library cannot be built.
     """
     token = Token(**options)
-    serving = token.dtype in DTYPES and state["recurrent"].dtype == torch.float32
-    mapped = describe_map(token)
-    if not serving or mapped is None or torch.is_autocast_enabled("cpu"):
+    if token.dtype not in DTYPES or torch.is_autocast_enabled("cpu"):
         return None
 
     # Refuses before the projections run.
@@ -59,97 +69,81 @@ def step(
     old = {name: y.contiguous() for name, y in state.items()}
     new = token.out or {name: torch.empty_like(y) for name, y in old.items()}
     out = x["v"].new_empty(len(x["v"]), 1, token.num_v_heads, token.value_dim, dtype=token.dtype)
-    described = describe_step(token, mapped, x, old, new, out)
-    if described is None:
+    try:
+        described = describe_step(token, x, old, new, out)
+    except Unsupported:
         return None
     threads = threads_for(old["recurrent"].numel(), len(out) * token.num_heads)
     getattr(run, f"step_{DTYPES[x['v'].dtype]}")(ctypes.byref(described), threads)
     return out, new
 
 
-def describe_map(token: Token) -> tuple[Map, tuple[Tensor, ...]] | None:
-    """The token's map and its parameters; None for one that `describe` does not know."""
-    try:
-        MAP, parameters = describe(token.feature_map, token.qk_norm, token.key_dim)
-    except Unsupported:
-        return None
-    fit = all(x.shape == (token.num_heads, token.key_dim) for x in parameters)
-    return (MAP, parameters) if fit else None
-
-
 def describe_step(
-    token: Token,
-    mapped: tuple[Map, tuple[Tensor, ...]],
-    x: dict[str, Tensor],
-    old: dict[str, Tensor],
-    new: dict[str, Tensor],
-    out: Tensor,
-) -> Step | None:
-    """A token for the C++, with the addresses of all tensors; None where it cannot read one of them.
+    token: Token, x: dict[str, Any], old: dict[str, Tensor], new: dict[str, Tensor], out: Tensor
+) -> Step:
+    """A token for the C++, with the addresses of all tensors. Raises Unsupported where it cannot read one of them.
 
-    mapped: of `describe_map`. x: the rule's inputs with N rows each. old, new: the state before and after, which may
-    be the same.
+    x: the rule's inputs with N rows each, and other fields of `Step`. old, new: the state before and after, which
+    may be the same.
     """
-    MAP, parameters = mapped
+    MAP, parameters = describe(token.feature_map, token.qk_norm, token.key_dim)
     N, H, HV, n = len(out), token.num_heads, token.num_v_heads, token.steps
-    K, V = token.key_dim, token.value_dim
+    K, V, HK, heads = token.key_dim, token.value_dim, min(H, HV), max(H, HV)
     F, dtype, filters = MAP.halves * K, x["v"].dtype, token.filters or {}
-    # A log-decay a head, or one a feature.
-    decays = x.get("g" if token.decay is None else "a")
-    G = 0 if decays is None else decays.numel() // (N * HV)
 
-    # In the model's dtype; sums, decays and the recurrent state are in fp32.
-    narrow = {name: x[name] for name in COLUMNS if name in x}
-    narrow |= {f"{name}_filter": y for name, y in filters.items()}
-    narrow |= {f"{name}_past": old[f"conv_{name}"] for name in filters}
-    narrow |= {f"{name}_moved": new[f"conv_{name}"] for name in filters}
+    # Tensors by their field.
+    tensors = {name: y for name, y in x.items() if isinstance(y, Tensor)}
+    for name, weight in filters.items():
+        tensors[f"{name}_filter"] = weight
+        tensors[f"{name}_past"], tensors[f"{name}_moved"] = (s[f"conv_{name}"] for s in (old, new))
+    for field, name in (("state", "recurrent"), ("sum", "value_sum")):
+        if name in old:
+            tensors[field], tensors[f"new_{field}"] = old[name], new[name]
+    tensors |= dict(zip(("A_log", "dt_bias"), token.decay or ()))  # noqa: B905 (there may be no decay)
+    tensors |= dict(zip(("map_powers", "map_units"), parameters))  # noqa: B905 (a map may lack units)
     weight, eps = token.norm or (None, 0.0)
-    narrow |= {} if weight is None else {"norm": weight}
-    wide = {"state": old["recurrent"], "new_state": new["recurrent"]}
-    wide |= dict(zip(("A_log", "dt_bias"), token.decay or ()))  # noqa: B905 (there may be no decay)
-    wide |= dict(zip(("map_powers", "map_units"), parameters))  # noqa: B905 (a map may lack units)
-    wide |= {"g": x["g"]} if "g" in x else {}
+    tensors |= {} if weight is None else {"norm": weight}
 
-    # Entries of a row.
-    sizes = {"q": H * K, "k": n * H * K, "v": n * HV * V, "w": n * HV * V, "gate": HV * V}
-    sizes |= {"b": n * HV * (F if "w" in x else 1), "a": HV * G, "g": HV * G}
-    fit = all(x[name].numel() == N * size for name, size in sizes.items() if name in x)
-    fit &= old["recurrent"].shape == (N, HV, F, V + token.denominator) and G in (0, 1, F)
-    fit &= dtype in DTYPES and all(y.dtype == dtype for y in narrow.values())
-    fit &= all(y.dtype == torch.float32 and y.is_contiguous() for y in wide.values())
-    others = (y for name, y in narrow.items() if name not in COLUMNS)
-    if not fit or not all(y.is_contiguous() for y in others):
-        return None
-
-    addresses = {name: y.data_ptr() for name, y in (narrow | wide).items()}
-    if token.denominator:
-        addresses["positions"] = x["positions"].data_ptr()
-    return Step(
-        **addresses,
-        **{f"{name}_stride": x[name].stride(0) for name in COLUMNS if name in x},
-        position_stride=int(token.denominator and len(x["positions"]) > 1),
-        out=out.data_ptr(),
-        wide_out=out.dtype != dtype,
-        N=N,
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        W=next((y.shape[-1] for y in filters.values()), 0),
-        G=G,
-        # the rule
-        steps=n,
-        delta=token.delta,
-        denominator=token.denominator,
-        silu=token.silu,
-        sigmoid_gate=token.gate_activation == "sigmoid",
-        beta_scale=token.beta_scale,
-        scale=F**-0.5 if token.scale is None else token.scale,
-        eps=eps,
-        map_alpha=MAP.alpha,
-        query=settings_of(MAP, True),
-        key=settings_of(MAP, False),
+    # Entries of a row: a log-decay a head or one a feature, and a gate a head or one a value.
+    decays, gate = (
+        0 if y is None else y.numel() // N for y in (x.get("g", x.get("a")), x.get("gate"))
     )
+    G, gate_width = decays // HV, gate // heads
+    sizes = {"q": H * K, "k": n * HK * K, "v": n * HV * V, "w": n * HV * V}
+    sizes |= {"b": n * HV * (F if "w" in x else 1), "a": HV * G, "g": HV * G}
+    sizes |= {"gate": heads * gate_width, "state": HV * F * (V + token.denominator), "sum": HV * V}
+    fit = all(tensors[name].numel() == N * size for name, size in sizes.items() if name in tensors)
+    fit &= all(y.shape == (H, K) for y in parameters)
+    fit &= G in (0, 1, F) and gate_width in (0, 1, V) and dtype in DTYPES
+    for name, y in tensors.items():
+        wanted = torch.float32 if name in WIDE else dtype
+        fit &= y.dtype == (torch.int64 if name in ("positions", "written") else wanted)
+        fit &= name in COLUMNS or y.is_contiguous()
+    if not fit:
+        raise Unsupported("a layer's shapes or precisions")
+
+    widths = {name: weight.shape[-1] for name, weight in filters.items()}
+    fields = {name: y.data_ptr() for name, y in tensors.items()} | {
+        **{f"{name}_stride": x[name].stride(0) for name in COLUMNS if name in x},
+        "position_stride": int("positions" in x and len(x["positions"]) > 1),
+        "out": out.data_ptr(),
+        "wide_out": out.dtype != dtype,
+        **{"N": N, "H": H, "HV": HV, "K": K, "V": V, "G": G, "steps": n, "gate_width": gate_width},
+        "W": widths.get("v", 0),
+        "local_width": widths.get("local", 0),
+        "local_copies": len(filters.get("local", ())) < HV * V,
+        "pairs": len(x.get("frequencies", ())),
+        # the rule
+        **{name: getattr(token, name) for name in ("delta", "denominator", "silu", "beta_scale")},
+        "scores": SCORES.index(x.get("scores")),
+        "activation": ACTIVATIONS.index(token.gate_activation),
+        "scale": F**-0.5 if token.scale is None else token.scale,
+        "eps": eps,
+        "map_alpha": MAP.alpha,
+        "query": settings_of(MAP, True),
+        "key": settings_of(MAP, False),
+    }
+    return Step(**fields | {name: y for name, y in x.items() if isinstance(y, int | float)})
 
 
 def _rows(name: str, x: Tensor) -> Tensor:

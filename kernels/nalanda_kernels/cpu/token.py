@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu.build import library
 from nalanda_kernels.cpu.feature_maps import DTYPES
-from nalanda_kernels.cpu.step import ROWS, Step, describe_map, describe_step, threads_for
+from nalanda_kernels.cpu.step import ROWS, Step, describe_step, threads_for
 from nalanda_kernels.one_token import Token
 
-KINDS = ("norm", "product", "step", "layer_norm", "swiglu", "log_sigmoid", "rotate")
+KINDS = ("product", "step", "norm", "wide_norm", "swiglu")
 
 
 class Operation(ctypes.Structure):
@@ -42,6 +42,8 @@ class Program:
         self.run_all = getattr(library(), f"token_{DTYPES[dtype]}")
         # Tokens of each sequence before this one; who runs the program counts them.
         self.lengths = torch.zeros(batch, dtype=torch.int64)
+        # Keys and values of attention that C++ has written behind those of its caller.
+        self.written_rows = torch.zeros((), dtype=torch.int64)
         self.operations: list[Operation] = []
         self.entries = 0  # of all matrices
         self.arrays: dict[tuple, Tensor] = {}
@@ -105,33 +107,19 @@ class Program:
         """The outputs of layers that read x, by name."""
         return {name: self.linear(x, layer, name) for name, layer in layers.items()}
 
-    def log_sigmoid(self, x: Tensor, temperature: float) -> Tensor:
-        """log σ(x) / temperature in fp32."""
-        y = self.array("log_sigmoid", x.shape[1], torch.float32)
-        self.add("log_sigmoid", x, y, number=temperature)
-        return y
-
-    def rotate(self, x: Tensor, name: str, frequencies: Tensor) -> Tensor:
-        """Each head of x, of twice as many entries as there are frequencies, by the token's position times these."""
-        y = self.array(name, x.shape[1])
-        self.tables.append(frequencies)
-        tables = {"weight": frequencies.data_ptr(), "bias": self.lengths.data_ptr()}
-        self.add("rotate", x, y, M=len(frequencies), **tables)
-        return y
-
-    def step(
-        self, inputs: dict[str, Tensor], state: dict[str, Tensor], o: Tensor, **options: Any
-    ) -> None:
-        """The rule of a token, as `cpu.step.step` takes it, with the new state in place of the old one."""
-        token, x = Token(**options), inputs | {"positions": self.lengths}
-        mapped = describe_map(token)
-        described = None if mapped is None else describe_step(token, mapped, x, state, state, o)
-        if described is None:
-            raise Unsupported("a layer's rule or map")
+    def step(self, state: dict[str, Tensor], o: Tensor, **options: Any) -> Step:
+        """The rule of a token, as `describe_step` takes it, with the new state in place of the old one."""
+        token = Token(**{name: x for name, x in options.items() if name in Token._fields})
+        fields = {name: x for name, x in options.items() if name not in Token._fields}
+        counts = {"positions": self.lengths, "written": self.written_rows}
+        described = describe_step(token, fields | counts, state, state, o)
         self.steps.append(described)
         # Read and written once a token, as a matrix is read.
-        self.entries += state["recurrent"].numel()
-        self.add("step", o, o, inputs=inputs.values(), step=ctypes.addressof(described))
+        self.entries += sum(x.numel() for x in state.values())
+        inputs = [x for x in fields.values() if isinstance(x, Tensor)]
+        self.tables += inputs
+        self.add("step", o, o, inputs=inputs, step=ctypes.addressof(described))
+        return described
 
     def finish(self) -> None:
         """Puts the operations side by side; none is added after that."""

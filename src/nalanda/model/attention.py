@@ -17,11 +17,19 @@ from torch.nn.attention.bias import causal_lower_right
 
 from .base import Heads, LayerState, Mixer, StateSpec
 from .feature_maps import EPS
-from .layers import RMSNorm, at_least_fp32, direction, place_angles, rotate, slow_down
+from .layers import (
+    RMSNorm,
+    at_least_fp32,
+    direction,
+    place_angles,
+    rotary_angles,
+    rotate,
+    slow_down,
+)
 from .ops import by_kernel
 from .options import fits
 from .sequences import Sequences
-from .transnormer import SimpleRMSNorm, build_positions
+from .transnormer import SimpleRMSNorm, build_positions, turns
 
 
 class CachedAttention(Mixer):
@@ -186,6 +194,9 @@ class CachedAttention(Mixer):
         seen = (keys <= queries) & ((keys >= 0) | (queries < 0))
         return seen if self.reach is None else seen & (keys > queries - self.reach)
 
+    def token_rule(self) -> dict[str, Any]:
+        return {"scores": self.scores, "reach": self.reach or 0, "blocks": self.blocks}
+
     def state_spec(self, T: int) -> StateSpec:
         rows, H = self.reach or T, self.num_v_heads
         return {
@@ -294,6 +305,17 @@ class SoftmaxAttention(CachedAttention):
             angles = place_angles(x, seq, self.rotary_dim, self.rope_theta, self.rope_scaling)
             q, k = rotate(q, angles), rotate(k, angles)
         return heads | {"q": q, "k": k}
+
+    def token_rule(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {"silu": bool(self.conv_size), "gate_activation": "sigmoid"}
+        fields["unit_queries"] = self.unit_queries
+        if self.qk_norm:
+            q, k = self.q_norm, self.k_norm
+            fields |= {"q_norm": q.weight, "k_norm": k.weight, "eps": q.eps}
+        if self.rope_theta is not None:
+            angles = self.rotary_dim, self.rope_theta, torch.float32, self.rope_scaling
+            fields["frequencies"] = rotary_angles(torch.ones(()), *angles)
+        return super().token_rule() | fields
 
     def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
         if not self.gate:
@@ -418,6 +440,9 @@ class DiagAttention(CachedAttention):
         return heads | {
             name: self.lrpe(heads[name], places).to(heads[name].dtype) for name in ("q", "k")
         }
+
+    def token_rule(self) -> dict[str, Any]:
+        return super().token_rule() | turns(self.lrpe)
 
     def attend_all(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences) -> Tensor:
         if seq.bidirectional:

@@ -25,7 +25,7 @@ It may define
 - `metrics`, names and functions of numbers that validation logs;
 - `step_rule` and `step_inputs`: with these, one kernel for one token replaces the three steps in decoding.
   A class states `step_rule` in its own body. It is not inherited, because a subclass may change a step; one
-  that changes none writes `step_rule = Parent.step_rule`. `add_inputs` states them once more, for `decoding.py`.
+  that changes none writes `step_rule = Parent.step_rule`. `token_rule` states the rule for `decoding.py`.
 
 A feature map is a subclass of `feature_maps.FeatureMap` and a row in `FEATURE_MAPS`; `register_feature_map`
 adds one. It defines `equation`, `source`, `feature_dim`, `__init__(self, *, num_heads, head_dim, …)` and
@@ -41,7 +41,7 @@ with parameters is one.
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -311,6 +311,16 @@ class Mixer(FusedLinears):
         """The Linear layers that read x: `heads` has their outputs by these names."""
         return self.projections() | ({"gate": self.g_proj} if self.gated else {})
 
+    def second_linears(self) -> dict[str, nn.Linear]:
+        """Linear layers that read outputs of `linears`, and take their names in `project`."""
+        return {}
+
+    def project(self, x: Tensor) -> Heads:
+        heads = super().project(x)
+        for name, layer in self.second_linears().items():
+            heads[name] = apply_linear(layer, heads[name])
+        return heads
+
     def convolve(
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
     ) -> Heads:
@@ -350,7 +360,7 @@ class Mixer(FusedLinears):
         None if the mixer states no rule of a token.
         """
         rule = self.rule_of_a_token()
-        if rule is None:
+        if rule is None or self.value_conv:
             return None
         layer = self.step_layer(x, state)
         filters = () if layer.filters is None else layer.filters.values()
@@ -361,6 +371,7 @@ class Mixer(FusedLinears):
         by_head = self.norm in ("head", None)  # the kernel norms heads, not all of them together
         rest: Heads = {}
 
+        @cache  # torch may follow a kernel that has read them and refused
         def inputs() -> Heads:
             heads = self.step_inputs(x, seq)
             if rule.denominator:
@@ -381,7 +392,7 @@ class Mixer(FusedLinears):
 
     def rule_of_a_token(self) -> StepRule | None:
         """The class's `step_rule`, if its own body states one and the layers around it are as it expects."""
-        if not self._states_rule or self.value_conv:
+        if not self._states_rule:
             return None
         # The kernel reads the norm's weight, which an adapter around the norm does not have.
         if self.norm == "head" and not isinstance(self.o_norm, RMSNorm):
@@ -396,6 +407,7 @@ class Mixer(FusedLinears):
         """The sizes and layers around the rule of a token, for x `[N, 1, D]`."""
         convs = self.projections() if self.conv_size else ()
         filters = {name: getattr(self, f"{name}_conv1d").weight for name in convs}
+        filters |= {"local": self.dwc.weight} if self.value_conv else {}
         return StepLayer(
             # A norm over all heads reads fp32, and o_proj the dtype of x.
             dtype=x.dtype if self.norm in ("head", None) else torch.float32,
@@ -415,13 +427,23 @@ class Mixer(FusedLinears):
         """The inputs of `step_rule`: the projections' outputs and the rule's gates."""
         return self.project(x)
 
-    def add_inputs(self, program: Any, h: Tensor) -> Heads | None:
-        """Adds `step_inputs` for h `[B, D]` to a program (`decoding.py`); None: it computes more than operations do."""
-        # A subclass that overrides one of these two computes something else.
-        cls = type(self)
-        if cls.step_inputs is not Mixer.step_inputs or cls.project is not FusedLinears.project:
-            return None
-        return program.linears(h, self.linears())
+    def token_rule(self) -> dict[str, Any] | None:
+        """The rule of a token for `decoding.py`: fields of `StepRule` and of `nalanda_kernels.cpu.step.Step`, by name.
+
+        A class states it in its own body, as `step_rule`. None: the mixer computes more than C++ does.
+        """
+        rule, cls = self.rule_of_a_token(), type(self)
+        # A subclass that overrides one of these computes something else.
+        same = (cls.step_inputs, cls.project) == (Mixer.step_inputs, Mixer.project)
+        same &= self.norm != "layer" or cls.read_out is Mixer.read_out
+        return rule._asdict() if rule is not None and same else None
+
+    def add_inputs(self, program: Any, h: Tensor) -> Heads:
+        """`project` for h `[B, D]`, as operations of a program."""
+        heads = program.linears(h, self.linears())
+        for name, layer in self.second_linears().items():
+            heads[name] = program.linear(heads[name], layer, f"{name}_second")
+        return heads
 
     def gate_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the state's gates. Here: matrices with one row a head, and a step of it."""

@@ -9,17 +9,20 @@ in Python between two pieces of the program.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import ops
 from .base import Mixer
-from .cache import NalandaCache, StateBuffers, alike
+from .cache import NalandaCache, StateBuffers, alike, copy_all
 from .decoder import GLU, Block
+from .growing import Memory, claim_room
 from .layers import LayerNorm, RMSNorm
 from .ops import by_kernel
 from .sequences import Sequences
+from .transnormer import SimpleRMSNorm
 
 ENVIRONMENT = "NALANDA_CPU_TOKEN"  # 0: every layer runs in Python in this process
+ROWS = ("k", "v")  # states of attention, with a row a token
 
 
 class NotServed(Exception):
@@ -46,9 +49,15 @@ class TokenStep(StateBuffers):
         self.decoder: Any = model.model
         self.program, self.lengths = program, program.lengths
         self.one = torch.ones(cache.batch_size, dtype=torch.int64)
-        self.newest = list(cache.states)
+        # Each layer's state: tensors that the program writes into, and others, which are replaced.
+        self.fixed: list[dict[str, Tensor]] = []
+        self.loose: list[dict[str, Tensor]] = []
         # Mixers that run in Python: how many operations precede each, by the layer's index.
         self.called: dict[int, int] = {}
+        # Attention, whose states are the first rows of memory with room for more, and the room that is left.
+        self.attending: dict[int, Any] = {}
+        self.memories: dict[tuple[int, str], Memory] = {}
+        self.room = 0
 
         # The residual stream and its norm, [batch, D].
         D = model.config.hidden_size
@@ -56,85 +65,125 @@ class TokenStep(StateBuffers):
         # A draft of the first layers alone runs eagerly.
         refuse(model.config.num_hidden_layers != len(self.decoder.layers))
         for i, block in enumerate(self.decoder.layers):
-            self._add_block(i, block)
-        self._add_norm(self.decoder.norm)
+            self._add_block(i, block, cache.states[i])
+        self._add_norm(self.decoder.norm, self.x, self.h)
         # Its output is set for each token: callers keep it.
         program.linear(self.h, model.lm_head, "logits")
         self.vocabulary = model.lm_head.out_features
         program.finish()
 
-    def _add_block(self, i: int, block: Block) -> None:
+    def _add_block(self, i: int, block: Block, state: dict[str, Tensor]) -> None:
         mlp = block.mlp
         refuse(type(block).forward is not Block.forward or type(mlp).forward is not GLU.forward)
-        self._add_norm(block.mixer_norm)
+        self._add_norm(block.mixer_norm, self.x, self.h)
         # A mixer that cannot be added leaves no operation behind.
         end = len(self.program.operations)
-        # Memory that the program writes into; the cache's own tensors may be others' too.
-        state = {
+        # Memory of its own; the cache's tensors may be others' too.
+        fixed = {
             name: x.clone(memory_format=torch.contiguous_format)
-            for name, x in self.newest[i].items()
+            for name, x in state.items()
+            if name not in ROWS
         }
         assert ops._kernels is not None
         try:
-            self._add_mixer(block.mixer, state)
-            self.newest[i] = state
+            step = self._add_mixer(block.mixer, fixed)
+            if len(fixed) < len(state):
+                self.attending[i] = step
         except (NotServed, ops._kernels.Unsupported):
             del self.program.operations[end:]
-            self.called[i] = end
+            self.called[i], fixed = end, {}
+        self.fixed.append(fixed)
+        self.loose.append({name: x for name, x in state.items() if name not in fixed})
 
-        self._add_norm(block.mlp_norm)
+        self._add_norm(block.mlp_norm, self.x, self.h)
         # SiLU(W_gate h) ⊙ (W_up h), [batch, intermediate_size]
         a = self.program.linear(self.h, mlp.gate_proj, "gated")
         b = self.program.linear(self.h, mlp.up_proj, "up")
         self.program.add("swiglu", a, a, added=b)
         self.program.linear(a, mlp.down_proj, self.x, added=self.x)
 
-    def _add_norm(self, norm: nn.Module) -> None:
-        """The norm of x in h."""
-        refuse(type(norm) is not RMSNorm)
-        weights = {"weight": norm.weight}
-        self.program.add("norm", self.x, self.h, weights=weights, number=norm.eps)
+    def _add_norm(self, norm: Any, x: Tensor, y: Tensor, gate: Tensor | None = None) -> None:
+        """y = norm(x), with its gate."""
+        refuse(type(norm) not in (RMSNorm, LayerNorm, SimpleRMSNorm))
+        weights = {name: getattr(norm, name, None) for name in ("weight", "bias")}
+        outside = getattr(norm, "placement", "") == "outside"
+        eps = {"number": 1e-8 if outside else norm.eps, "M": outside}
+        kind = "norm" if x.dtype == y.dtype else "wide_norm"
+        self.program.add(kind, x, y, added=gate, weights=weights, **eps)
 
-    def _add_mixer(self, mixer: Mixer, state: dict[str, Tensor]) -> None:
+    def _add_mixer(self, mixer: Mixer, state: dict[str, Tensor]) -> Any:
         """x + mixer(h), as `Mixer.step` computes it."""
         # A subclass may do more around its rule than `Mixer.step` does.
-        refuse((type(mixer).forward, type(mixer).step) != (Mixer.forward, Mixer.step))
-        program, rule = self.program, mixer.rule_of_a_token()
-        inputs = None if rule is None else mixer.add_inputs(program, self.h)
-        if rule is None or inputs is None:
+        cls, program, rule = type(mixer), self.program, mixer.token_rule()
+        refuse((cls.forward, cls.step) != (Mixer.forward, Mixer.step))
+        refuse(cls.token_rule is not Mixer.token_rule and "token_rule" not in vars(cls))
+        if rule is None:
             raise NotServed
 
-        # [batch, HV·V], in fp32 below a norm over all heads, whose gate follows that norm
+        # [batch, heads·V], in fp32 below a norm over all heads, whose gate is that norm's
         layer = mixer.step_layer(self.h, state)
-        width = mixer.num_v_heads * mixer.V
+        width = mixer.o_proj.in_features
         o = program.array("o", width, layer.dtype)
-        gate = inputs.pop("gate", None) if mixer.norm == "layer" else None
-        program.step(inputs, state, o, **rule._asdict(), **layer._asdict())
-        if mixer.norm == "layer":
-            norm, wide, o = mixer.o_norm, o, program.array("normed", width)
-            refuse(type(norm) is not LayerNorm or type(mixer).read_out is not Mixer.read_out)
-            weights = {"weight": norm.weight, "bias": norm.bias}
-            program.add("layer_norm", wide, o, added=gate, weights=weights, number=norm.eps)
+        by_head = mixer.norm in ("head", None)
+        inputs = mixer.add_inputs(program, self.h)
+        gate = None if by_head else inputs.pop("gate", None)
+        step = program.step(state, o, **layer._asdict() | rule | inputs)
+        if not by_head:
+            wide, o = o, program.array("normed", width)
+            self._add_norm(mixer.o_norm, wide, o, gate)
         program.linear(o, mixer.o_proj, self.x, added=self.x)
+        return step
 
-    def in_place(self, states: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """States of the layers that the program has; no call writes into the others, which may grow."""
-        return [state for i, state in enumerate(states) if i not in self.called]
+    @property
+    def newest(self) -> list[dict[str, Tensor]]:
+        for i, name in self.memories:
+            self.loose[i][name] = self._rows(i, name)
+        return [fixed | loose for fixed, loose in zip(self.fixed, self.loose, strict=True)]
+
+    def _rows(self, i: int, name: str) -> Tensor:
+        """Keys or values of a layer of attention. What follows them in memory is anybody's from now on."""
+        memory, step = self.memories[i, name], self.attending[i]
+        end = memory.used = step.used + int(self.program.written_rows)
+        rows = memory.rows[:, max(0, end - step.reach) if step.reach else 0 : end]
+        if not step.reach:
+            rows.memory = memory  # pyrefly: ignore[missing-attribute]
+        return rows
 
     def copied(self) -> list[dict[str, Tensor]]:
-        states = list(self.newest)
-        for i, state in enumerate(states):
-            if i not in self.called:
-                states[i] = {name: x.clone() for name, x in state.items()}
+        states = self.newest
+        for i, fixed in enumerate(self.fixed):
+            windows = self.loose[i] if i in self.attending and self.attending[i].reach else {}
+            states[i] |= {name: x.clone() for name, x in (fixed | windows).items()}
         return states
 
     def fits(self, states: list[dict[str, Tensor]]) -> bool:
-        return alike(self.in_place(states), self.in_place(self.newest))
+        fixed = [
+            {name: x for name, x in state.items() if name not in self.loose[i]}
+            for i, state in enumerate(states)
+        ]
+        return alike(fixed, self.fixed)
 
     def fill(self, states: list[dict[str, Tensor]]) -> None:
-        for i in self.called:
-            self.newest[i] = states[i]
-        super().fill(states)
+        pairs = []
+        for fixed, loose, state in zip(self.fixed, self.loose, states, strict=True):
+            pairs += [(x, state[name]) for name, x in fixed.items()]
+            loose |= {name: state[name] for name in loose}
+        copy_all(pairs)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Moves keys and values to where more rows fit behind them."""
+        self.program.written_rows.zero_()
+        rooms = []
+        for i, step in self.attending.items():
+            for name in ROWS:
+                rows = self.loose[i][name].to(self.x.dtype)
+                memory = self.memories[i, name] = claim_room(rows)
+                step.used, room = rows.shape[1], memory.rows.shape[1]
+                setattr(step, f"{name}_rows", memory.rows.data_ptr())
+                setattr(step, f"{name}_room", room)
+                rooms.append(room - step.used)
+        self.room = min(rooms, default=0)
 
     def __call__(self, tokens: Tensor, cache: NalandaCache) -> Tensor:
         """Logits `[B, 1, vocabulary]` after tokens `[B, 1]`, for the cache that `take` was called with."""
@@ -142,11 +191,16 @@ class TokenStep(StateBuffers):
         seq = Sequences(None, cache.lengths, None, self.x.device)
         # [batch, D]: an unknown id raises here, before a state changes
         self.x.copy_(self.decoder._scaled(self.decoder.embed_tokens(tokens), seq)[:, 0])
+        if self.attending and int(program.written_rows) == self.room:
+            self.loose = [
+                {n: s[n] for n in x} for s, x in zip(self.newest, self.loose, strict=True)
+            ]
+            self._make_room()
         for i, end in self.called.items():
             # h is the mixer's input then.
             program.run(start, end)
             mixer = self.decoder.layers[i].mixer
-            y, self.newest[i] = mixer(self.h[:, None], seq, self.newest[i])
+            y, self.loose[i] = mixer(self.h[:, None], seq, self.loose[i])
             self.x.add_(y[:, 0])
             start = end
 
@@ -154,8 +208,9 @@ class TokenStep(StateBuffers):
         logits = self.x.new_empty(len(tokens), 1, self.vocabulary)
         program.listed[-1].y = logits.data_ptr()
         program.run(start, len(program.listed))
-        # The program's counts give positions to denominators.
+        # The program's counts give positions to its rules.
         self.lengths.add_(1)
+        program.written_rows.add_(1)
         cache.seen(1, self.one)
         return logits
 

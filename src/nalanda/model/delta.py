@@ -1,7 +1,6 @@
 """The delta rules: DeltaNet, Gated DeltaNet, KDA, Gated DeltaNet 2, DeltaProduct."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,6 @@ from .epilogues import norm_gate
 from .feature_maps import EPS, Elementwise
 from .layers import Fp32Module, RMSNorm, at_least_fp32, direction, excess, no_autocast
 from .ops import delta_rule_flops, map_features
-from .projections import apply_linear
 from .sequences import Sequences
 from .step import StepRule
 
@@ -319,23 +317,8 @@ class KDA(DeltaNet):
     def gate_layers(self) -> list[nn.Module]:
         return [*super().gate_layers(), self.a_up_proj]
 
-    def project(self, x: Tensor) -> Heads:
-        heads = super().project(x)
-        heads["a"] = apply_linear(self.a_up_proj, heads["a"])
-        if self.gated:
-            heads["gate"] = apply_linear(self.g_up_proj, heads["gate"])
-        return heads
-
-    def add_inputs(self, program: Any, h: Tensor) -> Heads | None:
-        cls = type(self)
-        if cls.step_inputs is not Mixer.step_inputs or cls.project is not KDA.project:
-            return None
-        inputs = program.linears(h, self.linears())
-        # Down to V, then up to all heads.
-        inputs["a"] = program.linear(inputs["a"], self.a_up_proj, "a_up")
-        if self.gated:
-            inputs["gate"] = program.linear(inputs["gate"], self.g_up_proj, "gate_up")
-        return inputs
+    def second_linears(self) -> dict[str, nn.Linear]:
+        return {"a": self.a_up_proj} | ({"gate": self.g_up_proj} if self.gated else {})
 
 
 class GatedDeltaNet2(KDA):

@@ -50,3 +50,13 @@ def grown(kept: Tensor, x: Tensor) -> Tensor:
     state = memory.rows[:, :end]
     state.memory = memory  # pyrefly: ignore[missing-attribute]
     return state
+
+
+def claim_room(kept: Tensor) -> Memory:
+    """Memory whose first rows are those of kept, and whose other rows are the caller's alone."""
+    R = kept.shape[1]
+    memory = getattr(kept, "memory", None)
+    if memory is None or memory.rows.shape[1] == R or not memory.claim(R, memory.rows.shape[1]):
+        memory = Memory(kept, 1)
+        memory.used = memory.rows.shape[1]
+    return memory

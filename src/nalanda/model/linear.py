@@ -18,7 +18,7 @@ from .ops import by_kernel, linear_attention_flops, map_features
 from .options import check_names, check_types
 from .sequences import Sequences
 from .soft import PooledLandmarks
-from .step import StepRule
+from .step import StepLayer, StepRule
 
 
 class LinearRecurrence(Mixer):
@@ -352,6 +352,11 @@ class MALA(NormalizedAttention):
         # r/z + c (r − z v̄), with v̄ = Σv/t over the tokens seen.
         return r / (z + EPS * t) + c * (r - z * total / t)
 
+    def token_rule(self) -> dict[str, Any]:
+        rule = self.step_rule()._asdict() | {"by_count": self.scale != "literal"}
+        rule["magnitude"] = self.K**-0.5 if self.scale == "code" else 1.0
+        return rule
+
     def state_spec(self, T: int) -> StateSpec:
         total = ((self.num_v_heads, 1, self.V), torch.float32)  # Σv
         return super().state_spec(T) | {"value_sum": total}
@@ -407,6 +412,14 @@ class PolaAttention(NormalizedAttention):
             o, z = self.sums(halves, seq, state, new, mapped=True)
             o = o / (z + EPS * self.counts(heads, seq))
         return o.unflatten(2, (-1, 2)).flatten(-2)  # [B, T, H, V]
+
+    def token_rule(self) -> dict[str, Any]:
+        rule = self.step_rule()._asdict() | {"swapped": True, "gate_first": self.gate_first}
+        return rule | {"gate_activation": "plain"}
+
+    def step_layer(self, x: Tensor, state: LayerState) -> StepLayer:
+        layer = super().step_layer(x, state)
+        return layer._replace(num_v_heads=2 * self.num_heads, value_dim=self.V // 2)
 
     def add_local(self, o: Tensor, heads: Heads) -> Tensor:
         if self.gated and self.gate_first:
@@ -523,18 +536,14 @@ class Retention(LinearRecurrence):
     def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
         return self.heads(x, seq, {}, None)
 
-    def add_inputs(self, program: Any, h: Tensor) -> Heads | None:
-        cls = type(self)
-        if (cls.heads, cls.step_inputs) != (Retention.heads, Retention.step_inputs):
-            return None
-        inputs = program.linears(h, self.linears())
-        one = torch.ones((), dtype=torch.int64)
-        frequencies = rotary_angles(one, self.K, self.rope_theta, torch.float32)
-        for name in ("q", "k"):
-            inputs[name] = program.rotate(inputs[name], f"{name}_rotated", frequencies)
-        inputs["g"] = program.array("retention", self.num_heads, torch.float32)
-        inputs["g"].copy_(self.log_decays(inputs["g"]))
-        return inputs
+    def token_rule(self) -> dict[str, Any]:
+        return {
+            "frequencies": rotary_angles(torch.ones(()), self.K, self.rope_theta, torch.float32)
+        }
+
+    def add_inputs(self, program: Any, h: Tensor) -> Heads:
+        g = program.array("retention", self.num_heads, torch.float32)
+        return super().add_inputs(program, h) | {"g": g.copy_(self.log_decays(g))}
 
 
 class GLA(LinearRecurrence):
@@ -576,15 +585,13 @@ class GLA(LinearRecurrence):
     def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
         return self.heads(x, seq, {}, None)
 
-    def add_inputs(self, program: Any, h: Tensor) -> Heads | None:
-        cls = type(self)
-        if (cls.heads, cls.step_inputs) != (GLA.heads, GLA.step_inputs):
-            return None
-        inputs = program.linears(h, self.linears())
+    def token_rule(self) -> dict[str, Any]:
+        return {"temperature": self.temperature}
+
+    def add_inputs(self, program: Any, h: Tensor) -> Heads:
         down, up = self.gk_proj
         gates = program.linear(program.linear(h, down, "gk_rank"), up, "gk")
-        inputs["g"] = program.log_sigmoid(gates, self.temperature)
-        return inputs
+        return super().add_inputs(program, h) | {"a": gates}
 
     def gate_parameters(self) -> Iterator[nn.Parameter]:
         yield from super().gate_parameters()
@@ -644,6 +651,11 @@ class Mamba2(LinearRecurrence):
         heads = super().heads(x, seq, state, new)
         dt, g, skip = self.discretization(heads["a"])
         return heads | {"dt": dt, "g": g, "skip": skip}
+
+    def token_rule(self) -> dict[str, Any]:
+        of = self.discretization
+        rule = {"decay": (of.A_log, of.dt_bias), "skip": of.D, "scale": 1.0}
+        return rule | {"silu": bool(self.conv_size)}
 
     def mix(
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None

@@ -22,7 +22,6 @@ from .ops import by_kernel
 
 ALIGNED = 16  # fast kernels serve a product only if its rows begin at multiples of 16 bytes
 NARROW = 64  # columns; a product this narrow costs as much as a wider one
-FEW = 8  # rows, of which a kernel may form products on a CPU
 
 
 def side_by_side(
@@ -220,9 +219,7 @@ def matrix_of(layer: nn.Linear) -> Tensor | None:
 
 def linear_rows(x: Tensor, weight: Tensor) -> Tensor:
     """x Wᵀ without gradients; of few rows on a CPU by a kernel, because torch reads weights at half memory's speed."""
-    # [..., K]: as many rows as sequences, one token each
-    few = x.device.type == "cpu" and x.numel() <= FEW * x.shape[-1]
-    if few and not torch.is_autocast_enabled("cpu"):
+    if x.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
         served = by_kernel("linear_rows", "auto", x, x, weight)
         if served is not None:
             return served

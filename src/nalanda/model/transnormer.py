@@ -3,6 +3,8 @@
 The Devil in Linear Transformer (Qin et al. 2022, arXiv 2210.10340).
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -56,6 +58,11 @@ def build_positions(name: str, size: int) -> LRPE | None:
     if name not in ("lrpe", "none"):
         raise ValueError(f"positions={name!r} is not one of lrpe, none")
     return LRPE(size) if name == "lrpe" else None
+
+
+def turns(lrpe: LRPE | None) -> dict[str, Tensor]:
+    """The fields of `nalanda_kernels.cpu.step.Step` for these positions."""
+    return {} if lrpe is None else {"mirror": lrpe.u, "frequencies": lrpe.theta}
 
 
 class SimpleRMSNorm(nn.Module):
@@ -121,6 +128,9 @@ class NormAttention(LinearRecurrence):
             features = map_features(q, k, self.feature_map)
             q, k = (self.lrpe(phi, positions).to(dtype) for phi in features)
         return heads | {"q": q, "k": k}
+
+    def token_rule(self) -> dict[str, Any]:
+        return {"scale": 1.0} | turns(self.lrpe)
 
     def mix(
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
