@@ -197,6 +197,36 @@ def decode(
     bench_decode(threads=threads, rounds=rounds, read=read, json=json, png=png)
 
 
+speed = typer.Typer(help="Compare this release's speed to its aims.", no_args_is_help=True)
+app.add_typer(speed, name="speed")
+
+
+@speed.command()
+def cpu(
+    rows: Annotated[str | None, Option(help="comma-separated rows; by default all")] = None,
+    repeats: Annotated[
+        int | None, Option(min=1, help="rounds of each row; by default its own number")
+    ] = None,
+    threads: Threads = 2,
+    output: Annotated[
+        str, Option(help="directory for a JSON file a row; rows that are there are kept")
+    ] = "runs/speed_cpu",
+) -> None:
+    """Print the whole table of speeds on a CPU.
+
+    \b
+    nalanda-lab speed cpu --rows train_512,token_30m
+
+    Compares training, evaluation and generation to the release before and to peers, in 25 minutes. Resumes after
+    an interruption.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler announces its start and end
+    with loading_torch():
+        from nalanda_lab.speed.cpu import bench_cpu
+
+    bench_cpu(rows=several(rows), repeats=repeats, threads=threads, output=output)
+
+
 @app.command()
 def recall(
     overrides: Annotated[

@@ -6,23 +6,27 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from nalanda_kernels import take_torch_path
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.profiler import record_function
 
 from nalanda.common.errors import output_file
 from nalanda.common.products import product_route
 from nalanda.common.progress import track
 from nalanda.inference.generate import cache_bytes
 from nalanda.model import NalandaCache, NalandaConfig, NalandaForCausalLM
+from nalanda.model.graphs import decoding_graphs
+from nalanda.model.ops import by_kernel
 from nalanda.report.figures import REFERENCE, drawing, files, log_axis, look
 
 LAYERS, WIDTH, HEADS, HEAD_DIM, INNER, VOCABULARY = 8, 512, 4, 128, 1536, 4096
@@ -34,11 +38,12 @@ OURS = {
 }
 PEER = "Qwen3-Next"
 FLOOR = "matrix products alone"
-SOFTMAX_INTERVAL = 8
-"""Rounds per measurement of softmax, which takes up to a hundred times as long."""
+TOKENS = 4
+"""Tokens of a measurement, after one that is not timed."""
+TIMED = "timed calls"
 
-Step = Callable[[], Any]
-"""Decodes one token after a context, without changing the context."""
+Step = Callable[[], float]
+"""Decodes tokens after a context, without changing the context; returns seconds a token."""
 
 
 def bench_decode(
@@ -61,7 +66,7 @@ def bench_decode(
 
     Args:
         threads: number of threads for torch.
-        rounds: measurements of each model at each context; softmax gets an eighth of them.
+        rounds: measurements of each model at each context.
         read: whether to read the longer contexts too, which takes minutes. By default recurrent models read
             1 k tokens and only count the others; softmax gets random keys and values.
         json, png: files for the figures and for a picture.
@@ -112,21 +117,19 @@ def _measure(rounds: int, read: bool) -> list[dict]:
     steps: dict[tuple[str, int], tuple[Step, int]] = {}
     for name, options in OURS.items():
         steps |= {(name, context): step for context, step in _ours(options, read).items()}
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # from flash-linear-attention, where that is installed
-        peer = _peer()
-    for name, step in ((PEER, peer), (FLOOR, _products())):
+
+    # The peer's state has one size and counts no tokens, so one cache stands for every context.
+    peer, cache = qwen3_next(_shape(), CONTEXTS[0])
+    peer_step = partial(timed_calls, peer, TOKENS), cache_bytes(cache)
+    for name, step in ((PEER, peer_step), (FLOOR, _products())):
         steps |= {(name, context): step for context in CONTEXTS}
+
     seconds: dict[tuple[str, int], list[float]] = {key: [] for key in steps}
     for i in track(range(-1, rounds), "decoding"):
         for key, (step, _) in steps.items():
-            if key[0] == "softmax" and i > 0 and i % SOFTMAX_INTERVAL:
-                continue
-            start = time.perf_counter()
-            step()
+            took = step()
             if i >= 0:  # the first round warms up
-                seconds[key].append(time.perf_counter() - start)
+                seconds[key].append(took)
     return [
         {
             "model": name,
@@ -142,29 +145,55 @@ def _measure(rounds: int, read: bool) -> list[dict]:
 
 
 def _ratio(a: list[float], b: list[float]) -> float:
-    """The median of what measurements of the same round say: what else the machine does hits both."""
-    shorter = min(len(a), len(b))
-    a, b = (x if len(x) == shorter else x[::SOFTMAX_INTERVAL] for x in (a, b))
+    """The median of ratios within a round: what else the machine does hits both."""
     return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
+def _shape() -> dict[str, Any]:
+    return {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "intermediate_size": INNER,
+        "vocab_size": VOCABULARY,
+    }
+
+
 def _model(options: dict) -> NalandaForCausalLM:
-    sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
-    heads = {"num_heads": HEADS, "head_dim": HEAD_DIM}
-    return NalandaForCausalLM(
-        NalandaConfig(vocab_size=VOCABULARY, **sizes, **heads, **options)
-    ).eval()
+    return NalandaForCausalLM(NalandaConfig(**_shape(), **options)).eval()
 
 
 def _products() -> tuple[Step, int]:
-    layers = [m for m in _model(OURS["gated_deltanet"]).modules() if isinstance(m, torch.nn.Linear)]
-    inputs = {layer.in_features: torch.randn(1, 1, layer.in_features) for layer in layers}
-    return lambda: [F.linear(inputs[layer.in_features], layer.weight) for layer in layers], 0
+    return partial(timed_calls, products_of(_model(OURS["gated_deltanet"])), TOKENS), 0
+
+
+def products_of(model: NalandaForCausalLM) -> Callable[[], None]:
+    """A model's matrix products alone, for one token: one program where kernels serve it."""
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    program = by_kernel("token", "auto", layers[-1].weight, 1, model.dtype)
+    if program is not None:
+        for layer in layers:
+            program.linear(program.array("x", layer.in_features).zero_(), layer, "y")
+        program.finish()
+        return partial(program.run, 0, len(layers))
+
+    inputs = {
+        layer.in_features: torch.zeros(1, 1, layer.in_features, dtype=model.dtype)
+        for layer in layers
+    }
+
+    def products() -> None:
+        with torch.inference_mode():
+            for layer in layers:
+                layer(inputs[layer.in_features])
+
+    return products
 
 
 def _ours(options: dict, read: bool) -> dict[int, tuple[Step, int]]:
     model, cache = _model(options), NalandaCache(LAYERS)
-    tokens, found = torch.randint(VOCABULARY, (1, CONTEXTS[-1])), {}
+    tokens, steps = torch.randint(VOCABULARY, (1, CONTEXTS[-1])), {}
     for context in CONTEXTS:
         missing = tokens[:, cache.seen_tokens : context]
         if context == CONTEXTS[0] or (read and options["mixer"] != "softmax"):
@@ -172,37 +201,63 @@ def _ours(options: dict, read: bool) -> dict[int, tuple[Step, int]]:
                 model.model(piece, past_key_values=cache)
         else:
             if options["mixer"] == "softmax":
-                cache.states = [
-                    {name: torch.randn(1, context, HEADS, HEAD_DIM) for name in ("k", "v")}
-                    for _ in range(LAYERS)
-                ]
+                cache.states = random_keys(context, LAYERS, HEADS, HEAD_DIM)
             cache.seen(missing.shape[1], torch.tensor([missing.shape[1]]))
-        found[context] = _step(model, cache.fork(), tokens[:, :1]), cache.nbytes
-    return found
+        steps[context] = partial(timed_tokens, model, cache.fork(), TOKENS), cache.nbytes
+    return steps
 
 
-def _step(model: NalandaForCausalLM, cache: NalandaCache, token: Tensor) -> Step:
-    return lambda: model(token, past_key_values=cache.fork())
+def random_keys(context: int, layers: int, heads: int, head_dim: int) -> list[dict[str, Tensor]]:
+    """States of softmax attention behind `context` tokens, which nobody has read."""
+    shape = (1, context, heads, head_dim)
+    return [{"k": torch.randn(shape), "v": torch.randn(shape)} for _ in range(layers)]
 
 
-def _peer() -> tuple[Step, int]:
-    """Its state has one size and counts no tokens, so one cache stands for every context."""
-    from transformers import DynamicCache, Qwen3NextConfig, Qwen3NextForCausalLM
-    from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+def timed_tokens(
+    model: NalandaForCausalLM, cache: NalandaCache, tokens: int, as_generate: bool = True
+) -> float:
+    """Seconds a token, in a fork of the cache. One token before, untimed, gives the fork its memory.
 
-    take_torch_path(qwen3_next)
+    as_generate: in the context that `generate` opens, where a token is one program.
+    """
+    token, fork = torch.zeros(1, 1, dtype=torch.int64), cache.fork()
+    with torch.inference_mode(), decoding_graphs(model) if as_generate else nullcontext():
+        return timed_calls(lambda: model(token, past_key_values=fork), tokens)
+
+
+def timed_calls(call: Callable[[], object], calls: int) -> float:
+    """Seconds a call, after one that is not timed. A profile shows the others inside of `TIMED`."""
+    call()
+    with record_function(TIMED):
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start) / calls
+
+
+def qwen3_next(shape: dict[str, Any], context: int) -> tuple[Callable[[], Tensor], Any]:
+    """A token of transformers' Qwen3-Next with linear attention in all layers, and its cache.
+
+    Embedding, layers, norm and head are called, without the masks of the whole model.
+    """
+    with warnings.catch_warnings(action="ignore"):  # from flash-linear-attention, if installed
+        from transformers import DynamicCache, Qwen3NextConfig, Qwen3NextForCausalLM
+        from transformers.models.qwen3_next import modeling_qwen3_next
+
+    take_torch_path(modeling_qwen3_next)
+    layers, heads, head_dim = shape["num_hidden_layers"], shape["num_heads"], shape["head_dim"]
     config = Qwen3NextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        layer_types=["linear_attention"] * LAYERS,
-        mlp_only_layers=list(range(LAYERS)),
+        vocab_size=shape["vocab_size"],
+        hidden_size=shape["hidden_size"],
+        intermediate_size=shape["intermediate_size"],
+        num_hidden_layers=layers,
+        layer_types=["linear_attention"] * layers,
+        mlp_only_layers=list(range(layers)),
         num_experts=0,
-        linear_num_key_heads=HEADS,
-        linear_num_value_heads=HEADS,
-        linear_key_head_dim=HEAD_DIM,
-        linear_value_head_dim=HEAD_DIM,
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads,
+        linear_key_head_dim=head_dim,
+        linear_value_head_dim=head_dim,
     )
     model = Qwen3NextForCausalLM(config).eval()
     cache = DynamicCache(config=config)
@@ -213,9 +268,10 @@ def _peer() -> tuple[Step, int]:
             x = layer(x, position_embeddings=None, attention_mask=None, past_key_values=cache)
         return model.lm_head(model.model.norm(x))
 
-    tokens = torch.randint(VOCABULARY, (1, CONTEXTS[0]))
-    run(tokens)
-    return lambda: run(tokens[:, :1]), cache_bytes(cache)
+    tokens = torch.randint(shape["vocab_size"], (1, context))
+    with torch.inference_mode():
+        run(tokens)
+    return torch.inference_mode()(lambda: run(tokens[:, :1])), cache
 
 
 def _print_rows(console: Console, rows: list[dict]) -> None:
@@ -239,7 +295,7 @@ def _print_rows(console: Console, rows: list[dict]) -> None:
 
 def draw_decode(figures: dict[str, Any], file: Path) -> list[Path]:
     """Draws milliseconds a token against the context, a line for each model."""
-    rows, rounds = figures["rows"], figures["rounds"]
+    rows = figures["rows"]
     models, contexts = (
         sorted({row[name] for row in rows}, key=[row[name] for row in rows].index)
         for name in ("model", "context")
@@ -247,9 +303,9 @@ def draw_decode(figures: dict[str, Any], file: Path) -> list[Path]:
     at_end = {row["model"]: row["ms"] for row in rows if row["context"] == contexts[-1]}
     least = min((name for name in at_end if name != FLOOR), key=lambda name: at_end[name])
     end, best = f"{contexts[-1] // 1024} k tokens", f"{least}, {at_end[least]:.1f} ms a token"
-    shape, many = figures["shape"], -(-rounds // SOFTMAX_INTERVAL)
+    shape = figures["shape"]
     caption = (
-        f"Markers: medians over n = {rounds} rounds (softmax: {many}); bars: down to the fastest. Batch 1, "
+        f"Markers: medians over n = {figures['rounds']} rounds; bars: down to the fastest. Batch 1, "
         f"fp32, {figures['threads']} threads; {shape['layers']} layers × {shape['width']}, random weights of "
         "one seed (0)."
     )

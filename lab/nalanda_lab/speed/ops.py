@@ -7,6 +7,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -180,6 +181,11 @@ def _seconds(function: Function, inputs: list[torch.Tensor | None], d_o: torch.T
     return time.perf_counter() - start
 
 
+def timed_case(case: str, T: int, H: int) -> Callable[[], float]:
+    """Measures a case of ours once, forward and backward; returns its seconds."""
+    return partial(_seconds, _ours(case), *_inputs(case, T, H))
+
+
 def _print_agreement(console: Console) -> None:
     for case in CASES:
         inputs, d_o = _inputs(case, 1000, 4)
@@ -229,8 +235,8 @@ def _compare(case: str, T: int, H: int, repeats: int) -> dict:
 
 def _against_scalar(case: str, T: int, H: int, repeats: int) -> dict:
     """A delta rule with gates by channel beside that with a decay per head; the runs alternate."""
-    calls = [(_ours(name), *_inputs(name, T, H)) for name in (CASES[0], case)]
-    runs = [[_seconds(*call) for call in calls] for _ in range(1 + repeats)][1:]
+    calls = [timed_case(name, T, H) for name in (CASES[0], case)]
+    runs = [[call() for call in calls] for _ in range(1 + repeats)][1:]
     ratio = statistics.median(time / scalar for scalar, time in runs)
     return {
         "case": case,

@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 
 from nalanda.common.errors import InputError, output_file
-from nalanda.common.products import product_route
 from nalanda.common.progress import track
 from nalanda.config.schema import OptimConfig
 from nalanda.data.packing import Row, collate
@@ -33,9 +32,10 @@ from nalanda.train.loss import count_labels, summed_loss
 from nalanda.train.optim import build_optimizer
 
 try:
+    from nalanda.common import products
     from nalanda.common.allocator import keep_freed_memory
 except ImportError:  # `_earlier` runs this file with older code
-    keep_freed_memory = None
+    products = keep_freed_memory = None
 
 HEADS, HEAD_DIM, ROWS, LENGTH = 2, 128, 4, 512
 LAYERS, VOCABULARY = 2, 4096
@@ -82,12 +82,14 @@ def bench_train(
         raise InputError(
             f"--against {against}: no checkout of Nalanda; give a folder with src/nalanda"
         )
+    assert products is not None
     console, before = Console(highlight=False, emoji=False), torch.get_num_threads()
-    _prepare(threads)
+    route = products.product_route()
+    prepare(threads)
     try:
         console.print(
             f"training, fp32, {SIZES}, {HEADS} heads of {HEAD_DIM}, {ROWS} rows × {LENGTH}, {threads} "
-            f"threads, {platform.machine()}, torch {torch.__version__}, {product_route()} products, "
+            f"threads, {platform.machine()}, torch {torch.__version__}, {products.product_route()} products, "
             f"transformers {version('transformers')}",
             soft_wrap=True,
         )
@@ -97,6 +99,7 @@ def bench_train(
         rows = _measure(steps, rounds)
     finally:
         torch.set_num_threads(before)
+        products.set_product_route(route)
     _print_rows(console, rows)
     figures = {"threads": threads, "rounds": rounds, "torch": torch.__version__, "rows": rows}
     if file is not None:
@@ -104,12 +107,14 @@ def bench_train(
     return figures
 
 
-def _prepare(threads: int) -> None:
-    """What `nalanda train` does at its start."""
-    torch.set_flush_denormal(keep_freed_memory is not None)  # an earlier commit does neither
+def prepare(threads: int) -> None:
+    """Sets this process up as `nalanda train` does."""
     torch.set_num_threads(threads)
-    if keep_freed_memory is not None:
-        keep_freed_memory()
+    if products is None or keep_freed_memory is None:
+        return  # an earlier commit did nothing more
+    torch.set_flush_denormal(True)
+    keep_freed_memory()
+    products.set_product_route(products.choose_product_route())
 
 
 def _measure(steps: dict[str, Step], rounds: int) -> list[dict]:
@@ -141,7 +146,7 @@ def ours() -> dict[str, Step]:
         model = NalandaForCausalLM(
             NalandaConfig(mixer="gated_deltanet", num_heads=HEADS, **SIZES, **options)
         )
-        steps |= {f"{name}, {kind}": _step(model, kind) for kind in KINDS}
+        steps |= {f"{name}, {kind}": training_step(model, _batch(kind)) for kind in KINDS}
     return steps
 
 
@@ -149,12 +154,7 @@ def _peers() -> dict[str, Step]:
     with warnings.catch_warnings(
         action="ignore"
     ):  # from flash-linear-attention, where that is installed
-        from transformers import (
-            LlamaConfig,
-            LlamaForCausalLM,
-            Qwen3_5ForCausalLM,
-            Qwen3_5TextConfig,
-        )
+        from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
         from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
     nalanda_kernels.take_torch_path(qwen3_5)
@@ -166,28 +166,43 @@ def _peers() -> dict[str, Step]:
         linear_key_head_dim=HEAD_DIM // 2,
         linear_value_head_dim=HEAD_DIM,
     )
-    llama = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=HEADS))
-    steps = {"Qwen3.5, dense": _step(Qwen3_5ForCausalLM(config), "dense")}
-    return steps | {f"Llama, {kind}": _step(llama, kind) for kind in KINDS}
+    steps = {"Qwen3.5, dense": training_step(Qwen3_5ForCausalLM(config), _batch("dense"))}
+    llama = build_llama(**SIZES, num_attention_heads=HEADS)
+    return steps | {f"Llama, {kind}": training_step(llama, _batch(kind)) for kind in KINDS}
+
+
+def build_llama(**sizes: Any) -> Any:
+    """transformers' Llama of these keys of its config."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
 def _batch(kind: str) -> dict[str, Any]:
-    generator, rows = np.random.default_rng(0), []
-    for _ in range(ROWS):
-        first = generator.random(LENGTH) < (3 / LENGTH if kind == "packed" else 0)
+    return random_batch(ROWS, LENGTH, VOCABULARY, documents=3 if kind == "packed" else 0)
+
+
+def random_batch(rows: int, length: int, vocabulary: int, documents: float = 0) -> dict[str, Any]:
+    """Rows of random tokens; each holds one document, and on average `documents` more."""
+    generator, drawn = np.random.default_rng(0), []
+    for _ in range(rows):
+        first = generator.random(length) < documents / length
         first[0] = True
-        rows.append(Row(generator.integers(VOCABULARY, size=LENGTH), np.flatnonzero(first)))
-    return collate(rows, LENGTH, padding=0)
+        drawn.append(Row(generator.integers(vocabulary, size=length), np.flatnonzero(first)))
+    return collate(drawn, length, padding=0)
 
 
-def _step(model: Any, kind: str) -> Step:
-    optim, batch = OptimConfig(), _batch(kind)
+def training_step(model: Any, batch: dict[str, Any], dtype: torch.dtype = torch.float32) -> Step:
+    """Forward under autocast to `dtype`, backward, clipping and AdamW."""
+    optim = OptimConfig()
     optimizer, labels = build_optimizer(model, optim), count_labels(batch)
     model.train()
 
     def step() -> float:
         start = time.perf_counter()
-        (summed_loss(model, batch, model.device) / labels).backward()
+        with torch.autocast("cpu", dtype, enabled=dtype.itemsize == 2):
+            loss = summed_loss(model, batch, model.device) / labels
+        loss.backward()
         parallel.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -238,7 +253,7 @@ def _print_rows(console: Console, rows: list[dict]) -> None:
 
 
 if __name__ == "__main__":  # answers `_earlier`
-    _prepare(int(sys.argv[1]))
+    prepare(int(sys.argv[1]))
     steps = ours()
     for line in sys.stdin:
         print(steps[line.strip()](), flush=True)
