@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -372,15 +371,11 @@ def _rules(device: str, few: bool) -> Iterator[None]:
         # A GPU's rule: the power of two that holds the longest document, up to `chunk_size`.
         return min(chunk_size, 1 << (max(lengths) - 1).bit_length())
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
-        return _FusedAttention.apply(q, k, v)
-
     with contextlib.ExitStack() as stack:
         # (module, name in it, what stands there meanwhile)
         rules = [(chunk_forward, "SAVED_TOKENS", 2**62 if few else 0)]
         if device != "cpu":
             rules += [(chunk_order, "chunk_of", chunk_of), (ops, "_scarce_memory", lambda x: True)]
-            rules += [(F, "scaled_dot_product_attention", attend)]
         for module, name, value in rules:
             stack.enter_context(mock.patch.object(module, name, value))
         yield
@@ -390,19 +385,6 @@ def logits_bytes(config: NalandaConfig, tokens: int, device: str = "cuda") -> in
     """Bytes of the loss's block of logits and its gradient, fp32, as `linear_cross_entropy` cuts it."""
     rows = max(64, (2**22 if device == "cpu" else 2**26) // config.vocab_size)
     return 2 * 4 * min(rows, tokens) * config.vocab_size
-
-
-class _FusedAttention(torch.autograd.Function):
-    """Saves the tensors that fused attention saves: its inputs, its output and a log-sum-exp per row.
-
-    On the meta device, torch's own attention would save T × T probabilities.
-    """
-
-    @staticmethod
-    def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        o = q.new_empty(*q.shape[:-1], v.shape[-1])  # […, T, V]
-        ctx.save_for_backward(q, k, v, o, q.new_empty(q.shape[:-1], dtype=torch.float32))
-        return o
 
 
 def saved_bytes(block: nn.Module, x: torch.Tensor, seq: Sequences) -> int:
