@@ -19,7 +19,8 @@ ENVIRONMENT = "NALANDA_BACKEND"  # what `backend="auto"` means in this process
 class Unsupported(Exception):
     """A backend cannot serve a call. The text names the cause, such as "float64 inputs".
 
-    The user reads it as "delta_rule: triton cannot serve float64 inputs; trying the next backend".
+    The user reads it as "delta_rule: triton cannot serve float64 inputs; trying the next backend". A second
+    text stands for the op's name: a cause that is the same for many ops is then told once.
     """
 
 
@@ -184,7 +185,8 @@ def serve(op: str, backend: str, device_type: str, *inputs, **options):
         try:
             return getattr(_loaded, f"{op}_{name}")(*inputs, **options)
         except Unsupported as reason:
-            _warn(f"{op}: {name} cannot serve {reason.args[0]}; trying the next backend")
+            subject = reason.args[1] if len(reason.args) > 1 else op
+            _warn(f"{subject}: {name} cannot serve {reason.args[0]}; trying the next backend")
     return None
 
 

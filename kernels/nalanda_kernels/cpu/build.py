@@ -34,7 +34,7 @@ def library() -> ctypes.CDLL:
     """The functions of all sources. Raises Unsupported, with the cause, where they cannot be built."""
     loaded = _load()
     if isinstance(loaded, str):
-        raise Unsupported(loaded)
+        raise Unsupported(loaded, "all ops")
     return loaded
 
 
