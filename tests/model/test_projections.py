@@ -260,3 +260,29 @@ def test_weights_stay_what_they_are_in_inference_mode():
         model.eval()
     assert not model.model.layers[0].mlp.gate_proj.weight.is_inference()
     gradients(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_kernel_threads_share_a_large_product_of_one_row(dtype, monkeypatch):
+    shapes = []
+
+    def recorded(x, y, bmm=torch.bmm):
+        shapes.append((*x.shape, *y.shape))
+        return bmm(x, y)
+
+    monkeypatch.setattr(torch, "bmm", recorded)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(projections, "by_kernel", lambda *inputs: None)
+    torch.manual_seed(0)
+    for rows, height in ((1, 2**15), (1, 2**14), (1, 2**15 + 1), (2, 2**15)):
+        x, weight = torch.randn(rows, 1, 33, dtype=dtype), torch.randn(height, 33, dtype=dtype)
+        expected = torch.nn.functional.linear(x.double(), weight.double())
+        y = projections.linear_rows(x, weight)
+        assert y.shape == (rows, 1, height)
+        assert y.dtype == dtype
+        torch.testing.assert_close(
+            y.double(), expected, rtol=0, atol=1e-5 if dtype.itemsize == 4 else 0.1
+        )
+    assert shapes == [
+        (8, 1, 33, 8, 33, 2**12)
+    ]  # the first alone: smaller, uneven ones and two rows are not
