@@ -25,6 +25,7 @@ def pytest_collection():
 
 def pytest_collection_finish():
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)  # a test makes little garbage and many objects that stay
     gc.enable()
 
 

@@ -37,9 +37,13 @@ def tokenized(request, tokenizer, tmp_path_factory):
     )
 
 
+@pytest.fixture(scope="module")
+def sizes(tokenized):
+    return text_bytes(tokenized)
+
+
 @pytest.mark.parametrize("bos", [True, False])
-def test_the_bytes_of_tokens_are_those_of_the_text(tokenized, bos):
-    sizes = text_bytes(tokenized)
+def test_the_bytes_of_tokens_are_those_of_the_text(tokenized, sizes, bos):
     for tokens, text in zip(encoder(tokenized, DataConfig(bos=bos))(TEXTS), TEXTS, strict=True):
         found = sizes(tokens)
         assert found.sum() == len(text.encode()), text
@@ -87,7 +91,7 @@ class Alone:
         return value
 
 
-def test_bits_per_byte_of_validation(tokenized, tmp_path):
+def test_bits_per_byte_of_validation(tokenized, sizes, tmp_path):
     """The direct computation: predicted bytes are those of all tokens but the first of each segment."""
     (tmp_path / "validation.jsonl").write_bytes(
         b"".join(
@@ -101,7 +105,6 @@ def test_bits_per_byte_of_validation(tokenized, tmp_path):
         source=str(tmp_path / "train.jsonl"), validation_source=path, seq_len=32, workers=0
     )
     batches = validation_batches(data, tokenized, batch_size=2)
-    sizes = text_bytes(tokenized)
     values = validate(Alone(), Uniform(len(tokenized)), batches, sizes)
 
     encoded = encoder(tokenized, data)(texts)

@@ -157,10 +157,13 @@ def rows() -> tuple:
     return tuple(found)
 
 
-def covered_rows(options_of: dict[str, dict], values: Iterable[Hashable]) -> set[tuple]:
+def covered_rows(
+    options_of: dict[str, dict], values: Iterable[Hashable], strength: int = 2, times: int = 1
+) -> set[tuple]:
     """Pairs (row, value), in which every pair of a mixer, a map and a value occurs. Variants are left out.
 
     options_of: the rows' options by their names.
+    strength, times: those of `covering_cases`.
     """
     named = {
         (options["mixer"], options["feature_map"], value): (name, value)
@@ -168,7 +171,7 @@ def covered_rows(options_of: dict[str, dict], values: Iterable[Hashable]) -> set
         if name not in VARIANTS
         for value in values
     }
-    return {named[case] for case in covering_cases(list(named))}
+    return {named[case] for case in covering_cases(list(named), strength, times)}
 
 
 def save(tokenizer, path, **fields) -> str:

@@ -51,7 +51,10 @@ def assert_same(results, expected, dtype=torch.float64, tolerance=None):
         assert error <= (tolerance or TOLERANCE[dtype]), f"{name} is off by {error:.1e}"
 
 
-@covering(kind=KINDS, value_heads=(2, 4), initial=(True, False), length=LENGTHS)
+# `test_packed_sequences_are_those_alone` has each kind with about these lengths.
+@covering(
+    strength=1, times=3, kind=KINDS, value_heads=(2, 4), initial=(True, False), length=LENGTHS
+)
 def test_modes_agree_with_the_reference(kind, value_heads, initial, length):
     inputs = make(2, length, value_heads=value_heads, kind=kind, initial=initial)
     expected = run(inputs, "reference")

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from covering import covering
 from safetensors.torch import load_file, save_file
 from tiny_models import build, close, ids, logits
 from torch.nn.utils import parametrizations, prune
@@ -53,20 +54,22 @@ def generated(model) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
-def test_one_product_is_one_by_one(options, monkeypatch):
-    model = build(**options).train()
-    for frozen in ([], ["q_proj", "mlp.up_proj", "a_proj"], ["_proj", "lm_head"]):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not any(part in name for part in frozen))
-        with Products() as few:
-            mine = gradients(model)
-        with monkeypatch.context() as patch, Products() as many:
-            one_by_one(patch)
-            expected = gradients(model)
-        for a, b in zip(mine, expected, strict=True):
-            close(a, b, 1e-12 * max(1.0, float(b.abs().max())))
-        assert few.count < many.count
+FROZEN = {"nothing": (), "some": ("q_proj", "mlp.up_proj", "a_proj"), "all": ("_proj", "lm_head")}
+
+
+@covering(strength=1, row=ROWS, frozen=FROZEN)
+def test_one_product_is_one_by_one(row, frozen, monkeypatch):
+    model = build(**ROWS[row]).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in FROZEN[frozen]))
+    with Products() as few:
+        mine = gradients(model)
+    with monkeypatch.context() as patch, Products() as many:
+        one_by_one(patch)
+        expected = gradients(model)
+    for a, b in zip(mine, expected, strict=True):
+        close(a, b, 1e-12 * max(1.0, float(b.abs().max())))
+    assert few.count < many.count
     model.eval()
     mine = generated(model)
     one_by_one(monkeypatch)

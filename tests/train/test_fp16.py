@@ -217,7 +217,8 @@ def test_an_overflow_changes_the_scale_alone(recipe, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_a_resume_keeps_the_scale_and_its_counter(recipe, tmp_path, monkeypatch):
     scaled(monkeypatch, 2.0**20)
-    plain = loop.train(configured(recipe, tmp_path / "plain", FP16))
+    settings = (FP16, "train.steps=15")
+    plain = loop.train(configured(recipe, tmp_path / "plain", *settings))
 
     class Stop(Exception):
         pass
@@ -232,12 +233,12 @@ def test_a_resume_keeps_the_scale_and_its_counter(recipe, tmp_path, monkeypatch)
             loop, "validate_if_due", lambda r, *a: stop() if r.at.step == 13 else real(r, *a)
         )
         with pytest.raises(Stop):
-            loop.train(configured(recipe, run, FP16))
+            loop.train(configured(recipe, run, *settings))
     middle = trainer(run, 10)["loss_scale"]
     assert middle["scale"] != 2.0**20
     assert 0 < middle["_growth_tracker"] < 7
     scaled(monkeypatch, 3.0)  # what the checkpoint holds counts
-    resumed = outcome(loop.train(configured(recipe, run, FP16)))
+    resumed = outcome(loop.train(configured(recipe, run, *settings)))
     expected = outcome(plain)
     assert resumed["final"] == expected["final"]
     assert resumed["files"]["trainer.json"] == expected["files"]["trainer.json"]
