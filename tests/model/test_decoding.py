@@ -12,7 +12,8 @@ import torch
 from decoded import check_beams, check_forks, check_threads
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu import build as library
-from nalanda_kernels.cpu.token import KINDS, Operation, Program
+from nalanda_kernels.cpu.step import KINDS, Operation
+from nalanda_kernels.cpu.token import Program
 from tiny_models import VARIANTS, build, covered_rows, ids, logits, rows
 
 from nalanda import NalandaCache

@@ -10,7 +10,6 @@ enum Activation { BY_SILU, BY_SIGMOID, PLAIN };
 // `Step` of step.py. Pointers are null for what a mixer lacks.
 struct Step {
     const void *q, *k, *v, *b, *w, *a, *gate;                      // [N, ·] of T, as projected
-    int64_t q_stride, k_stride, v_stride, b_stride, w_stride, a_stride, gate_stride;  // entries between rows
     const void *q_filter, *k_filter, *v_filter, *local_filter;     // [·, W] of T
     const void *q_past, *k_past, *v_past, *local_past;             // [N, W−1, ·] of T
     void *q_moved, *k_moved, *v_moved, *local_moved;               // the same after this token, or the same memory
@@ -22,11 +21,11 @@ struct Step {
     const float *frequencies, *mirror;                             // [pairs] of a rotation; normal of a reflection
     const float *state, *sum;                                      // [N, HV, F, V (+ 1)], and Σv [N, HV, V]
     float *new_state, *new_sum;                                    // the same after this token, or the same memory
-    const int64_t *positions, *written;                            // [N] or [1]; rows written behind the `used` ones
+    const int64_t *positions, *written;                            // [N]; rows written behind the `used` ones
     void* out;                                                     // [N, heads of o, V], of T or fp32
     int32_t N, H, HV, K, V, W, G, steps;                           // G: decays a head, 0, 1 or F
     int32_t pairs, local_width, local_copies, k_room, v_room, used, reach, blocks;
-    int32_t delta, denominator, silu, wide_out, position_stride, unit_queries, swapped, by_count;
+    int32_t delta, denominator, silu, wide_out, unit_queries, swapped, by_count;
     int32_t scores, activation, gate_width, gate_first;
     float beta_scale, scale, eps, map_alpha, magnitude, temperature;
     Settings query, key;
@@ -36,7 +35,6 @@ struct Step {
     int queries() const { return H / heads(); }
     int values() const { return HV / heads(); }
     int features() const { return key.name == POWER ? 2 * K : K; }
-    int64_t position(int n) const { return positions[n * position_stride]; }
 };
 
 // Channels of x behind their convolution. x, filter, past and moved begin at the first of them; past has D channels.
@@ -143,19 +141,18 @@ void form_inputs(const Step& s, int n, int h, Memory& m) {
         long before = long(n) * (W - 1) * D + first;
         convolve(x, (const T*)filter, (const T*)past + before, (T*)moved + before, count, D, W, y);
     };
-    const T *x_q = (const T*)s.q + n * s.q_stride, *x_k = (const T*)s.k + n * s.k_stride;
-    const T *x_v = (const T*)s.v + n * s.v_stride, *x_w = (const T*)s.w + n * s.w_stride;
+    long size_q = long(s.H) * K, size_k = long(s.steps) * heads * K, size_v = long(s.steps) * s.HV * s.V;
+    const T *x_q = (const T*)s.q + n * size_q, *x_k = (const T*)s.k + n * size_k;
+    const T *x_v = (const T*)s.v + n * size_v, *x_w = (const T*)s.w + n * size_v;
     auto filter = [&](const void* all, long first, int W) { return (const T*)all + first * W; };
     long first_q = long(h) * queries;
-    channels(x_q + first_q, filter(s.q_filter, first_q, s.W), s.q_past, s.q_moved, first_q, queries, long(s.H) * K, s.W,
-             m.q);
+    channels(x_q + first_q, filter(s.q_filter, first_q, s.W), s.q_past, s.q_moved, first_q, queries, size_q, s.W, m.q);
     for (int j = 0; j < s.steps; j++) {
         // Step j's heads follow those of the steps before.
         long i = long(j) * heads + h, key = i * K, value = i * values;
         float *k = m.k + j * K, *v = m.v + j * values;
-        channels(x_k + key, filter(s.k_filter, key, s.W), s.k_past, s.k_moved, key, K, long(s.steps) * heads * K, s.W, k);
-        channels(x_v + value, filter(s.v_filter, value, s.W), s.v_past, s.v_moved, value, values,
-                 long(s.steps) * s.HV * s.V, s.W, v);
+        channels(x_k + key, filter(s.k_filter, key, s.W), s.k_past, s.k_moved, key, K, size_k, s.W, k);
+        channels(x_v + value, filter(s.v_filter, value, s.W), s.v_past, s.v_moved, value, values, size_v, s.W, v);
         for (int c = 0; c < values && s.silu; c++) v[c] = rounded<T>(v[c] * sigmoid32(v[c]));
         for (int c = 0; c < values && s.w; c++) v[c] = rounded<T>(v[c] * rounded<T>(sigmoid32(load(x_w + value + c))));
     }
@@ -163,7 +160,7 @@ void form_inputs(const Step& s, int n, int h, Memory& m) {
     long value = long(h) * values;
     if (s.local_width) {
         channels(m.v, filter(s.local_filter, s.local_copies ? 0 : value, s.local_width), s.local_past, s.local_moved,
-                 value, values, long(s.HV) * s.V, s.local_width, m.local);
+                 value, values, size_v, s.local_width, m.local);
     }
     for (int i = 0; i < queries && s.q_norm; i += K) norm_head(m.q + i, (const T*)s.q_norm, K, s.eps);
     if (s.k_norm) norm_head(m.k, (const T*)s.k_norm, K, s.eps);
@@ -171,7 +168,7 @@ void form_inputs(const Step& s, int n, int h, Memory& m) {
 
 // Of the angles by which sequence n's heads rotate.
 inline void form_angles(const Step& s, int n, Memory& m) {
-    float position = s.blocks ? s.position(n) % s.reach : s.position(n);
+    float position = s.blocks ? s.positions[n] % s.reach : s.positions[n];
     for (int i = 0; i < s.pairs; i++) {
         m.cosines[i] = std::cos(position * s.frequencies[i]);
         m.sines[i] = std::sin(position * s.frequencies[i]);
@@ -232,7 +229,7 @@ void form_features(const Step& s, int h, Memory& m) {
 template <class T>
 void form_decay(const Step& s, int n, int h_v, Memory& m) {
     long head = long(h_v) * s.G, row = long(n) * s.HV * s.G;
-    const T* a = (const T*)s.a + n * s.a_stride + head;
+    const T* a = (const T*)s.a + row + head;
     float rate = s.A_log ? -exp32(s.A_log[h_v]) : 0;
     for (int i = 0; i < s.G; i++) {
         if (s.A_log) *m.dt = softplus32(load(a + i) + s.dt_bias[head + i]);
@@ -259,7 +256,7 @@ void update(const Step& s, int n, int h_v, Memory& m) {
         for (int c = 0; c < columns; c++) m.u[c] = c < V ? v[c] * (s.skip ? *m.dt : 1) : 1;
         if (s.delta) {
             // β of the head, or of each feature beside a write gate.
-            long logit = n * s.b_stride + (long(j) * s.HV + h_v) * (s.w ? F : 1);
+            long logit = ((long(n) * s.steps + j) * s.HV + h_v) * (s.w ? F : 1);
             const T* b = (const T*)s.b + logit;
             float beta = s.w ? 1 : s.beta_scale * sigmoid32(load(b)) / m.lengths[j];
             for (int i = 0; i < F; i++) {
@@ -290,7 +287,7 @@ void update(const Step& s, int n, int h_v, Memory& m) {
 template <class T>
 long weigh_rows(const Step& s, int n, int h, Memory& m) {
     int K = s.K, V = s.V;
-    long position = s.position(n), seen = position + 1, last = s.used + *s.written, stride = long(s.HV) * K;
+    long position = s.positions[n], seen = position + 1, last = s.used + *s.written, stride = long(s.HV) * K;
     if (s.reach) seen = s.blocks ? position % s.reach + 1 : seen < s.reach ? seen : s.reach;
     T* k = (T*)s.k_rows + ((n * long(s.k_room) + last) * s.HV + h) * K;
     T* v = (T*)s.v_rows + ((n * long(s.v_room) + last) * s.HV + h) * V;
@@ -334,7 +331,7 @@ void read_out(const Step& s, int n, int head, int value, Memory& m) {
     int V = s.V, heads = s.H > s.HV ? s.H : s.HV;
     long at = (long(n) * heads + head) * V;
     const float *v = m.v + value * V, *local = m.local + value * V;
-    float *o = m.o, t = s.positions ? s.position(n) + 1 : 1, z = s.denominator ? o[V] : 0;
+    float *o = m.o, t = s.positions ? s.positions[n] + 1 : 1, z = s.denominator ? o[V] : 0;
     bool narrow = !s.denominator && !s.skip;
     float c_t = s.by_count ? s.magnitude / t : s.magnitude;
     for (int c = 0; c < V; c++) {
@@ -350,7 +347,7 @@ void read_out(const Step& s, int n, int head, int value, Memory& m) {
     }
 
     auto gate = [&] {
-        const T* x = (const T*)s.gate + n * s.gate_stride + long(head) * s.gate_width;
+        const T* x = (const T*)s.gate + (long(n) * heads + head) * s.gate_width;
 #pragma omp simd
         for (int c = 0; c < V; c++) {
             float g = load(x + (s.gate_width > 1 ? c : 0));

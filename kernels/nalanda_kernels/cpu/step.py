@@ -14,7 +14,7 @@ from nalanda_kernels.maps import describe
 from nalanda_kernels.one_token import Token
 
 ROWS = {torch.float32: 8, torch.bfloat16: 4}  # of a product; more are faster in torch
-COLUMNS = ("q", "k", "v", "b", "w", "a", "gate")  # inputs that may be columns of wider rows
+KINDS = ("product", "step", "norm", "wide_norm", "swiglu")
 # In fp32 beside any model.
 WIDE = (
     *("g", "A_log", "dt_bias", "skip", "map_powers", "map_units", "frequencies", "mirror"),
@@ -29,12 +29,21 @@ def _fields(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
+class Operation(ctypes.Structure):
+    """An operation, as token.cpp reads it."""
+
+    _fields_ = (
+        *_fields(ctypes.c_void_p, "x weight bias added step y"),
+        *_fields(ctypes.c_int32, "kind N K M waits"),
+        ("number", ctypes.c_float),
+    )
+
+
 class Step(ctypes.Structure):
     """A token of a layer, as step.h reads it."""
 
     _fields_ = (
         *_fields(ctypes.c_void_p, "q k v b w a gate"),
-        *_fields(ctypes.c_int64, " ".join(f"{name}_stride" for name in COLUMNS)),
         *_fields(ctypes.c_void_p, "q_filter k_filter v_filter local_filter"),
         *_fields(ctypes.c_void_p, "q_past k_past v_past local_past"),
         *_fields(ctypes.c_void_p, "q_moved k_moved v_moved local_moved"),
@@ -43,7 +52,7 @@ class Step(ctypes.Structure):
         *_fields(ctypes.c_void_p, "positions written out"),
         *_fields(ctypes.c_int32, "N H HV K V W G steps"),
         *_fields(ctypes.c_int32, "pairs local_width local_copies k_room v_room used reach blocks"),
-        *_fields(ctypes.c_int32, "delta denominator silu wide_out position_stride unit_queries"),
+        *_fields(ctypes.c_int32, "delta denominator silu wide_out unit_queries"),
         *_fields(ctypes.c_int32, "swapped by_count scores activation gate_width gate_first"),
         *_fields(ctypes.c_float, "beta_scale scale eps map_alpha magnitude temperature"),
         *_fields(Settings, "query key"),
@@ -62,9 +71,11 @@ def step(
     if token.dtype not in DTYPES or torch.is_autocast_enabled("cpu"):
         return None
 
-    # Refuses before the projections run.
-    run = library()
-    x = {name: _rows(name, y) for name, y in inputs().items()}
+    library()  # refuses before the projections run
+    # [N, 1, ·]: columns of one product, copied into rows of their own
+    x = {name: y.contiguous() for name, y in inputs().items()}
+    if token.denominator:
+        x["positions"] = x["positions"].expand(len(x["v"]), 1).contiguous()
     # recurrent [N, HV, F, V (+ 1)], conv_q, conv_k and conv_v [N, W − 1, ·]
     old = {name: y.contiguous() for name, y in state.items()}
     new = token.out or {name: torch.empty_like(y) for name, y in old.items()}
@@ -74,8 +85,13 @@ def step(
     except Unsupported:
         return None
     threads = threads_for(old["recurrent"].numel(), len(out) * token.num_heads)
-    getattr(run, f"step_{DTYPES[x['v'].dtype]}")(ctypes.byref(described), threads)
+    run_operation(x["v"].dtype, threads, "step", step=ctypes.addressof(described))
     return out, new
+
+
+def run_operation(dtype: torch.dtype, threads: int, kind: str, **fields: int) -> None:
+    operation = Operation(kind=KINDS.index(kind), **fields)
+    getattr(library(), f"token_{DTYPES[dtype]}")(ctypes.byref(operation), 1, threads)
 
 
 def describe_step(
@@ -115,17 +131,16 @@ def describe_step(
     fit = all(tensors[name].numel() == N * size for name, size in sizes.items() if name in tensors)
     fit &= all(y.shape == (H, K) for y in parameters)
     fit &= G in (0, 1, F) and gate_width in (0, 1, V) and dtype in DTYPES
+    # The C++ reads rows without gaps: a stride would go unseen.
     for name, y in tensors.items():
         wanted = torch.float32 if name in WIDE else dtype
         fit &= y.dtype == (torch.int64 if name in ("positions", "written") else wanted)
-        fit &= name in COLUMNS or y.is_contiguous()
+        fit &= y.is_contiguous()
     if not fit:
         raise Unsupported("a layer's shapes or precisions")
 
     widths = {name: weight.shape[-1] for name, weight in filters.items()}
     fields = {name: y.data_ptr() for name, y in tensors.items()} | {
-        **{f"{name}_stride": x[name].stride(0) for name in COLUMNS if name in x},
-        "position_stride": int("positions" in x and len(x["positions"]) > 1),
         "out": out.data_ptr(),
         "wide_out": out.dtype != dtype,
         **{"N": N, "H": H, "HV": HV, "K": K, "V": V, "G": G, "steps": n, "gate_width": gate_width},
@@ -146,12 +161,6 @@ def describe_step(
     return Step(**fields | {name: y for name, y in x.items() if isinstance(y, int | float)})
 
 
-def _rows(name: str, x: Tensor) -> Tensor:
-    """An input as the C++ reads it: columns of wider rows stay where they are."""
-    apart = name in COLUMNS and x.dim() == 3 and x.stride(2) == 1
-    return x if apart else x.contiguous()
-
-
 def threads_for(entries: int, units: int) -> int:
     """Threads for a matrix of as many entries, in as many units that no two threads share."""
     return max(1, min(torch.get_num_threads(), units, entries // ENTRIES_A_THREAD))
@@ -167,12 +176,6 @@ def linear_rows(x: Tensor, weight: Tensor) -> Tensor | None:
         return None
     x = x.contiguous()
     y = x.new_empty(*x.shape[:-1], M)
-    run = getattr(library(), f"linear_{DTYPES[x.dtype]}")
-    run(
-        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, x, y)),
-        N,
-        K,
-        M,
-        threads_for(M * K, M),
-    )
+    addresses = {"x": x.data_ptr(), "weight": weight.data_ptr(), "y": y.data_ptr()}
+    run_operation(x.dtype, threads_for(M * K, M), "product", N=N, K=K, M=M, **addresses)
     return y

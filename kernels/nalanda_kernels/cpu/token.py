@@ -10,20 +10,8 @@ from torch import Tensor, nn
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu.build import library
 from nalanda_kernels.cpu.feature_maps import DTYPES
-from nalanda_kernels.cpu.step import ROWS, Step, describe_step, threads_for
+from nalanda_kernels.cpu.step import KINDS, ROWS, Operation, Step, describe_step, threads_for
 from nalanda_kernels.one_token import Token
-
-KINDS = ("product", "step", "norm", "wide_norm", "swiglu")
-
-
-class Operation(ctypes.Structure):
-    """An operation, as token.cpp reads it."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "added", "step", "y")),
-        *((name, ctypes.c_int32) for name in ("kind", "N", "K", "M", "waits")),
-        ("number", ctypes.c_float),
-    )
 
 
 def begin_token(batch: int, dtype: torch.dtype) -> "Program | None":

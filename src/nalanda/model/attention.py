@@ -313,6 +313,7 @@ class SoftmaxAttention(CachedAttention):
             q, k = self.q_norm, self.k_norm
             fields |= {"q_norm": q.weight, "k_norm": k.weight, "eps": q.eps}
         if self.rope_theta is not None:
+            # Those of position 1 are the frequencies.
             angles = self.rotary_dim, self.rope_theta, torch.float32, self.rope_scaling
             fields["frequencies"] = rotary_angles(torch.ones(()), *angles)
         return super().token_rule() | fields

@@ -144,6 +144,7 @@ class TokenStep(StateBuffers):
         """Keys or values of a layer of attention. What follows them in memory is anybody's from now on."""
         memory, step = self.memories[i, name], self.attending[i]
         end = memory.used = step.used + int(self.program.written_rows)
+        # [batch, tokens or window, heads, K or V]
         rows = memory.rows[:, max(0, end - step.reach) if step.reach else 0 : end]
         if not step.reach:
             rows.memory = memory  # pyrefly: ignore[missing-attribute]
@@ -152,6 +153,7 @@ class TokenStep(StateBuffers):
     def copied(self) -> list[dict[str, Tensor]]:
         states = self.newest
         for i, fixed in enumerate(self.fixed):
+            # Rows that grow are never overwritten, so views of them are enough.
             windows = self.loose[i] if i in self.attending and self.attending[i].reach else {}
             states[i] |= {name: x.clone() for name, x in (fixed | windows).items()}
         return states
@@ -179,6 +181,7 @@ class TokenStep(StateBuffers):
             for name in ROWS:
                 rows = self.loose[i][name].to(self.x.dtype)
                 memory = self.memories[i, name] = claim_room(rows)
+                # The operation reads these fields at each token.
                 step.used, room = rows.shape[1], memory.rows.shape[1]
                 setattr(step, f"{name}_rows", memory.rows.data_ptr())
                 setattr(step, f"{name}_room", room)
@@ -191,6 +194,7 @@ class TokenStep(StateBuffers):
         seq = Sequences(None, cache.lengths, None, self.x.device)
         # [batch, D]: an unknown id raises here, before a state changes
         self.x.copy_(self.decoder._scaled(self.decoder.embed_tokens(tokens), seq)[:, 0])
+        # Their memory is full: C++ needs a new place for the next row.
         if self.attending and int(program.written_rows) == self.room:
             self.loose = [
                 {n: s[n] for n in x} for s, x in zip(self.newest, self.loose, strict=True)

@@ -414,10 +414,12 @@ class PolaAttention(NormalizedAttention):
         return o.unflatten(2, (-1, 2)).flatten(-2)  # [B, T, H, V]
 
     def token_rule(self) -> dict[str, Any]:
+        # A head's second half of v reads the query with its signs swapped.
         rule = self.step_rule()._asdict() | {"swapped": True, "gate_first": self.gate_first}
         return rule | {"gate_activation": "plain"}
 
     def step_layer(self, x: Tensor, state: LayerState) -> StepLayer:
+        # Each half of v is a head, as in `mix`.
         layer = super().step_layer(x, state)
         return layer._replace(num_v_heads=2 * self.num_heads, value_dim=self.V // 2)
 
