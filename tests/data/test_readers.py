@@ -327,7 +327,9 @@ def bomb(form: str, size: int) -> bytes:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("compression", ["", ".gz", ".bz2", ".xz"])  # test_data.py has zstandard's
+@pytest.mark.parametrize(
+    "compression", ["", ".gz", ".bz2", ".xz"]
+)  # test_oversized.py has zstandard's
 @pytest.mark.parametrize("form", [f for f in FORMATS if f != ".ndjson"])
 def test_a_bomb_takes_little_memory(tmp_path, form, compression):
     size = 6 << 20

@@ -1,20 +1,27 @@
-"""Texts to prepare, and what tests do to a prepared set."""
+"""Texts to read and to prepare, and what tests do to a prepared set."""
 
 import gzip
 import hashlib
 import itertools
 import json
 import os
+import random
 import signal
 from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import zstandard
+from pyarrow import parquet
 
-from nalanda.data.documents import hash_text
+from nalanda.config.schema import DataConfig
+from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.documents import Fields, hash_text
 from nalanda.data.hold_out import HoldOut
 
+FIELDS = Fields("text", "meta.redpajama_set_name")
 NAMES = ["RedPajamaWikipedia", "RedPajamaC4", "RedPajamaBook"]
 
 
@@ -92,3 +99,47 @@ def bytes_of(tokens: np.ndarray) -> str:
 def held_out(text: str, share: float) -> bool:
     """Whether a document is for validation. The text alone decides, so all its copies are in one split."""
     return HoldOut(share).holds(hash_text(text))
+
+
+# ------------------------------ texts to read
+
+
+def ragged_texts(count: int, seed: int = 0) -> list[str]:
+    """Distinct texts of 5 to 90 bytes, some of them several rows long."""
+    rng = random.Random(seed)
+    lengths = [rng.choice([5, 6, 7, 8, 12, 30, 90]) for _ in range(count)]
+    return [
+        f"{i:04d}" + "".join(rng.choices("abc é漢", k=length - 4))
+        for i, length in enumerate(lengths)
+    ]
+
+
+def write_jsonl(path: Path, texts: list[str], field: str = "text") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = "".join(
+        json.dumps({field: text, "meta": {"n": i}}) + "\n" for i, text in enumerate(texts)
+    ).encode()
+    if path.suffix == ".gz":
+        content = gzip.compress(content)
+    if path.suffix == ".zst":  # two frames, as concatenated files and parallel compressors have
+        half = len(content) // 2
+        content = b"".join(zstandard.compress(part) for part in (content[:half], content[half:]))
+    path.write_bytes(content)
+    return path
+
+
+def write_parquet(path: Path, texts: list[str]) -> Path:
+    table = pyarrow.table({"text": texts, "n": list(range(len(texts)))})
+    parquet.write_table(table, path, row_group_size=7)
+    return path
+
+
+def read_all(source, split: str = "train", **settings) -> list[str]:
+    config = DataConfig(source=str(source), validation_share=1e-9, **settings)
+    return sorted(
+        DocumentStream(open_corpus(config, split), seed=0, buffer_size=0, epochs=1).texts()
+    )
+
+
+def texts_of(opened) -> list[str]:
+    return list(DocumentStream(opened, seed=0, buffer_size=0, epochs=1).texts())
