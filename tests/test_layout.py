@@ -42,6 +42,7 @@ DEFERRED = {
     ("nalanda.config.schema", "nalanda.model.configuration"): "as above",
     ("nalanda.data.workers", "nalanda.common.errors"): "the file also runs by itself",
     ("nalanda.report.runs", "nalanda.model.configuration"): "imports torch",
+    ("nalanda.serve.vllm", "nalanda.serve.vllm.architecture"): "imports vLLM",
     ("nalanda_eval.fetch", "nalanda_eval.adapter"): "imports lm-evaluation-harness",
     ("nalanda_eval.harness", "nalanda_eval.adapter"): "as above",
 }

@@ -489,7 +489,7 @@ class Decoder(NalandaPreTrainedModel):
         """
         layout = batch.layout
         # Packed before fixed positions are added: these count within documents.
-        x = self.dropout(self._scaled(layout.pack(batch.x), batch.seq))
+        x = self.dropout(self.scaled(layout.pack(batch.x), batch.seq))
 
         # transformers' early exit lowers num_hidden_layers for drafts
         for i, layer in zip(range(self.config.num_hidden_layers), self.layers, strict=False):
@@ -558,7 +558,7 @@ class Decoder(NalandaPreTrainedModel):
             raise ValueError(f"inputs_embeds must be [batch, length, {width}], got {list(x.shape)}")
         return x if context is None else context.part(x), None
 
-    def _scaled(self, x: Tensor, seq: Sequences) -> Tensor:
+    def scaled(self, x: Tensor, seq: Sequences) -> Tensor:
         """What the first layer reads: embeddings at their scale, with fixed positions."""
         if self.config.scale_embeddings:
             x = x * self.config.hidden_size**0.5

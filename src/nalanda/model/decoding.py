@@ -193,7 +193,7 @@ class TokenStep(StateBuffers):
         program, start = self.program, 0
         seq = Sequences(None, cache.lengths, None, self.x.device)
         # [batch, D]: an unknown id raises here, before a state changes
-        self.x.copy_(self.decoder._scaled(self.decoder.embed_tokens(tokens), seq)[:, 0])
+        self.x.copy_(self.decoder.scaled(self.decoder.embed_tokens(tokens), seq)[:, 0])
         # Their memory is full: C++ needs a new place for the next row.
         if self.attending and int(program.written_rows) == self.room:
             self.loose = [

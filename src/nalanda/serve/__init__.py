@@ -1,0 +1,1 @@
+"""Nalanda's models in serving engines."""

@@ -1,0 +1,129 @@
+"""What vLLM must know of a model before it builds it, and what it may not ask of one."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.models.config import MambaModelConfig, VerifyAndUpdateConfig
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+from nalanda.model.base import Mixer
+from nalanda.model.mixers import build_mixer
+
+ALIGNMENT = 64
+"""Bytes: a state begins at a multiple of it, as a GPU's loads want."""
+
+
+class StateField(NamedTuple):
+    """A state in the page of its layer."""
+
+    start: int
+    """Its first byte."""
+    end: int
+    """The byte behind its last."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def mixers_of(config: Any) -> dict[str, Mixer]:
+    """A mixer of each name in a model's config, without memory."""
+    names = config.layer_mixers
+    with torch.device("meta"):
+        return {name: build_mixer(name, config, names.index(name)) for name in set(names)}
+
+
+def grows(mixer: Mixer) -> bool:
+    """Whether the mixer's state grows with the text, so that vLLM pages its keys and values."""
+    return mixer.state_spec(1) != mixer.state_spec(2)
+
+
+def fields(mixer: Mixer, dtype: torch.dtype) -> dict[str, StateField]:
+    """The mixer's states, one behind the other. dtype: of those without one of their own."""
+    laid, start = {}, 0
+    # The spec of one token: of a constant state, that of any number.
+    for name, (shape, own_dtype) in mixer.state_spec(1).items():
+        end = start + math.prod(shape) * (own_dtype or dtype).itemsize
+        laid[name] = StateField(start, end, tuple(shape), own_dtype or dtype)
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+    return laid
+
+
+def page_bytes(vllm_config: VllmConfig) -> int:
+    """Bytes of the largest layer's states: pages of one size serve all layers."""
+    model = vllm_config.model_config
+    # Softmax layers have pages of their own, by tokens.
+    constant = [mixer for mixer in mixers_of(model.hf_config).values() if not grows(mixer)]
+    ends = [field.end for mixer in constant for field in fields(mixer, model.dtype).values()]
+    return -(-max(ends) // ALIGNMENT) * ALIGNMENT
+
+
+class Architecture(ModelArchConfigConvertorBase):
+    """A Nalanda config in vLLM's terms."""
+
+    @property
+    def growing(self) -> list[Mixer]:
+        return [mixer for mixer in mixers_of(self.hf_config).values() if grows(mixer)]
+
+    def get_architectures(self) -> list[str]:
+        """One of `MODELS`, by the layers' caches. The config always has the same class."""
+        growing = self.growing
+        # vLLM reserves blocks of tokens only for a class that has attention.
+        if not growing:
+            return ["NalandaRecurrentForCausalLM"]
+        alone = len(growing) == len(set(self.hf_config.layer_mixers))
+        return ["NalandaAttentionForCausalLM" if alone else "NalandaHybridForCausalLM"]
+
+    def get_total_num_attention_heads(self) -> int:
+        return self.growing[0].num_heads if self.growing else self.hf_config.num_heads
+
+    def get_head_size(self) -> int:
+        return self.growing[0].K if self.growing else 0
+
+    def get_total_num_kv_heads(self) -> int:
+        return self.growing[0].num_v_heads if self.growing else 0
+
+    def derive_max_model_len_and_key(self) -> tuple[float, str | None]:
+        """A recurrence has no longest text; vLLM asks for a length and takes 2048 where none is given."""
+        return super().derive_max_model_len_and_key() if self.growing else (float("inf"), None)
+
+
+class CheckedConfig(VerifyAndUpdateConfig):
+    """Refuses what would give other text than transformers."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        """Raises ValueError for a setting that these models do not serve."""
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        # Each would change the text, or stop in a layer with a message of vLLM's own.
+        uncut = "layers are not cut over GPUs; take --data-parallel-size"
+        refusals = [
+            (parallel.tensor_parallel_size > 1, f"--tensor-parallel-size: {uncut}"),
+            (parallel.pipeline_parallel_size > 1, f"--pipeline-parallel-size: {uncut}"),
+            (
+                vllm_config.speculative_config is not None,
+                "--speculative-config: states do not go back by refused tokens; leave it out",
+            ),
+            (
+                vllm_config.lora_config is not None,
+                "--enable-lora: merge the adapter into the weights, by peft's merge_and_unload",
+            ),
+            (
+                model.quantization is not None,
+                "--quantization: weights are fp32, bf16 or fp16; leave it out",
+            ),
+            (not model.hf_config.is_decoder, "encoders are not served"),
+        ]
+        for is_set, problem in refusals:
+            if is_set:
+                raise ValueError(f"Nalanda: {problem}")
+        model.hf_config.architectures = model.architectures  # vLLM asks both
+
+
+class CheckedMambaConfig(MambaModelConfig):
+    """The same beside vLLM's own settings for states."""
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        CheckedConfig.verify_and_update_config(vllm_config)
+        super().verify_and_update_config(vllm_config)
