@@ -1,10 +1,12 @@
 """What several test files use."""
 
+import functools
 import gc
 import json
 import math
 import os
 import random
+from importlib import metadata
 from pathlib import Path
 
 os.environ.setdefault("NALANDA_ONEDNN", "0")  # one route in all processes, whatever the clock says
@@ -43,6 +45,14 @@ def no_wait_for_the_disk():
     """`os.fsync` needs an open file, as ever. That a machine loses power is no test's subject."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: os.fstat(descriptor) and None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_version_is_read_twice():
+    """Installed packages do not change, and every run asks for the versions of four."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata, "version", functools.cache(metadata.version))
         yield
 
 
