@@ -9,10 +9,17 @@ import torch
 from tiny_models import VARIANTS, rows
 
 from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.config.load import load_config
 from nalanda.model import chunk_forward
 from nalanda.model.sequences import Sequences
-from nalanda.train import estimate
-from nalanda.train.estimate import activation_bytes, logits_bytes, saved_bytes
+from nalanda.train import estimate, memory
+from nalanda.train.estimate import (
+    activation_bytes,
+    logits_bytes,
+    meta_model,
+    saved_bytes,
+    step_bytes,
+)
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -135,12 +142,37 @@ def test_a_step_takes_as_much_memory_as_the_estimate(mixer):
 
 @pytest.mark.parametrize("precision", TYPES)
 @pytest.mark.parametrize("heads", [2, 16], ids=("chunks kept", "chunks made again"))
-def test_the_estimate_knows_the_precision_and_what_the_chunk_form_keeps(precision, heads):
-    """A CPU keeps the chunks of at most 16,384 tokens of a head."""
+def test_the_estimate_knows_the_precision_and_what_the_chunk_form_keeps(
+    precision, heads, monkeypatch
+):
+    """A CPU keeps the chunks of at most 16,384 tokens of a head, if training does not raise that."""
+    monkeypatch.setattr(chunk_forward, "SAVED_TOKENS", chunk_forward.FEW_TOKENS)
     config = configured(num_heads=heads, mixer="gated_deltanet", feature_map="nala")
     assert (heads * 3 * 448 <= chunk_forward.SAVED_TOKENS) is (heads == 2)
     found = kept(config, 3, 448, TYPES[precision], False)
     assert said(config, 3, 448, TYPES[precision], False) == pytest.approx(found, rel=0.02)
+
+
+def test_a_cpu_saves_all_chunks_where_memory_is_free(monkeypatch):
+    """More than those of few tokens, if a step with them takes at most half of the free memory."""
+    monkeypatch.setattr(chunk_forward, "SAVED_TOKENS", chunk_forward.FEW_TOKENS)
+    sizes = ["train.micro_batch_size=64", "data.seq_len=512", "train.tokens_per_step=32768"]
+    config = load_config("demo", ["model.vocab_size=96", *sizes])
+    model, facts = meta_model(config), {"processes": 1, "device": "cpu"}
+    few = step_bytes(config, facts, model)
+    monkeypatch.setattr(memory, "host", lambda: 1 << 50)
+    memory.save_chunks(config, facts, model)
+    every = step_bytes(config, facts, model)
+    assert every > 1.1 * few
+
+    for free, device, expected in (
+        (2 * every, "cpu", every),
+        (2 * every - 1, "cpu", few),
+        (1 << 50, "cuda", few),
+    ):
+        monkeypatch.setattr(memory, "host", lambda free=free: free)
+        memory.save_chunks(config, facts | {"device": device}, model)
+        assert step_bytes(config, facts, model) == expected
 
 
 def test_what_was_measured_is_freed():

@@ -16,7 +16,8 @@ from nalanda.common.errors import InputError
 from nalanda.config.load import load_config
 from nalanda.data.text_bytes import text_bytes
 from nalanda.data.tokenizer import build_tokenizer
-from nalanda.train import build, launch, loop, loss
+from nalanda.model import chunk_forward
+from nalanda.train import build, launch, loop, loss, memory
 from nalanda.train.build import build_model, open_batches
 from nalanda.train.checkpoint_dir import checkpoint_folders
 from nalanda.train.log import read_metrics
@@ -75,6 +76,32 @@ def check_gradients(run_dir: Path, one_big_batch: tuple) -> None:
 def test_the_loss_is_the_mean_over_all_tokens_of_the_step(recipe, tmp_path, one_big_batch, rows):
     loop.train(configured(recipe, tmp_path / "run", *ONE_STEP, f"train.micro_batch_size={rows}"))
     check_gradients(tmp_path / "run", one_big_batch)
+
+
+def test_saved_chunks_change_no_bit_of_a_run(recipe, tmp_path, monkeypatch):
+    """A run decides once by free memory whether the backward computes chunks again."""
+    found = {}
+    monkeypatch.setattr(
+        chunk_forward, "SAVED_TOKENS", chunk_forward.SAVED_TOKENS
+    )  # put back at the end
+    monkeypatch.setattr(chunk_forward, "FEW_TOKENS", 0)
+    for free in (0, 1 << 50):
+        monkeypatch.setattr(memory, "save_chunks", with_free(free))
+        loop.train(configured(recipe, tmp_path / str(free), *ONE_STEP))
+        found[chunk_forward.SAVED_TOKENS] = gradients(tmp_path / str(free))
+    again, saved = found[0], found[2**62]
+    assert all(torch.equal(gradient, saved[name]) for name, gradient in again.items())
+
+
+def with_free(free: int, save_chunks=memory.save_chunks):
+    """`save_chunks` on a machine with so many bytes free; other checks of memory are as they are."""
+
+    def on_such_a_machine(*inputs):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory, "host", lambda: free)
+            save_chunks(*inputs)
+
+    return on_such_a_machine
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from nalanda.train.estimate import (
     time_range,
 )
 from nalanda.train.flops import PEAK_FLOPS, flops_per_token, known_peak, peak_flops
+from nalanda.train.memory import save_chunks
 
 
 def describe_recipe(recipe: str, overrides: list[str]) -> tuple[RunConfig, Any]:
@@ -67,7 +68,7 @@ def info(
     # Of models of other libraries neither is known.
     activations = exchanged = None
     if ours and memory:
-        activations, exchanged = measure_blocks(config, model_config, accumulation, device)
+        activations, exchanged = measure_blocks(config, model, processes, device)
     weights = held_bytes(model, config, processes, shards(config, processes))
     training_flops = flops * train.steps * train.tokens_per_step
     peak, peak_source = peak_of(device, train.precision) if device else (None, None)
@@ -105,17 +106,19 @@ def info(
 
 
 def measure_blocks(
-    config: RunConfig, model_config: NalandaConfig, accumulation: int, device: str | None
+    config: RunConfig, model: Any, processes: int, device: str | None
 ) -> tuple[int, int]:
     """Bytes of a micro-batch's activations, and bytes that contexts exchange in a step; see `activation_bytes`.
 
     device: as `info` takes it.
     """
-    batch = micro_batch_of(config, model_config)
+    batch = micro_batch_of(config, model.config)
     on_cpu = device == "cpu" or (device == "here" and not torch.cuda.is_available())
-    activations = activation_bytes(*batch, "cpu" if on_cpu else "cuda")
+    facts = {"processes": processes, "device": "cpu" if on_cpu else "cuda"}
+    save_chunks(config, facts, model)
+    activations = activation_bytes(*batch, facts["device"])
     # A step has so many micro-batches.
-    return activations, accumulation * exchanged_bytes(*batch)
+    return activations, config.accumulation(processes) * exchanged_bytes(*batch)
 
 
 def peak_of(device: str, precision: str) -> tuple[float, str]:

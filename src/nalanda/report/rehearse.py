@@ -24,7 +24,7 @@ from nalanda.config.load import at_home
 from nalanda.config.schema import RunConfig
 from nalanda.report.verify import verify
 from nalanda.train.checkpoint_dir import latest_checkpoint
-from nalanda.train.estimate import memory_parts, meta_model, shards, time_left
+from nalanda.train.estimate import memory_parts, meta_model, step_bytes, time_left
 from nalanda.train.log import read_facts, read_metrics
 from nalanda.train.loop import train
 from nalanda.train.run_dir import refuse_other_files, refuse_other_recipe
@@ -90,13 +90,8 @@ def refuse_too_large(config: RunConfig) -> None:
     if torch.cuda.is_available():
         return  # there, a step that does not fit raises an error
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    model = meta_model(config)
-    held, activations = memory_parts(
-        config, {"processes": processes}, model, shards(config, processes)
-    )
-
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    needed, memory = local * (held + (activations or 0)), psutil.virtual_memory().total
+    needed = step_bytes(config, {"processes": processes}, meta_model(config))
+    memory = psutil.virtual_memory().total
     if needed > memory:
         raise InputError(
             f"train.micro_batch_size: a step needs about {size(needed)}, and this machine has {size(memory)}; "
@@ -131,8 +126,7 @@ def measured(config: RunConfig, folder: Path, before: int) -> dict[str, Any]:
 
     facts = read_facts(folder) | {"step": 0}
     model = meta_model(config)
-    count = shards(config, facts["processes"], facts["parallel"] or "ddp")
-    held, activations = memory_parts(config, facts, model, count)
+    held, activations = memory_parts(config, facts, model)
 
     rates = [x["tokens_per_second"] for x in read_metrics(folder / "metrics.jsonl") if "loss" in x]
     rate = mean(rates[1:] or rates or [float("nan")])

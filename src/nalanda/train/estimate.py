@@ -1,7 +1,6 @@
 """Estimates parameters, memory and time before anything is allocated."""
 
 import contextlib
-import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from nalanda.common.errors import InputError
@@ -58,8 +56,8 @@ def shards(config: RunConfig, processes: int, kind: str | None = None) -> int:
 
     Without a launcher, a node is taken to have 8 processes. kind: of `choose_parallel`; default: the recipe's.
     """
-    node = min(processes, int(os.environ.get("LOCAL_WORLD_SIZE", "8")))
-    shared = {"fsdp": processes, "hybrid": config.train.shard_size or node}
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
+    shared = {"fsdp": processes, "hybrid": min(processes, config.train.shard_size or node)}
     return shared.get(kind or config.train.parallel, 1)
 
 
@@ -97,28 +95,30 @@ def held_bytes(
 
 def estimate_memory(config: RunConfig, facts: dict, model: nn.Module) -> str:
     """Memory of a run, in a line. facts: the contents of run.json."""
-    sharded = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
-    count = 1
-    if sharded is not None:
-        sizes = zip(sharded.placements, sharded.device_mesh.shape, strict=True)
-        # Replicas hold the same shards, so only the sharded dimensions of the mesh divide.
-        count = math.prod(n for placement, n in sizes if placement.is_shard())
-    held, activations = memory_parts(config, facts, model, count)
+    held, activations = memory_parts(config, facts, model)
     memory = f"{size(held)} a device for weights, gradients and moments"
     if activations is not None:
         memory += f", at most {size(activations)} for activations"
     return memory
 
 
-def memory_parts(
-    config: RunConfig, facts: dict, model: nn.Module, shards: int
-) -> tuple[int, int | None]:
-    """Bytes of a device for weights, gradients and moments, and for activations; None: not known."""
-    held = held_bytes(model, config, facts["processes"], shards)
+def memory_parts(config: RunConfig, facts: dict, model: nn.Module) -> tuple[int, int | None]:
+    """Bytes of a device for weights, gradients and moments, and for activations; None: not known.
+
+    facts: `processes`, `parallel` and `device`, as in run.json; the last two may be missing.
+    """
+    processes = facts["processes"]
+    held = held_bytes(model, config, processes, shards(config, processes, facts.get("parallel")))
     if not isinstance(model.config, NalandaConfig):
         return held, None
     batch = micro_batch_of(config, model.config)
     return held, activation_bytes(*batch, facts.get("device", "cpu"))
+
+
+def step_bytes(config: RunConfig, facts: dict, model: nn.Module) -> int:
+    """Bytes that a step takes in all processes of this machine. facts: of `memory_parts`."""
+    held, activations = memory_parts(config, facts, model)
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * (held + (activations or 0))
 
 
 def micro_batch_of(

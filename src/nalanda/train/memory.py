@@ -9,14 +9,21 @@ from pathlib import Path
 
 import psutil
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from nalanda.common.errors import InputError, OutOfMemory, asked_for, out_of_memory
 from nalanda.common.text import size
 from nalanda.config.schema import RunConfig
-from nalanda.model import NalandaConfig
+from nalanda.model import NalandaConfig, chunk_forward
 from nalanda.train.checkpoint_dir import checkpoint_folders
-from nalanda.train.estimate import activation_bytes, held_bytes, meta_model, parameters, shards
+from nalanda.train.estimate import (
+    activation_bytes,
+    held_bytes,
+    meta_model,
+    parameters,
+    shards,
+    step_bytes,
+)
 from nalanda.train.flops import DTYPES
 
 GROUPS = "/sys/fs/cgroup"
@@ -64,6 +71,17 @@ def check_model(config: PreTrainedConfig, bytes_each: int) -> None:
             f"model: {count / 1e6:,.1f} M parameters{each} take {size(needed)}, {size(free)} of memory is "
             "free: lower model.hidden_size, model.num_hidden_layers or the vocabulary"
         )
+
+
+def save_chunks(config: RunConfig, facts: dict, model: PreTrainedModel) -> None:
+    """Lets a CPU save all chunks for the backward, if a step then takes at most half of the free memory.
+
+    No value depends on it: chunks that are not saved are computed again. facts: of `memory_parts`.
+    """
+    # The estimate is of what the chunk form would save.
+    chunk_forward.SAVED_TOKENS = 2**62
+    if facts["device"] != "cpu" or step_bytes(config, facts, model) > host() // 2:
+        chunk_forward.SAVED_TOKENS = chunk_forward.FEW_TOKENS
 
 
 @contextlib.contextmanager
