@@ -6,6 +6,7 @@ import json
 import pytest
 from nalanda_lab.commands import app
 from nalanda_lab.speed import cpu
+from pages import ROOT
 from typer.testing import CliRunner
 
 from nalanda.common.errors import InputError
@@ -22,7 +23,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(cpu, "CONTEXT", 32)
     monkeypatch.setattr(cpu, "MAPPED", (1, 16, 2, 8))
     monkeypatch.setattr(cpu, "ROWS_OF_HEADS", dict.fromkeys(cpu.ROWS_OF_HEADS, (16, 1)))
-    for name in ("TRAINED", "KEYS"):
+    for name in ("TRAINED", "SOFTMAX"):
         monkeypatch.setattr(cpu, name, TINY)
 
 
@@ -105,3 +106,10 @@ def test_a_missing_package_is_a_line(tmp_path, monkeypatch):
 def test_unknown_rows():
     with pytest.raises(InputError, match="--rows: no row 'tokens'"):
         cpu.bench_cpu(rows=["tokens"])
+
+
+def test_the_page_has_the_lines_of_the_command():
+    page = (ROOT / "lab/pages/speed.md").read_text()
+    columns = lines(page.partition("<!-- nala speed cpu -->")[2].partition("<!-- end -->")[0])
+    aims = {line.name: cpu.aim_of(line) for row in cpu.ROWS.values() for line in row.lines}
+    assert {name: values[-2] for name, values in columns.items() if name} == aims

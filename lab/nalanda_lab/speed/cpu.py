@@ -65,8 +65,8 @@ SHAPES: dict[str, Shape] = {
     "340 M": dict(zip(NAMES, (1024, 24, 8, 128, 2816), strict=True)) | {"vocab_size": 32000},
 }
 TRAINED = SHAPES["30 M"] | {"num_hidden_layers": 4}
-KEYS = {"hidden_size": 512, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 64}
-KEYS |= {"intermediate_size": 1024, "vocab_size": 1000}
+SOFTMAX = {"hidden_size": 512, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 64}
+SOFTMAX |= {"intermediate_size": 1024, "vocab_size": 1000}
 """The model whose softmax attention decodes behind a long text."""
 MIXERS: dict[str, Shape] = {"Gated DeltaNet": {}, "NaLa": {"feature_map": "nala", "expand_k": 0.5}}
 BATCHES = {512: (4, 512), 4096: (1, 4096)}
@@ -90,7 +90,7 @@ class Line:
     numerator: str
     denominator: str
     aim: float
-    before: tuple[str, str] | None = None
+    before: tuple[str, str]
     """The numerator and the denominator without this release's parts."""
     at_most: bool = False
     floor: str | None = None
@@ -101,8 +101,12 @@ class Line:
         return self.numerator if self.at_most else self.denominator
 
     @property
-    def ours_before(self) -> str | None:
-        return None if self.before is None else self.before[0 if self.at_most else 1]
+    def ours_before(self) -> str:
+        return self.before[0 if self.at_most else 1]
+
+    @property
+    def sides(self) -> set[str]:
+        return {self.numerator, self.denominator, *self.before, self.floor or self.ours}
 
 
 @dataclass(frozen=True)
@@ -168,8 +172,7 @@ def train_sides(length: int, dtype: torch.dtype) -> dict[str, Side]:
     for name, options in MIXERS.items():
         step = training_step(build_ours(TRAINED, **options), batch, dtype)
         sides |= {f"{name}, before": side(step, new=False), f"{name}, now": side(step, new=True)}
-        if dtype == torch.float32:
-            sides[f"{name}, torch on our route"] = side(step, new=False, route=choose_route())
+        sides[f"{name}, torch on our route"] = side(step, new=False, route=choose_route())
     return sides
 
 
@@ -209,10 +212,10 @@ def token_sides(size: str, mixers: tuple[str, ...], peer: bool = True) -> dict[s
 
 def softmax_sides() -> dict[str, Side]:
     """One token of softmax attention behind a long text; before, each copied all keys and values."""
-    model = build_ours(KEYS, mixer="softmax").eval()
+    model = build_ours(SOFTMAX, mixer="softmax").eval()
     cache = read_prompt(model)
     cache.states = random_keys(
-        CONTEXT, KEYS["num_hidden_layers"], KEYS["num_heads"], KEYS["head_dim"]
+        CONTEXT, SOFTMAX["num_hidden_layers"], SOFTMAX["num_heads"], SOFTMAX["head_dim"]
     )
     cache.seen_tokens, cache.lengths = CONTEXT, torch.tensor([CONTEXT])
     decode = partial(timed_tokens, model, cache, TOKENS["softmax"])
@@ -296,6 +299,7 @@ def write_gguf_of(model: NalandaForCausalLM, folder: Path, dtype: str) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    from nalanda.convert.engines import quiet
     from nalanda.convert.gguf import write_gguf
 
     end = "<|endoftext|>"
@@ -304,9 +308,9 @@ def write_gguf_of(model: NalandaForCausalLM, folder: Path, dtype: str) -> Path:
     tokenizer = Tokenizer(models.BPE(vocabulary, [("t", "h")]))  # llama.cpp needs a merge
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end)
-    saved.save_pretrained(folder)
-    model.save_pretrained(folder)
-    with redirect_stderr(StringIO()):
+    with quiet(), redirect_stderr(StringIO()):
+        saved.save_pretrained(folder)
+        model.save_pretrained(folder)
         return write_gguf(folder, folder / f"{dtype}.gguf", dtype, check=False)
 
 
@@ -315,7 +319,8 @@ def write_gguf_of(model: NalandaForCausalLM, folder: Path, dtype: str) -> Path:
 
 def against_itself(name: str, what: str, aim: float) -> Line:
     floor = f"{what}, products alone" if name.startswith("token") else None
-    return Line(name, f"{what}, before", f"{what}, now", aim, floor=floor)
+    before = f"{what}, before"
+    return Line(name, before, f"{what}, now", aim, (before, before), floor=floor)
 
 
 def against_llama(name: str, what: str, aim: float, route: str = "before") -> Line:
@@ -479,7 +484,8 @@ def measure(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     record["date"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     record["load"] = [os.getloadavg()[0]]
 
-    sides = row.build()
+    compared = set().union(*(line.sides for line in row.lines))
+    sides = {each: call for each, call in row.build().items() if each in compared}
     seconds: Measured = {each: [] for each in sides}
     for i in track(range(-1, settings["repeats"]), name):
         # Every second round in the other order, so that no side always follows the same one.
@@ -528,7 +534,8 @@ def table_of(folder: Path, names: list[str]) -> str:
         record = json.loads(file.read_text()) if file.is_file() else None
         for line in row.lines:
             if record is None:
-                reason = f"{missing_module(row)} is not installed"
+                missing = missing_module(row)
+                reason = f"{missing} is not installed" if missing else "not measured"
                 lines.append(f"| {line.name} | | | | | {aim_of(line)} | {reason} |")
                 continue
             figures = figures_of(line, record["seconds"])
@@ -546,11 +553,10 @@ def figures_of(line: Line, seconds: Measured) -> dict[str, Any]:
     quartiles = (
         statistics.quantiles(ratios, n=4, method="inclusive") if ratios[1:] else [median] * 3
     )
-    before = line.ours_before or (None if line.at_most else line.numerator)
     return {
         "now": 1e3 * statistics.median(seconds[line.ours]),
-        "before": 1e3 * statistics.median(seconds[before]) if before else None,
-        "ratio_before": statistics.median(ratios_of(seconds, *line.before)) if line.before else 1.0,
+        "before": 1e3 * statistics.median(seconds[line.ours_before]),
+        "ratio_before": statistics.median(ratios_of(seconds, *line.before)),
         "ratio": median,
         "low": quartiles[0],
         "high": quartiles[2],
@@ -605,5 +611,5 @@ def profile_of(line: Line, record: dict[str, Any]) -> str:
         share = ratios_of(record["seconds"], line.floor, line.ours)
         shares[line.floor] = statistics.median(share)
     shares |= record["profiles"][line.ours]
-    listed = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())
+    listed = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.01)
     return f"\nMissed: {line.name}. Time of ours: {listed}."
