@@ -192,6 +192,27 @@ def test_two_caches_in_turns(mixer):
     assert all(torch.equal(torch.cat(x, 1), y) for x, y in zip(texts, expected, strict=True))
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 4}])
+@torch.no_grad()
+def test_forks_in_turns(options):
+    """Two texts that continue one state: neither writes where the other's keys and values are."""
+    model = tiny(mixer="softmax", mixer_options=options)
+    with graphs.decoding_graphs(model):
+        first = NalandaCache(2)
+        model(ids(1, 5), past_key_values=first)
+        model(
+            ids(1, 1), past_key_values=first
+        )  # in C++, so that the state lies in memory with room
+        caches, texts = [first, first.fork()], [ids(1, NEW, seed=i) for i in (1, 2)]
+        found = [[], []]
+        for i in range(NEW):
+            for cache, text, outputs in zip(caches, texts, found, strict=True):
+                outputs.append(model(text[:, i : i + 1], past_key_values=cache).logits)
+    for text, outputs in zip(texts, found, strict=True):
+        expected = model(torch.cat([ids(1, 5), ids(1, 1), text], 1)).logits[:, -NEW:]
+        torch.testing.assert_close(torch.cat(outputs, 1), expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("mixer", ["gated_deltanet", "pola", ["mamba2", "softmax"]])
 @pytest.mark.parametrize(
     "options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}]
