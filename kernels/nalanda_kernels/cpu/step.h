@@ -253,7 +253,8 @@ void update(const Step& s, int n, int h_v, Memory& m) {
 
     for (int j = 0; j < s.steps; j++) {
         const float *k = m.map_k + j * F, *v = m.v + (j * group + h_v % group) * V;
-        for (int c = 0; c < columns; c++) m.u[c] = c < V ? v[c] * (s.skip ? *m.dt : 1) : 1;
+        float step = s.skip ? *m.dt : 1;
+        for (int c = 0; c < columns; c++) m.u[c] = c < V ? v[c] * step : 1;
         if (s.delta) {
             // β of the head, or of each feature beside a write gate.
             long logit = ((long(n) * s.steps + j) * s.HV + h_v) * (s.w ? F : 1);
@@ -331,20 +332,20 @@ void read_out(const Step& s, int n, int head, int value, Memory& m) {
     int V = s.V, heads = s.H > s.HV ? s.H : s.HV;
     long at = (long(n) * heads + head) * V;
     const float *v = m.v + value * V, *local = m.local + value * V;
-    float *o = m.o, t = s.positions ? s.positions[n] + 1 : 1, z = s.denominator ? o[V] : 0;
+    float *o = m.o, t = s.positions ? s.positions[n] + 1 : 1, z = s.denominator ? o[V] : 0, skip = s.skip ? s.skip[head] : 0;
+    float total = s.denominator ? z + EPS * t : 1;
     bool narrow = !s.denominator && !s.skip;
-    float c_t = s.by_count ? s.magnitude / t : s.magnitude;
-    for (int c = 0; c < V; c++) {
-        float r = o[c];
-        if (s.denominator) o[c] = r / (z + EPS * t);
-        if (s.magnitude) {
-            float total = s.sum[at + c] + v[c];
-            s.new_sum[at + c] = total;
-            o[c] += c_t * (r - z * total / t);
+    if (s.magnitude) {
+        float c_t = s.by_count ? s.magnitude / t : s.magnitude;
+        for (int c = 0; c < V; c++) {
+            float sum = s.sum[at + c] + v[c];
+            s.new_sum[at + c] = sum;
+            // r/z + c_t (r − z v̄), of which the division by z follows
+            o[c] += total * c_t * (o[c] - z * sum / t);
         }
-        if (s.skip) o[c] += s.skip[head] * v[c];
-        if (narrow) o[c] = rounded<T>(o[c]);
     }
+#pragma omp simd
+    for (int c = 0; c < V; c++) o[c] = narrow ? rounded<T>(o[c]) : o[c] / total + skip * v[c];
 
     auto gate = [&] {
         const T* x = (const T*)s.gate + (long(n) * heads + head) * s.gate_width;

@@ -31,6 +31,7 @@ void run_norm(const Operation& op, long n) {
     T* y = (T*)op.y + n * K;
 
     float *z = row.data(), sum = 0, squares = 0;
+#pragma omp simd
     for (int i = 0; i < K; i++) z[i] = load(x + i);
     for (int i = 0; i < K && gate && !bias; i++) z[i] *= load(gate + i) * sigmoid32(load(gate + i));
     if (bias) {
@@ -44,6 +45,7 @@ void run_norm(const Operation& op, long n) {
         squares += z[i] * z[i];
     }
     float root = 1 / (op.M ? std::sqrt(squares / K) + op.number : std::sqrt(squares / K + op.number));
+#pragma omp simd
     for (int i = 0; i < K; i++) {
         float normed = z[i] * root * (weight ? load(weight + i) : 1) + (bias ? load(bias + i) : 0);
         store(y + i, gate && bias ? swiglu(gate + i, rounded<T>(normed)) : normed);
