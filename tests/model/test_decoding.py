@@ -1,5 +1,6 @@
 """A whole token in C++: the text of eager decoding, and states in place that nobody else sees change."""
 
+import contextlib
 import ctypes
 import gc
 import itertools
@@ -116,8 +117,9 @@ def test_text_is_that_of_eager_decoding(options, dtype, runs):
 
 @pytest.mark.parametrize("batch", range(1, 10))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_batches(batch, dtype, runs):
-    model, tokens = tiny(dtype), ids(batch, 5)
+@pytest.mark.parametrize("mixer", ["gated_deltanet", ["softmax", "pola"]])
+def test_batches(mixer, batch, dtype, runs):
+    model, tokens = tiny(dtype, mixer=mixer), ids(batch, 5)
     expected = eager(model, tokens, **GREEDY)
     assert torch.equal(model.generate(tokens, **GREEDY), expected)
     assert bool(runs) == (batch <= (8 if dtype == torch.float32 else 4))
@@ -190,6 +192,26 @@ def test_two_caches_in_turns(mixer):
                 text.append(model(text[-1], past_key_values=cache).logits.argmax(-1))
         assert caches[0].graphs is caches[1].graphs
     assert all(torch.equal(torch.cat(x, 1), y) for x, y in zip(texts, expected, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 4}])
+@torch.no_grad()
+def test_the_longest_text_leaves_the_batch(options, runs):
+    model, mask = tiny(mixer="softmax", mixer_options=options), torch.ones(2, 5)
+    mask[1, :3] = 0
+    states = []
+    for context in (graphs.decoding_graphs(model), contextlib.nullcontext()):
+        cache = NalandaCache(2)
+        model(ids(2, 5), attention_mask=mask, past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([1]))
+        with context:
+            for token in ids(1, 3).split(1, 1):
+                model(token, past_key_values=cache)
+        states.append(cache.states)
+    assert len(runs) == 3
+    for found, expected in zip(*states, strict=True):
+        for name, x in found.items():
+            near(x, expected[name])
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 4}])

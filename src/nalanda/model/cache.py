@@ -236,9 +236,9 @@ class StateBuffers:
         # Another cache's newest states are in these buffers: it gets copies first.
         if owner is not None and owner.graphs is self:
             owner.release()
-        self.fill(states)
         assert cache.lengths is not None
         self.lengths.copy_(cache.lengths)
+        self.fill(states)
         self.owner = weakref.ref(cache)
         cache.states = []  # frees their memory
         cache.graphs, cache.live = self, True

@@ -136,19 +136,19 @@ class TokenStep(StateBuffers):
 
     @property
     def newest(self) -> list[dict[str, Tensor]]:
-        for i, name in self.memories:
-            self.loose[i][name] = self._rows(i, name)
+        self._show_rows()
         return [fixed | loose for fixed, loose in zip(self.fixed, self.loose, strict=True)]
 
-    def _rows(self, i: int, name: str) -> Tensor:
-        """Keys or values of a layer of attention. What follows them in memory is anybody's from now on."""
-        memory, step = self.memories[i, name], self.attending[i]
-        end = memory.used = step.used + int(self.program.written_rows)
-        # [batch, tokens or window, heads, K or V]
-        rows = memory.rows[:, max(0, end - step.reach) if step.reach else 0 : end]
-        if not step.reach:
-            rows.memory = memory  # pyrefly: ignore[missing-attribute]
-        return rows
+    def _show_rows(self) -> None:
+        """The rows of attention that are written; what follows them in memory is anybody's from now on."""
+        for (i, name), memory in self.memories.items():
+            step = self.attending[i]
+            end = memory.used = step.used + int(self.program.written_rows)
+            # [batch, tokens or window, heads, K or V]
+            rows = memory.rows[:, end - step.reach if step.reach else 0 : end]
+            if not step.reach:
+                rows.memory = memory  # pyrefly: ignore[missing-attribute]
+            self.loose[i][name] = rows
 
     def copied(self) -> list[dict[str, Tensor]]:
         states = self.newest
@@ -176,10 +176,13 @@ class TokenStep(StateBuffers):
     def _make_room(self) -> None:
         """Moves keys and values to where more rows fit behind them."""
         self.program.written_rows.zero_()
-        rooms = []
+        longest, rooms = int(self.lengths.max()), []
         for i, step in self.attending.items():
             for name in ROWS:
                 rows = self.loose[i][name].to(self.x.dtype)
+                # The longest text may have left the batch.
+                if not step.reach and rows.shape[1] > longest:
+                    rows = rows[:, -longest:]
                 memory = self.memories[i, name] = claim_room(rows)
                 # The operation reads these fields at each token.
                 step.used, room = rows.shape[1], memory.rows.shape[1]
@@ -196,9 +199,7 @@ class TokenStep(StateBuffers):
         self.x.copy_(self.decoder.scaled(self.decoder.embed_tokens(tokens), seq)[:, 0])
         # Their memory is full: C++ needs a new place for the next row.
         if self.attending and int(program.written_rows) == self.room:
-            self.loose = [
-                {n: s[n] for n in x} for s, x in zip(self.newest, self.loose, strict=True)
-            ]
+            self._show_rows()
             self._make_room()
         for i, end in self.called.items():
             # h is the mixer's input then.
