@@ -157,7 +157,10 @@ Prompt = Annotated[str | None, Argument(help="text to continue; - reads standard
 class PromptFiles:
     """Files that a continuation reads and writes."""
 
-    file: Annotated[str | None, Option(help="text file to continue instead")] = None
+    file: Annotated[str | None, Option(help="text file to continue; the prompt follows it")] = None
+    states: Annotated[
+        str | None, Option(help="folder that keeps the file's state, so that it is read once")
+    ] = None
     state: Annotated[str | None, Option(help="continue a state that --save-state wrote")] = None
     save_state: Annotated[str | None, Option(help="write the prompt's state to this file")] = None
 

@@ -159,9 +159,13 @@ def scale(
 def serve(
     threads: Annotated[int, Option(min=1, help="CPU threads of the server")] = 2,
     tokens: Annotated[int, Option(min=1, help="new tokens of a request")] = 64,
+    rounds: Annotated[int, Option(min=1, help="measurements; the table has medians")] = 3,
+    vllm: Annotated[
+        str | None, Option(help="the Python of an environment with vLLM, which serves too")
+    ] = None,
     json: Json = None,
 ) -> None:
-    """Time `transformers serve` with 1, 8 and 32 clients.
+    """Time `transformers serve`, and vLLM beside it, with 1, 8 and 32 clients.
 
     \b
     nalanda-lab serve --tokens 32
@@ -171,7 +175,7 @@ def serve(
     with loading_torch():
         from nalanda_lab.speed.serve import bench_serve
 
-    bench_serve(threads=threads, tokens=tokens, json=json)
+    bench_serve(threads=threads, tokens=tokens, rounds=rounds, vllm=vllm, json=json)
 
 
 @app.command()

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from nalanda import NalandaCache, NalandaForCausalLM, State
 from nalanda.common.errors import InputError
+from nalanda.inference import generate as generation
 from nalanda.inference.generate import Printer
 from nalanda.model import MIXERS
 from nalanda.testing import in_threads
@@ -852,6 +853,39 @@ def test_generate_goes_on_from_a_saved_state(checkpoint, tmp_path):
     assert alone.stdout == first.stdout
 
 
+def test_a_file_is_read_once_for_all_prompts_behind_it(checkpoint, tmp_path, monkeypatch):
+    options = ("--max-new-tokens", "12", "--temperature", "0")
+    file, states = tmp_path / "instructions.txt", tmp_path / "states"
+    file.write_text("state and")
+    whole = run("generate", checkpoint, "state and gate", *options).stdout
+    prompts = ("generate", checkpoint, " gate", "--file", str(file), *options)
+    assert "state and" + run(*prompts).stdout == whole
+
+    lengths = []
+    read = generation.read_with_progress
+    monkeypatch.setattr(
+        generation,
+        "read_with_progress",
+        lambda model, tokens, state=None: lengths.append(len(tokens)) or read(model, tokens, state),
+    )
+    kept = (*prompts, "--states", str(states))
+    assert "state and" + run(*kept).stdout == whole
+    first, second = lengths
+    assert "state and" + run(*kept).stdout == whole
+    assert lengths == [first, second, second]  # the second time only the prompt
+    (saved,) = states.glob("*.safetensors")
+
+    # Another text under this name, and a damaged file.
+    other = tmp_path / "other"
+    run("generate", checkpoint, "hello", "--save-state", str(other), *options)
+    saved.write_bytes(other.read_bytes())
+    with pytest.raises(InputError, match="the state of another text; delete the file"):
+        run(*kept)
+    saved.write_bytes(b"x" + saved.read_bytes()[1:])
+    with pytest.raises(InputError, match="is not a state that this version can load"):
+        run(*kept)
+
+
 def test_generate_refuses(checkpoint, tmp_path):
     run(
         "generate",
@@ -866,7 +900,10 @@ def test_generate_refuses(checkpoint, tmp_path):
     whole[-1] ^= 1
     (tmp_path / "damaged").write_bytes(whole)
     for args, says in (
-        (("hello", "--file", "x"), "not both"),
+        (
+            ("hello", "--states", str(tmp_path)),
+            "--states keeps the state of --file, .*; give --file",
+        ),
         (("--file", str(tmp_path / "none")), "cannot read"),
         (("caf\udce9",), "cannot read the prompt: not UTF-8"),
         (

@@ -1,4 +1,4 @@
-"""Measures what `transformers serve` gives many clients at once, with our models and transformers' Llama."""
+"""Measures what `transformers serve` and vLLM give many clients at once, with our models and transformers' Llama."""
 
 import contextlib
 import importlib.util
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -50,16 +51,21 @@ def bench_serve(
     clients: tuple[int, ...] = (1, 8, 32),
     tokens: int = 64,
     threads: int = 2,
+    rounds: int = 3,
+    vllm: str | None = None,
     json: str | Path | None = None,
 ) -> dict:
     """Serves random models of the demo's size on this CPU and prints the tokens a second that n clients get.
 
-    Each client sends one request of 400 characters, a token each, and takes `tokens` tokens.
+    Each client sends one request of 400 characters, a token each, and takes `tokens` tokens. The servers of a
+    model run at once and are asked in turn, so that both meet the same load.
 
     Args:
         clients: numbers of clients, in turn.
         tokens: new tokens of a request.
-        threads: threads of the server.
+        threads: threads of a server.
+        rounds: measurements of each number of clients; the table has their medians.
+        vllm: the Python of an environment with vLLM and `nalanda[vllm]`, which then serves our models too.
         json: a file for the figures.
 
     Raises:
@@ -68,33 +74,71 @@ def bench_serve(
     file = None if json is None else output_file(json, "--json")
     if importlib.util.find_spec("uvicorn") is None:
         raise InputError("transformers serve needs more packages: pip install 'nalanda[serving]'")
-    console, found = Console(highlight=False, emoji=False), {}
+    console = Console(highlight=False, emoji=False)
     console.print(
-        f"transformers serve, fp32, {SIZES}, {threads} threads, {platform.machine()}, "
+        f"fp32, {SIZES}, {threads} threads, {platform.machine()}, "
         f"torch {torch.__version__}, transformers {version('transformers')}",
         soft_wrap=True,
     )
+    speeds: dict[str, dict[str, dict[int, list[float]]]] = {}
     with tempfile.TemporaryDirectory() as place:
         for name in track((*SYSTEMS, PEER), "serving"):
             folder = Path(place) / name.replace(", ", "-")
             save_random(name, folder)
-            with serving(folder, threads) as url:
-                answer(url, folder, 2)
-                found[name] = {n: measure(url, folder, n, tokens) for n in clients}
+            pythons = {"transformers": sys.executable} | (
+                {"vllm": vllm} if vllm and name != PEER else {}
+            )
+            speeds[name] = measure_servers(folder, pythons, threads, clients, tokens, rounds)
+
+    console.print(speed_table(speeds, clients))
+    console.print("tokens a second of all clients; medians, and the ratio to transformers serve")
+    figures = {"shape": SIZES, "threads": threads, "tokens": tokens, "tokens_per_second": speeds}
+    if file is not None:
+        file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
+    return figures
+
+
+def measure_servers(
+    folder: Path,
+    pythons: dict[str, str],
+    threads: int,
+    clients: tuple[int, ...],
+    tokens: int,
+    rounds: int,
+) -> dict[str, dict[int, list[float]]]:
+    """The tokens a second of each server, by the number of clients: one value a round."""
+    speeds = {server: {n: [] for n in clients} for server in pythons}
+    with contextlib.ExitStack() as stack:
+        urls = {
+            server: stack.enter_context(serving(folder, threads, server, python))
+            for server, python in pythons.items()
+        }
+        for url in urls.values():
+            answer(url, folder, 2)
+        for _ in range(rounds):
+            for n in clients:
+                for server, url in urls.items():
+                    speeds[server][n].append(measure(url, folder, n, tokens))
+    return speeds
+
+
+def speed_table(
+    speeds: dict[str, dict[str, dict[int, list[float]]]], clients: tuple[int, ...]
+) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("tokens/s", no_wrap=True)
     for n in clients:
         table.add_column(f"{n} client{'s' * (n > 1)}", justify="right", no_wrap=True)
-    for name, speeds in found.items():
-        table.add_row(
-            name, *(f"{speed:,.0f}  {speed / found[PEER][n]:.2f}×" for n, speed in speeds.items())
-        )
-    console.print(table)
-    console.print(f"×: of {PEER}'s")
-    figures = {"shape": SIZES, "threads": threads, "tokens": tokens, "tokens_per_second": found}
-    if file is not None:
-        file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
-    return figures
+    for name, servers in speeds.items():
+        for server, values in servers.items():
+            cells = []
+            for n in clients:
+                ratios = [a / b for a, b in zip(values[n], servers["transformers"][n], strict=True)]
+                spread = f"{median(ratios):.2f}× ({min(ratios):.2f} to {max(ratios):.2f})"
+                same = server == "transformers"
+                cells.append(f"{median(values[n]):,.0f}" + ("" if same else f"  {spread}"))
+            table.add_row(f"{name}: {server}", *cells)
+    return table
 
 
 def save_random(name: str, folder: Path) -> None:
@@ -119,31 +163,36 @@ def save_random(name: str, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, threads: int) -> Iterator[str]:
+def serving(
+    folder: Path, threads: int, kind: str = "transformers", python: str | None = None
+) -> Iterator[str]:
     """The address of a server of `folder`, which ends with the context. Raises `InputError`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder)]
-    command += [
-        "--trust-remote-code",
-        "--device",
-        "cpu",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
+    address = ["--host", "127.0.0.1", "--port", str(port)]
+    python = python or sys.executable
+    if kind == "vllm":
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        command += ["--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "32"]
+    else:
+        command = [python, "-m", "transformers.cli.transformers", "serve", str(folder)]
+        command += ["--trust-remote-code", "--device", "cpu"]
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(threads),
         "NO_PROXY": "*",
         "HF_HOME": str(folder / "home"),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
     }
-    log = folder / "log"
+    log = folder / f"{kind}.log"
     with log.open("w") as stream:
         server = subprocess.Popen(
-            command, env=environment, cwd=folder, stdout=stream, stderr=subprocess.STDOUT
+            [*command, *address],
+            env=environment,
+            cwd=folder,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
         )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -154,7 +203,7 @@ def serving(folder: Path, threads: int) -> Iterator[str]:
                 break
             if server.poll() is not None or time.monotonic() > deadline:
                 last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
-                raise InputError(f"transformers serve does not start: {last}")
+                raise InputError(f"{kind} does not start: {last}")
             time.sleep(0.2)
         yield url
     finally:

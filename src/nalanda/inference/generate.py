@@ -1,5 +1,7 @@
 """Streams the continuation of a prompt or of a saved state."""
 
+import hashlib
+import json
 import sys
 import time
 import warnings
@@ -8,16 +10,18 @@ from typing import Any
 
 import torch
 import transformers
+from filelock import FileLock
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from nalanda.common.errors import InputError, output_file
+from nalanda.common.errors import InputError, output_file, output_folder
 from nalanda.common.progress import Progress
 from nalanda.common.text import size
 from nalanda.inference.load import bos_token, check_tokens, end_tokens, is_ours, load_model
 from nalanda.inference.sampling import sampling_options
 from nalanda.model import NalandaCache, State
+from nalanda.model.state import fingerprint
 from nalanda_options import LoadOptions, PromptFiles, Sampling
 
 PIECE = 4096
@@ -214,26 +218,31 @@ def generate(
 
     Args:
         model: a checkpoint directory or hub id, see `load_model`.
-        prompt: the text to continue; `-` reads it from standard input. None continues `files.state` directly.
-        files: a file to read in place of `prompt`, a state that the prompt continues, and a file for the state
-            after the prompt, before the continuation.
+        prompt: the text to continue; `-` reads it from standard input. None continues what `files` give.
+        files: a file to read before `prompt`, a folder that keeps its state (`kept_state`), a state that both
+            continue, and a file for the state after the prompt, before the continuation.
         sampling: the end-of-text token ends the continuation before `max_new_tokens`.
         stream: print prompt and continuation to stdout, and speed and memory to stderr.
     """
-    text = read_prompt(prompt, files.file)
+    before, text = read_prompt(None, files.file), read_prompt(prompt, None)
     options = sampling_options(sampling)
-    new_file = None
-    if files.save_state is not None:
-        new_file = output_file(files.save_state, "--save-state")
+    new_file, folder = check_outputs(files)
 
     network, tokenizer = load_model(model, **vars(loading))
     options |= end_tokens(network, tokenizer)
-    if new_file and not is_ours(network):
-        raise InputError(
-            f"{network.config.model_type} models have no state to save; leave --save-state out"
-        )
+    for option, path in {"--save-state": new_file, "--states": folder}.items():
+        if path and not is_ours(network):
+            kind = network.config.model_type
+            raise InputError(f"{kind} models have no state to save; leave {option} out")
+
     state = None if files.state is None else load_state(files.state, network)
-    tokens = prompt_tokens(text, network, tokenizer, in_mid_text=state is not None)
+    # Only the first text stands behind bos, unless it continues a state.
+    first, second = (text, None) if before is None else (before, text)
+    tokens = prompt_tokens(first, network, tokenizer, in_mid_text=state is not None)
+    if folder:
+        state, tokens = kept_state(network, tokens, folder), []
+    if second:
+        tokens = tokens + prompt_tokens(second, network, tokenizer, in_mid_text=True)
 
     # After loading, which may draw random numbers.
     if sampling.seed is not None:
@@ -279,10 +288,40 @@ def generate(
     return decode(tokenizer, new)
 
 
+def check_outputs(files: PromptFiles) -> tuple[Path | None, Path | None]:
+    """The file of `--save-state` and the folder of `--states`. Raises InputError."""
+    new_file = folder = None
+    if files.save_state is not None:
+        new_file = output_file(files.save_state, "--save-state")
+    if files.states is not None:
+        if files.file is None or files.state is not None:
+            raise InputError("--states keeps the state of --file, without --state; give --file")
+        folder = output_folder(files.states, "--states")
+    return new_file, folder
+
+
+def kept_state(model: Any, tokens: list[int], folder: str | Path) -> State:
+    """The state after `tokens`: read from its file in `folder`, or else by the model and written there.
+
+    The file's name has the hashes of weights and tokens. Processes that want the same state wait for the first.
+
+    Raises InputError for a damaged file, or one that holds the state of other tokens.
+    """
+    digest = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+    file = output_folder(folder, "folder") / f"{fingerprint(model)}-{digest[:16]}.safetensors"
+    with FileLock(file.with_suffix(".lock")):
+        if not file.exists():
+            state = read_with_progress(model, tokens)
+            state.save(file, text=digest)
+            return state
+        state = load_state(file, model)
+    if state.notes.get("text") != digest:
+        raise InputError(f"{file}: the state of another text; delete the file")
+    return state
+
+
 def read_prompt(prompt: str | None, file: str | Path | None) -> str | None:
     """The text of a prompt, of standard input (`-`) or of a file. Raises InputError."""
-    if prompt is not None and file is not None:
-        raise InputError("give a prompt or a file, not both")
     try:
         if file is not None:
             text = Path(file).expanduser().read_text(encoding="utf-8")
