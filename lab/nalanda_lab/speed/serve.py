@@ -91,7 +91,9 @@ def bench_serve(
             speeds[name] = measure_servers(folder, pythons, threads, clients, tokens, rounds)
 
     console.print(speed_table(speeds, clients))
-    console.print("tokens a second of all clients; medians, and the ratio to transformers serve")
+    console.print(
+        "tokens a second of all clients, medians; least and largest ratio of a round to transformers serve"
+    )
     figures = {"shape": SIZES, "threads": threads, "tokens": tokens, "tokens_per_second": speeds}
     if file is not None:
         file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
@@ -134,9 +136,10 @@ def speed_table(
             cells = []
             for n in clients:
                 ratios = [a / b for a, b in zip(values[n], servers["transformers"][n], strict=True)]
-                spread = f"{median(ratios):.2f}× ({min(ratios):.2f} to {max(ratios):.2f})"
-                same = server == "transformers"
-                cells.append(f"{median(values[n]):,.0f}" + ("" if same else f"  {spread}"))
+                speed = f"{median(values[n]):,.0f}"
+                if server != "transformers":
+                    speed += f"  {min(ratios):.1f}–{max(ratios):.1f}×"
+                cells.append(speed)
             table.add_row(f"{name}: {server}", *cells)
     return table
 
