@@ -136,37 +136,38 @@ struct Memory {
 template <class T>
 void form_inputs(const Step& s, int n, int h, Memory& m) {
     int K = s.K, heads = s.heads(), queries = s.queries() * K, values = s.values() * s.V;
+    // `count` channels of D from `first` on; `copies` of the same filters serve all heads.
     auto channels = [&](const auto* x, const void* filter, const void* past, void* moved, long first, int count, long D,
-                        int W, float* y) {
+                        int W, float* y, bool copies = false) {
         long before = long(n) * (W - 1) * D + first;
-        convolve(x, (const T*)filter, (const T*)past + before, (T*)moved + before, count, D, W, y);
+        const T* own = (const T*)filter + (copies ? 0 : first * W);
+        convolve(x, own, (const T*)past + before, (T*)moved + before, count, D, W, y);
     };
     long size_q = long(s.H) * K, size_k = long(s.steps) * heads * K, size_v = long(s.steps) * s.HV * s.V;
     const T *x_q = (const T*)s.q + n * size_q, *x_k = (const T*)s.k + n * size_k;
     const T *x_v = (const T*)s.v + n * size_v, *x_w = (const T*)s.w + n * size_v;
-    auto filter = [&](const void* all, long first, int W) { return (const T*)all + first * W; };
-    long first_q = long(h) * queries;
-    channels(x_q + first_q, filter(s.q_filter, first_q, s.W), s.q_past, s.q_moved, first_q, queries, size_q, s.W, m.q);
+
+    long query = long(h) * queries, value = long(h) * values;
+    channels(x_q + query, s.q_filter, s.q_past, s.q_moved, query, queries, size_q, s.W, m.q);
     for (int j = 0; j < s.steps; j++) {
         // Step j's heads follow those of the steps before.
-        long i = long(j) * heads + h, key = i * K, value = i * values;
+        long i = long(j) * heads + h, key_j = i * K, value_j = i * values;
         float *k = m.k + j * K, *v = m.v + j * values;
-        channels(x_k + key, filter(s.k_filter, key, s.W), s.k_past, s.k_moved, key, K, size_k, s.W, k);
-        channels(x_v + value, filter(s.v_filter, value, s.W), s.v_past, s.v_moved, value, values, size_v, s.W, v);
+        channels(x_k + key_j, s.k_filter, s.k_past, s.k_moved, key_j, K, size_k, s.W, k);
+        channels(x_v + value_j, s.v_filter, s.v_past, s.v_moved, value_j, values, size_v, s.W, v);
         for (int c = 0; c < values && s.silu; c++) v[c] = rounded<T>(v[c] * sigmoid32(v[c]));
-        for (int c = 0; c < values && s.w; c++) v[c] = rounded<T>(v[c] * rounded<T>(sigmoid32(load(x_w + value + c))));
+        for (int c = 0; c < values && s.w; c++) v[c] = rounded<T>(v[c] * rounded<T>(sigmoid32(load(x_w + value_j + c))));
     }
 
-    long value = long(h) * values;
     if (s.local_width) {
-        channels(m.v, filter(s.local_filter, s.local_copies ? 0 : value, s.local_width), s.local_past, s.local_moved,
-                 value, values, size_v, s.local_width, m.local);
+        channels(m.v, s.local_filter, s.local_past, s.local_moved, value, values, size_v, s.local_width, m.local,
+                 s.local_copies);
     }
     for (int i = 0; i < queries && s.q_norm; i += K) norm_head(m.q + i, (const T*)s.q_norm, K, s.eps);
     if (s.k_norm) norm_head(m.k, (const T*)s.k_norm, K, s.eps);
 }
 
-// Of the angles by which sequence n's heads rotate.
+// Cosines and sines of the angles by which the heads of sequence n rotate.
 inline void form_angles(const Step& s, int n, Memory& m) {
     float position = s.blocks ? s.positions[n] % s.reach : s.positions[n];
     for (int i = 0; i < s.pairs; i++) {
@@ -230,11 +231,14 @@ template <class T>
 void form_decay(const Step& s, int n, int h_v, Memory& m) {
     long head = long(h_v) * s.G, row = long(n) * s.HV * s.G;
     const T* a = (const T*)s.a + row + head;
-    float rate = s.A_log ? -exp32(s.A_log[h_v]) : 0;
+    float *decay = m.decay, rate = s.A_log ? -exp32(s.A_log[h_v]) : 0, temperature = s.temperature;
+    if (s.A_log) *m.dt = softplus32(load(a) + s.dt_bias[head]);
+#pragma omp simd
     for (int i = 0; i < s.G; i++) {
-        if (s.A_log) *m.dt = softplus32(load(a + i) + s.dt_bias[head + i]);
-        float g = s.g ? s.g[row + head + i] : s.A_log ? rate * *m.dt : -softplus32(-load(a + i)) / s.temperature;
-        m.decay[i] = exp32(g);
+        float g = s.g ? s.g[row + head + i] : 0;
+        if (s.A_log) g = rate * softplus32(load(a + i) + s.dt_bias[head + i]);
+        if (temperature > 0) g = -softplus32(-load(a + i)) / temperature;
+        decay[i] = exp32(g);
     }
     if (s.G < 2) {
         float same = s.G ? m.decay[0] : 1;
@@ -332,8 +336,8 @@ void read_out(const Step& s, int n, int head, int value, Memory& m) {
     int V = s.V, heads = s.H > s.HV ? s.H : s.HV;
     long at = (long(n) * heads + head) * V;
     const float *v = m.v + value * V, *local = m.local + value * V;
-    float *o = m.o, t = s.positions ? s.positions[n] + 1 : 1, z = s.denominator ? o[V] : 0, skip = s.skip ? s.skip[head] : 0;
-    float total = s.denominator ? z + EPS * t : 1;
+    float *o = m.o, t = s.positions ? s.positions[n] + 1 : 1, z = s.denominator ? o[V] : 0;
+    float total = s.denominator ? z + EPS * t : 1, skip = s.skip ? s.skip[head] : 0;
     bool narrow = !s.denominator && !s.skip;
     if (s.magnitude) {
         float c_t = s.by_count ? s.magnitude / t : s.magnitude;
