@@ -68,7 +68,11 @@ def step(
     the library cannot be built.
     """
     token = Token(**options)
-    if token.dtype not in DTYPES or torch.is_autocast_enabled("cpu"):
+    dtypes = {
+        token.dtype,
+        state["recurrent"].dtype,
+    }  # a norm over all heads asks for fp32 in any model
+    if not dtypes <= DTYPES.keys() or torch.is_autocast_enabled("cpu"):
         return None
 
     library()  # refuses before the projections run
