@@ -145,11 +145,12 @@ def trained(texts, tmp_path_factory):
     """Trains a SentencePiece model, by default with the trainer's own settings, on texts with tags or without."""
     sentencepiece = pytest.importorskip("sentencepiece")
 
-    def train(vocab_size: int = 500, tags: bool = True, **options) -> Path:
+    def train(vocab_size: int = 500, tags: bool = True, without: str = "", **options) -> Path:
         tagged = ["<p>some</p> <b>0</b> a</s <0x4 <s <u"] * 200 if tags else []
+        lines = "\n".join([*texts, *tagged]).replace(without or "\0", "").splitlines()
         prefix = tmp_path_factory.mktemp("spm") / "m"
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter("\n".join([*texts, *tagged]).splitlines()),
+            sentence_iterator=iter(lines),
             model_prefix=str(prefix),
             vocab_size=vocab_size,
             minloglevel=2,
@@ -171,6 +172,7 @@ SYMBOLS = {"user_defined_symbols": ["<sep>", "<cls>"], "control_symbols": ["<ctl
         {"tags": False},
         {"byte_fallback": True},
         {"byte_fallback": True, "tags": False},
+        {"byte_fallback": True, "tags": False, "without": ">"},
         {"model_type": "bpe"},
         {"normalization_rule_name": "nfkc", "byte_fallback": True},
         {"normalization_rule_name": "nmt_nfkc_cf"},
@@ -184,6 +186,7 @@ SYMBOLS = {"user_defined_symbols": ["<sep>", "<cls>"], "control_symbols": ["<ctl
         "no tags",
         "bytes",
         "bytes, no tags",
+        "bytes, one character of a tag",
         "bpe",
         "nfkc",
         "casefold",

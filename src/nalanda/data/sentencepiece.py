@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from nalanda.common.errors import InputError
 
 if TYPE_CHECKING:
-    from sentencepiece import SentencePieceProcessor
     from tokenizers import Tokenizer
 
 UNIGRAM, BPE = 1, 2
@@ -60,7 +59,7 @@ def convert_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     backend = Tokenizer(_build_algorithm(proto, special))
     backend.normalizer = _build_normalizer(proto.normalizer_spec, symbols)
     if proto.trainer_spec.model_type == UNIGRAM:
-        backend.pre_tokenizer = _cut_spelt_tokens(model, names)
+        backend.pre_tokenizer = _cut_spelt_tokens(proto, names)
 
     steps: list[Any] = [decoders.Replace("▁", " ")]
     # <0x0A> → its byte. Without these pieces unknown characters are lost, and `text_bytes` counts no bytes.
@@ -153,20 +152,25 @@ def _build_normalizer(spec: Any, symbols: list[str]) -> Any:
     return normalizers.Sequence(steps)
 
 
-def _cut_spelt_tokens(model: SentencePieceProcessor, names: list[str]) -> Any:
-    """Cuts behind the first character where a text spells a special token or a byte's piece; None for no cuts.
+def _cut_spelt_tokens(proto: Any, names: list[str]) -> Any:
+    """Cuts where a text spells a special token or a byte's piece with a character that is unknown; None for no cuts.
 
     Only an unknown character scores less than these tokens, which tokenizers would then take. No piece has it, so
-    the cut breaks none.
+    a cut beside it breaks none.
     """
     from tokenizers import Regex, pre_tokenizers
 
-    spelt = [(name[0], re.escape(name[1:])) for name in names if name[1:]]
-    cuts = [
-        f"{re.escape(first)}(?={rest})"
-        for first, rest in [*spelt, ("<", "0x[0-9A-F]{2}>")]
-        if model.is_unknown(model.piece_to_id(first))
-    ]
+    characters = {
+        x for piece in proto.pieces if piece.type in (NORMAL, SYMBOL) for x in piece.piece
+    }
+    cuts = []
+    for name in [*names, *(f"<0x{byte:02X}>" for byte in range(256))]:
+        unknown = [i for i, character in enumerate(name) if character not in characters]
+        if unknown and name[1:]:
+            # Before the first of them, or behind it where the name begins with it.
+            cut = max(1, unknown[0])
+            behind, last, ahead = map(re.escape, (name[: cut - 1], name[cut - 1], name[cut:]))
+            cuts.append(f"(?<={behind}){last}(?={ahead})" if behind else f"{last}(?={ahead})")
     return pre_tokenizers.Split(Regex("|".join(cuts)), "merged_with_previous") if cuts else None
 
 
