@@ -71,14 +71,14 @@ def test_an_error_and_an_interrupt_leave_nothing(recipe, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
 
 
-def test_a_step_that_a_machine_cannot_hold_is_refused_before_it_starts(
-    recipe, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(rehearsal, "train", lambda config: pytest.fail("it started"))
+def test_a_step_that_a_machine_cannot_hold_is_refused_before_it_starts(recipe, tmp_path):
     settings = ["train.micro_batch_size=1000000", "train.tokens_per_step=64000000"]
-    with pytest.raises(InputError, match=r"train\.micro_batch_size: a step needs about .* has "):
-        rehearse(configured(recipe, tmp_path / "mine", *settings))
-    assert not list(tmp_path.iterdir())
+    for command in (rehearse, loop.train):
+        with pytest.raises(
+            InputError, match=r"train\.micro_batch_size: a step needs about .* has "
+        ):
+            command(configured(recipe, tmp_path / "mine", *settings))
+        assert not list(tmp_path.iterdir())
 
 
 def test_it_refuses_the_folder_that_training_refuses(recipe, tmp_path, whole):

@@ -24,7 +24,7 @@ from nalanda.config.load import at_home
 from nalanda.config.schema import RunConfig
 from nalanda.report.verify import verify
 from nalanda.train.checkpoint_dir import latest_checkpoint
-from nalanda.train.estimate import memory_parts, meta_model, step_bytes, time_left
+from nalanda.train.estimate import memory_parts, meta_model, time_left
 from nalanda.train.log import read_facts, read_metrics
 from nalanda.train.loop import train
 from nalanda.train.run_dir import refuse_other_files, refuse_other_recipe
@@ -58,7 +58,6 @@ def rehearse(config: RunConfig) -> dict[str, Any]:
     # All processes of a launch have the same port, and no other launch of this machine has it.
     launch = os.environ.get("MASTER_PORT", os.getpid())
     folder = local.with_name(f".{local.name}.rehearsal-{launch}")
-    refuse_too_large(config)
     before = psutil.Process().memory_info().rss
     with removed_at_end(folder):
         # fp16 may need more steps than these to find its loss scale.
@@ -83,20 +82,6 @@ def shortened(config: RunConfig, folder: Path) -> RunConfig:
         checkpoint=replace(config.checkpoint, every=0),
         log=replace(config.log, every=1, tensorboard=False, tracker="none"),
     )
-
-
-def refuse_too_large(config: RunConfig) -> None:
-    """Raises `InputError` if a CPU has less memory than a step needs by the estimate: the system would kill it."""
-    if torch.cuda.is_available():
-        return  # there, a step that does not fit raises an error
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    needed = step_bytes(config, {"processes": processes}, meta_model(config))
-    memory = psutil.virtual_memory().total
-    if needed > memory:
-        raise InputError(
-            f"train.micro_batch_size: a step needs about {size(needed)}, and this machine has {size(memory)}; "
-            "take a smaller one, a smaller data.seq_len, or a smaller model"
-        )
 
 
 @contextlib.contextmanager

@@ -113,6 +113,7 @@ def train_together(
             print(f"{done}{unused}: raise train.steps to train further", flush=True)
         return run_dir
 
+    memory.check_step(config, accelerator.device, accelerator.num_processes)
     sharing = parallel.Sharing(accelerator, kind, config.train)
     with (
         record_interruption(run_dir, facts, main),
