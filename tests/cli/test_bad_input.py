@@ -149,6 +149,10 @@ TABLE = [
         "train r.yaml model.feature_map=nalaformer",
         r"model: unknown feature_map 'nalaformer', did you mean 'nala'\? .*",
     ),
+    (
+        "train r.yaml model.feature_map=softmax",
+        r"model: unknown feature_map 'softmax', which is a mixer: set model\.mixer=softmax, or choose .*",
+    ),
     ("train r.yaml mixer=gla", r"mixer: no such key; did you mean model\.mixer\?"),
     (
         "train r.yaml every=1",

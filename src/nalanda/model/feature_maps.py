@@ -644,6 +644,8 @@ def build_feature_map(name: str, *, num_heads: int, head_dim: int, **options) ->
     """
     if name not in FEATURE_MAPS:
         near = did_you_mean(name, FEATURE_MAPS)
+        if name == "softmax":
+            near = ", which is a mixer: set model.mixer=softmax, or"
         raise ValueError(
             f"unknown feature_map {name!r}{near or ':'} choose one of {', '.join(FEATURE_MAPS)}"
         )
