@@ -305,7 +305,7 @@ def draw_decode(figures: dict[str, Any], file: Path) -> list[Path]:
     end, best = f"{contexts[-1] // 1024} k tokens", f"{least}, {at_end[least]:.1f} ms a token"
     shape = figures["shape"]
     caption = (
-        f"Markers: medians over n = {figures['rounds']} rounds; bars: down to the fastest. Batch 1, "
+        f"Markers: medians over n = {figures['rounds']} rounds; bars: to the fastest. Batch 1, "
         f"fp32, {figures['threads']} threads; {shape['layers']} layers × {shape['width']}, random weights of "
         "one seed (0)."
     )
