@@ -113,7 +113,6 @@ def train_together(
             print(f"{done}{unused}: raise train.steps to train further", flush=True)
         return run_dir
 
-    memory.check_step(config, accelerator.device, accelerator.num_processes)
     sharing = parallel.Sharing(accelerator, kind, config.train)
     with (
         record_interruption(run_dir, facts, main),
@@ -124,6 +123,7 @@ def train_together(
     # Restored below: opening the log draws numbers, as importing rich does.
     generators = random_state()
     memory.save_chunks(config, run.facts, run.model)
+    memory.check_step(config, run.facts, run.model)
 
     with watched(run, recipe, changes, resume):
         announce(run, changes)

@@ -73,16 +73,14 @@ def check_model(config: PreTrainedConfig, bytes_each: int) -> None:
         )
 
 
-def check_step(config: RunConfig, device: torch.device, processes: int) -> None:
-    """Raises `InputError` if a CPU has less memory than a step needs by the estimate, before data are opened.
+def check_step(config: RunConfig, facts: dict, model: PreTrainedModel) -> None:
+    """Raises `InputError` if a CPU has less memory than a step needs by the estimate. facts: of `memory_parts`.
 
     The system would kill the process in its first step. A GPU raises an error there, see `explain_out_of_memory`.
     """
-    if device.type != "cpu":
+    if facts["device"] != "cpu":
         return
-    model, memory = meta_model(config), psutil.virtual_memory()
-    check_model(model.config, 4)  # at least its weights
-    needed = step_bytes(config, {"processes": processes, "device": "cpu"}, model)
+    needed, memory = step_bytes(config, facts, model), psutil.virtual_memory()
     if needed > memory.total + psutil.swap_memory().total:
         raise InputError(
             f"train.micro_batch_size: a step needs about {size(needed)}, and this machine has {size(memory.total)}; "
