@@ -99,7 +99,7 @@ def with_free(free: int, save_chunks=memory.save_chunks):
     def on_such_a_machine(*inputs):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(memory, "host", lambda: free)
-            save_chunks(*inputs)
+            return save_chunks(*inputs)
 
     return on_such_a_machine
 

@@ -44,7 +44,7 @@ def rehearse(config: RunConfig) -> dict[str, Any]:
         Seconds of the run and bytes of a device, estimated and measured. {} on all but the first process.
 
     Raises:
-        InputError, NothingTrained, SystemExit: as `train`; InputError for too little memory of a CPU.
+        InputError, NothingTrained, SystemExit: as `train`.
     """
     config = at_home(config)
     config.check()

@@ -122,8 +122,7 @@ def train_together(
     run.mirror, run.signals = mirror, signals
     # Restored below: opening the log draws numbers, as importing rich does.
     generators = random_state()
-    memory.save_chunks(config, run.facts, run.model)
-    memory.check_step(config, run.facts, run.model)
+    memory.check_step(memory.save_chunks(config, run.facts, run.model))
 
     with watched(run, recipe, changes, resume):
         announce(run, changes)

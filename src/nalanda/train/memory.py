@@ -73,30 +73,36 @@ def check_model(config: PreTrainedConfig, bytes_each: int) -> None:
         )
 
 
-def check_step(config: RunConfig, facts: dict, model: PreTrainedModel) -> None:
-    """Raises `InputError` if a CPU has less memory than a step needs by the estimate. facts: of `memory_parts`.
+def save_chunks(config: RunConfig, facts: dict, model: PreTrainedModel) -> int:
+    """Lets a CPU save all chunks for the backward, if a step then takes at most half of the free memory.
+
+    No value depends on it: chunks that are not saved are computed again. facts: of `memory_parts`.
+
+    Returns the bytes that a step takes on a CPU, 0 for other devices.
+    """
+    chunk_forward.SAVED_TOKENS = chunk_forward.FEW_TOKENS
+    if facts["device"] != "cpu":
+        return 0
+    # The estimate is of what the chunk form would save.
+    chunk_forward.SAVED_TOKENS = 2**62
+    needed = step_bytes(config, facts, model)
+    if needed <= host() // 2:
+        return needed
+    chunk_forward.SAVED_TOKENS = chunk_forward.FEW_TOKENS
+    return step_bytes(config, facts, model)
+
+
+def check_step(needed: int) -> None:
+    """Raises `InputError` if the machine has less memory than a step needs by the estimate, of `save_chunks`.
 
     The system would kill the process in its first step. A GPU raises an error there, see `explain_out_of_memory`.
     """
-    if facts["device"] != "cpu":
-        return
-    needed, memory = step_bytes(config, facts, model), psutil.virtual_memory()
+    memory = psutil.virtual_memory()
     if needed > memory.total + psutil.swap_memory().total:
         raise InputError(
             f"train.micro_batch_size: a step needs about {size(needed)}, and this machine has {size(memory.total)}; "
             "take a smaller one, a smaller data.seq_len, or a smaller model"
         )
-
-
-def save_chunks(config: RunConfig, facts: dict, model: PreTrainedModel) -> None:
-    """Lets a CPU save all chunks for the backward, if a step then takes at most half of the free memory.
-
-    No value depends on it: chunks that are not saved are computed again. facts: of `memory_parts`.
-    """
-    # The estimate is of what the chunk form would save.
-    chunk_forward.SAVED_TOKENS = 2**62
-    if facts["device"] != "cpu" or step_bytes(config, facts, model) > host() // 2:
-        chunk_forward.SAVED_TOKENS = chunk_forward.FEW_TOKENS
 
 
 @contextlib.contextmanager
