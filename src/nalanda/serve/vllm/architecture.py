@@ -1,6 +1,7 @@
 """What vLLM must know of a model before it builds it, and what it may not ask of one."""
 
 import math
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ def page_bytes(vllm_config: VllmConfig) -> int:
 class Architecture(ModelArchConfigConvertorBase):
     """A Nalanda config in vLLM's terms."""
 
-    @property
+    @cached_property  # vLLM asks several times
     def growing(self) -> list[Mixer]:
         return [mixer for mixer in mixers_of(self.hf_config).values() if grows(mixer)]
 
