@@ -177,6 +177,7 @@ def describe_misuse(error: UsageError, name: str) -> str:
     if unknown := re.match("No such command '(.*?)'", message):
         if instead := INSTEAD_OF_COMMANDS.get(unknown[1]):
             message = f"{unknown[0]}. Did you mean {instead}?"
+        message = message.replace("Did you mean '", f"Did you mean '{path} ")
         return f"{path}: {message} See {path} --help"
 
     option = getattr(error, "option_name", None)  # of an unknown one
@@ -191,6 +192,9 @@ def describe_misuse(error: UsageError, name: str) -> str:
     elif "unexpected extra argument" in message:
         compares = "nalanda report RUN RUN compares runs, and " if path == "nalanda runs" else ""
         message += f"; {compares}{path} --help says what it takes"
+    elif message.startswith("Missing argument"):
+        needed = [p.name.upper() for p in error.ctx.command.params if p.required]
+        message = f"{message.rstrip('.')}; write {' '.join([path, *needed])}"
     return f"{path}: {message}"
 
 

@@ -168,6 +168,7 @@ TABLE = [
         "analyze runs",
         r"No such command 'analyze'\. Did you mean nalanda eval or .* See nalanda --help",
     ),
+    ("export runs/demo", "Missing argument 'out'; write nalanda export RUN OUT"),
     ("runs a b", r"Got unexpected extra argument\(s\) \(b\); nalanda report RUN RUN compares .*"),
     ("runs --josn", r"No such option: --josn \(Possible options: --json\)"),
     ("info --processes 8", r"Invalid value for --processes: needs a recipe"),

@@ -152,7 +152,7 @@ def test_a_model_of_python_is_asked_for_python(tmp_path):
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
-        ("trian demo", "No such command 'trian'. Did you mean 'train'? See nalanda --help"),
+        ("trian demo", "No such command 'trian'. Did you mean 'nalanda train'? See nalanda --help"),
         ("list", "Did you mean nalanda recipes or nalanda runs? See nalanda --help"),
         ("models", "Did you mean nalanda recipes?"),
         ("xyzzy", "No such command 'xyzzy'. See nalanda --help"),

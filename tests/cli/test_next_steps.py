@@ -99,6 +99,12 @@ def test_after_a_training(kind, tmp_path, hints):
         assert lines[2] == "nalanda perplexity runs/x --text 'held out.txt'"
 
 
+def test_text_that_was_trained_on_is_not_scored(tmp_path, hints):
+    make_source("one text", tmp_path)
+    run = "nalanda train demo data.source=book.txt output_dir=runs/x validation.every="
+    assert hints(run + "0")[2] == "nalanda verify runs/x"
+
+
 # A set may lie where a run of its name would.
 @pytest.mark.parametrize(
     ("option", "output"), [slow("--bos", "tokens"), ("--no-bos", "runs/tokens")]

@@ -41,6 +41,9 @@ NEXT = {
 }
 """Commands by what was done."""
 
+NEVER_VALIDATES = re.compile(r"^validation:\n(?:  .+\n)*?  every: 0$", re.MULTILINE)
+"""In the recipe of a run that held no text out."""
+
 LOADING = ("nalanda generate", "nalanda eval", "nalanda perplexity")
 """Those that load a model."""
 
@@ -53,6 +56,8 @@ def next_steps(done: str, of: object = None, **values: Any) -> list[str]:
     done = _name_by_model(done, values)
     recipe = "" if of is None else _read_recipe(Path(str(of)))
     kind = _kind_of_source(recipe)
+    if kind == "text" and NEVER_VALIDATES.search(recipe):
+        kind = "trained text"
     # A mixer or map of the user's own, which the model's folder carries.
     trust = re.search("^plugins:$", recipe, re.MULTILINE) is not None
 
