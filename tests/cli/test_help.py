@@ -162,7 +162,7 @@ def test_a_model_of_python_is_asked_for_python(tmp_path):
         ("train demo --data book.txt", "write data.source=FILE"),
         ("info demo --gpus 8", "nalanda info RECIPE --processes N"),
         ("train demo --devices 8", "accelerate launch --num_processes N"),
-        ("data prepair x y", "No such command 'prepair'. Did you mean 'prepare'?"),
+        ("data prepair x y", "No such command 'prepair'. Did you mean 'nalanda data prepare'?"),
         ("generate m --max-new-token 3", "--max-new-tokens"),
         ("runs --jsn", "--json"),
         ("eval m --taks x", "--tasks"),
