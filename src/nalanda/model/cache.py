@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from .precision import pack_state, unpack_state
+
 
 class NalandaCache(Cache):
     """Each layer's state: a dict of tensors as in its mixer's `state_spec`, batch first.
@@ -19,17 +21,20 @@ class NalandaCache(Cache):
     before the candidates. `crop` returns to the mark, and the next call reads the accepted tokens again.
 
     While CUDA graphs or C++ decode, the newest states are in their buffers (`StateBuffers`); `states` copies them out.
+
+    state_dtype: precision of matrices between calls, see `precision.py`. Other than float32 it decodes in torch.
     """
 
     static = False  # whether `lengths` are on the device and change where the host does not see it
 
-    def __init__(self, num_layers: int):
+    def __init__(self, num_layers: int, state_dtype: str = "float32"):
         # transformers' constructor would build key/value layers.
         self.layers = []
         self.layer_class_to_replicate = None
         self.offloading = False
         # `StateBuffers`, the last to decode for this cache, which keeps them alive.
         self.graphs: Any = None
+        self.state_dtype = state_dtype
         self.states: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
         self.seen_tokens = 0  # columns read so far, with padding, as in attention masks
         self.lengths: Tensor | None = None  # int64 [batch], on the host: tokens of each sequence
@@ -127,6 +132,13 @@ class NalandaCache(Cache):
         other._forget()
         return other
 
+    def convert(self, state_dtype: str | None) -> "NalandaCache":
+        """Keeps the states in another precision from now on; None: as they are. Returns itself."""
+        if state_dtype is not None and state_dtype != self.state_dtype:
+            self.states = [pack_state(unpack_state(state), state_dtype) for state in self.states]
+            self.state_dtype = state_dtype
+        return self
+
     @property
     def waits_for_mark(self) -> bool:
         """Whether recording was asked for and has not begun."""
@@ -183,7 +195,7 @@ class NalandaCache(Cache):
         self.marked, self.tail = None, []
 
     def reset(self) -> None:
-        self.__init__(len(self))
+        self.__init__(len(self), self.state_dtype)
 
     def _map(self, function) -> None:
         self.states = [{name: function(t) for name, t in state.items()} for state in self.states]

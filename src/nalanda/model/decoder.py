@@ -22,6 +22,7 @@ from .epilogues import add_norm, swiglu
 from .layers import PatchEmbedding, RMSNorm, ShortConv, rotary_angles
 from .mixers import build_mixer, uncut_mixers
 from .plugins import load_copies
+from .precision import check_state_dtype, pack_state, packed_spec, unpack_state
 from .projections import FusedLinears, apply_linear
 from .sequences import Layout, Sequences, foreign_bounds
 from .width import Growth, growths
@@ -273,8 +274,9 @@ class Decoder(NalandaPreTrainedModel):
             raise ValueError(
                 f"past_key_values has {len(cache)} layers, the model {len(self.layers)}"
             )
+        check_state_dtype(cache.state_dtype, self.config)
         first: Any = self.layers[0]
-        names = first.mixer.state_spec(1).keys()
+        names = packed_spec(first.mixer.state_spec(1), cache.state_dtype).keys()
         if cache.is_initialized and cache.states[0].keys() != names:
             raise ValueError(
                 f"past_key_values does not fit: its first layer holds {', '.join(cache.states[0])}, the "
@@ -490,6 +492,7 @@ class Decoder(NalandaPreTrainedModel):
         layout = batch.layout
         # Packed before fixed positions are added: these count within documents.
         x = self.dropout(self.scaled(layout.pack(batch.x), batch.seq))
+        state_dtype = "float32" if batch.cache is None else batch.cache.state_dtype
 
         # transformers' early exit lowers num_hidden_layers for drafts
         for i, layer in zip(range(self.config.num_hidden_layers), self.layers, strict=False):
@@ -497,9 +500,12 @@ class Decoder(NalandaPreTrainedModel):
                 batch.hidden_states.append(layout.unpack(x))
                 x = layout.pack(batch.hidden_states[-1])  # what is returned has a gradient too
 
-            x, state = layer(x, batch.seq, batch.states[i] if batch.states else None)
+            state: Any = batch.states[i] if batch.states else None
+            if state_dtype != "float32":
+                state = unpack_state(state, x.dtype)
+            x, state = layer(x, batch.seq, state)
             if batch.states:
-                batch.states[i] = state
+                batch.states[i] = pack_state(state, state_dtype)
 
         return add_norm(x, None, self.norm)[1]
 

@@ -229,10 +229,12 @@ class DecodingGraphs:
         self, model: nn.Module, tokens: Tensor, cache: NalandaCache, mask: Tensor | None = None
     ) -> Tensor | None:
         """Logits `[B, 1, vocabulary]` after tokens `[B, 1]`; None if the call must run eagerly."""
-        # A recording cache keeps each token's embeddings, which a graph does not hand out.
+        # A recording cache keeps each token's embeddings, which a graph does not hand out. Packed states are
+        # not what a graph or C++ writes into.
         if (
             model is not self.model
             or cache.recording
+            or cache.state_dtype != "float32"
             or cache.unread is not None
             or self.key is None
         ):

@@ -20,6 +20,7 @@ from .decoder import Decoder, NalandaPreTrainedModel
 from .graphs import current_graphs, decoding_graphs
 from .layers import at_least_fp32
 from .loss import linear_cross_entropy, mean_over
+from .precision import check_state_dtype
 from .projections import apply_linear, matrix_of
 from .sequences import foreign_bounds, next_tokens
 from .state import State, check_prompt, check_state
@@ -155,6 +156,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         *,
         attention_mask: Tensor | None = None,
         state: State | None = None,
+        state_dtype: str | None = None,
         chunk_size: int = 2048,
         context: Context | None = None,
     ) -> State:
@@ -162,8 +164,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
 
         input_ids: `[B, T]`; attention_mask: `[B, T]`, zeros are padding, on the left.
         state: the state of the text before, which is not changed; a state of one row serves all B.
+        state_dtype: float32, bfloat16, int8 or fp8, see `precision.py`; None: that of `state`, else float32.
         chunk_size: tokens read at once. It bounds memory for any T (except the states of layers that keep
-            every token), and does not change the result.
+            every token), and does not change the result, unless states are rounded: they are after each chunk.
         context: processes that read the text together, each calling with all of it; all get the state.
 
         Raises ValueError for an empty text, padding on the right, a state that does not fit, or a chunk_size
@@ -171,11 +174,13 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         """
         if type(chunk_size) is not int or chunk_size < 1:
             raise ValueError(f"chunk_size={chunk_size!r} must be an integer from 1 on")
+        check_state_dtype(state_dtype, self.config)
         cache = NalandaCache(self.config.num_hidden_layers)
         if state is not None:
             check_state(state)
             cache, input_ids, attention_mask = state.resumed(self, input_ids, attention_mask)
         check_prompt(input_ids, attention_mask)
+        cache.convert(state_dtype)
         last_token = input_ids[:, -1:]
 
         if attention_mask is not None:
@@ -207,7 +212,8 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
     ) -> NalandaCache:
         """Reads as many tokens as can be cut equally, in pieces of `chunk_size` a process."""
         end = input_ids.shape[1] // context.size * context.size
-        states = None if cache.lengths is None else cache
+        state_dtype = cache.state_dtype
+        states = None if cache.lengths is None else cache.convert("float32")
         for piece in input_ids[:, :end].split(chunk_size * context.size, 1):
             if piece.shape[1]:
                 # bool [B], the same for all rows: only the first piece may have no text before it.
@@ -218,22 +224,33 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
                     "return_carried_cache": True,
                 }
                 states = self.model(input_ids=piece, context=context, **rows).carried_cache
-        return cache if states is None else states
+        return (cache if states is None else states).convert(state_dtype)
 
     def load_state(self, path: str | Path) -> State:
         """`State.load(path, self)`."""
         return State.load(path, self)
 
-    def generate(self, inputs: Tensor | None = None, *args, state: State | None = None, **kwargs):
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *args,
+        state: State | None = None,
+        state_dtype: str | None = None,
+        **kwargs,
+    ):
         """transformers' `generate`, optionally continuing a state with `inputs` or directly.
 
         The state is not changed. A state of one row serves all rows of `inputs`; attention_mask is that of
         `inputs`. Returns `inputs` and the new tokens, which a streamer gets too. Logits processors, prompt
         lookup and `max_length` see these and the state's last token, not the text before. On CUDA it decodes
-        by graphs (`graphs.py`), on a CPU by C++ (`decoding.py`).
+        by graphs (`graphs.py`), on a CPU by C++ (`decoding.py`). state_dtype: as for `read`.
         """
         foreign_bounds(None, {"token_type_ids": kwargs.pop("token_type_ids", None)})
+        check_state_dtype(state_dtype, self.config)
         if state is None:
+            if state_dtype is not None:
+                cache = kwargs.get("past_key_values") or NalandaCache(self.config.num_hidden_layers)
+                kwargs["past_key_values"] = cache.convert(state_dtype)
             return self._generate_from_prompt(inputs, *args, **kwargs)
 
         if kwargs.get("inputs_embeds") is not None:
@@ -249,7 +266,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         # The state's last token is read first: it predicts the next one.
         ids, mask = kwargs.pop("input_ids", inputs), kwargs.pop("attention_mask", None)
         cache, ids, mask = state.resumed(self, ids, mask)
-        cache.seen_tokens = 0  # `generate` counts tokens from the start of this call
+        cache.convert(
+            state_dtype
+        ).seen_tokens = 0  # `generate` counts tokens from the start of this call
         mask = torch.ones_like(ids) if mask is None else mask
         kwargs |= {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
         if kwargs.get("streamer") is not None:

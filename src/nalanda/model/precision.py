@@ -1,0 +1,109 @@
+"""Recurrent states in fewer bytes: bfloat16, or 8 bits a number and a residual of 4.
+
+Between two calls of a model a matrix S `[B, H, F, V]` is packed; a call unpacks it, and all its sums are in fp32.
+Each head and value channel has a scale s, of its largest number over the features. A code c is in int8 (m = 127) or
+e4m3 (m = 448). Its residual r has 4 bits, in fourteenths of u, the distance of the codes around c.
+
+    s = max|S| / m,   x = S / s,   c = round(x),   r = round(14 (x − c) / u), from −7 to 7 in 4 bits
+
+u is 1 for int8, and a power of two for e4m3. The next call starts from s (c + u r / 14). So the error of a rounding
+comes back before the next one, and decays with the state. Without r errors would add up over the text.
+
+The sum of keys is a value channel. A scale for each key would be that of the sum, which outgrows its neighbours.
+
+Short convolutions, the keys and values of attention, and MALA's sum of values stay as they are.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+STATE_DTYPES = ("float32", "bfloat16", "int8", "fp8")
+LARGEST = {"int8": 127, "fp8": 448}
+"""The largest code c."""
+TINY = torch.finfo(torch.float32).tiny
+MATRIX = "recurrent"
+"""The state that is packed."""
+
+
+def check_state_dtype(state_dtype: str | None, config: Any) -> None:
+    """Raises ValueError for a precision that states of the config's mixers cannot have; None is fine."""
+    if state_dtype not in (None, *STATE_DTYPES):
+        raise ValueError(
+            f"state_dtype {state_dtype!r} is unknown; choose one of {', '.join(STATE_DTYPES)}"
+        )
+
+
+def packed_spec(spec: dict[str, Any], state_dtype: str) -> dict[str, Any]:
+    """A mixer's `state_spec`, as its tensors are in this precision."""
+    if MATRIX not in spec or state_dtype == "float32":
+        return spec
+    heads, features, values = spec[MATRIX][0]
+    if state_dtype == "bfloat16":
+        return spec | {MATRIX: (spec[MATRIX][0], torch.bfloat16)}
+
+    scale = ((heads, 1, values), torch.float32)
+    codes = torch.int8 if state_dtype == "int8" else torch.uint8
+    return spec | {
+        MATRIX: ((heads, features, values), codes),
+        f"{MATRIX}_scale": scale,
+        f"{MATRIX}_residual": ((heads, -(-features // 2), values), torch.uint8),
+    }
+
+
+def pack_state(state: Any, state_dtype: str) -> Any:
+    """A layer's state with its matrix in this precision. float32: as it is."""
+    if state_dtype == "float32" or MATRIX not in state:
+        return state
+    S = state[MATRIX]
+    if state_dtype == "bfloat16":
+        return state | {MATRIX: S.bfloat16()}
+
+    S = S.float()
+    scale = S.abs().amax(-2, keepdim=True) / LARGEST[state_dtype]  # [B, H, 1, V]
+    x = S / scale.clamp_min(TINY)
+    if state_dtype == "int8":
+        codes = x.round().to(torch.int8)
+    else:
+        # As bytes: not every operation on a cache knows the dtype.
+        codes = x.to(torch.float8_e4m3fn).view(torch.uint8)
+
+    values, distances = _decode(codes)
+    residual = (14 * (x - values) / distances).round().to(torch.int8) + 8  # 1 to 15
+    # Two in a byte: one of the first half of the features, one of the second.
+    residual = F.pad(residual, (0, 0, 0, S.shape[-2] % 2)).view(torch.uint8)
+    first, second = residual.chunk(2, -2)
+    return state | {
+        MATRIX: codes,
+        f"{MATRIX}_scale": scale,
+        f"{MATRIX}_residual": first | second << 4,
+    }
+
+
+def _decode(codes: Tensor) -> tuple[Tensor, Tensor | int]:
+    """The numbers c of codes, and the distances u of those around them."""
+    if codes.dtype == torch.int8:
+        return codes.float(), 1
+    values = codes.view(torch.float8_e4m3fn).float()
+    # 3 bits behind the first; below 2^-6 the distance stays.
+    exponents = values.frexp().exponent.clamp_min(-5) - 4
+    return values, torch.ldexp(torch.ones_like(values), exponents)
+
+
+def unpack_state(state: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The state that `pack_state` rounded, its matrix in fp32, or in the model's wider `dtype`."""
+    wide = torch.promote_types(dtype, torch.float32)
+    S = state.get(MATRIX)
+    if S is None or S.dtype == wide:
+        return state
+    if S.is_floating_point():
+        return state | {MATRIX: S.to(wide)}
+
+    both = state[f"{MATRIX}_residual"]
+    residual = torch.cat([both & 15, both >> 4], -2)[..., : S.shape[-2], :].float() - 8
+    values, distances = _decode(S)
+    matrix = (values + residual * (distances / 14)) * state[f"{MATRIX}_scale"]
+    others = {name: x for name, x in state.items() if not name.startswith(f"{MATRIX}_")}
+    return others | {MATRIX: matrix.to(wide)}
