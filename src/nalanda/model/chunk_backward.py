@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .call import Call, group_of
-from .chunk_forward import Chunk, below_diagonal, read_chunk
+from .chunk_forward import Chunk, below_diagonal, read_chunk, without_onednn
 from .chunk_order import Segment, order_of, ranked, unranked
 
 
@@ -159,6 +159,7 @@ class ChunkGradients:
             self.erased.baddbmm_(d_kk, chunk.k)
             self.k.baddbmm_(d_kk.mT, chunk.erased)
 
+    @without_onednn()
     def _through_channel_scores(self, d_scores: list[Tensor], d_rows: list[Tensor]) -> None:
         """From the scores of Q, and R, [P, C, C] to their d_rows and to K. R may be K.
 

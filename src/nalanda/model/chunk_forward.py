@@ -23,7 +23,9 @@ it would be ∞ − ∞.
 
 import itertools
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +38,26 @@ from .chunk_order import Segment, order_of, ranked, unranked
 # each. Training saves all where memory is free (`train.memory.save_chunks`); the values are the same.
 FEW_TOKENS = 16384
 SAVED_TOKENS: int = FEW_TOKENS
+
+_switching = threading.Lock()
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """torch's default library for fp32 products on a CPU. oneDNN takes up to four times as long for a few rows."""
+    setting = torch.backends.mkldnn.matmul  # pyrefly: ignore[missing-attribute]  it is an object
+    if setting.fp32_precision == "none":
+        yield
+        return
+
+    # One thread at a time, so that each finds the setting of the process.
+    with _switching:
+        before = setting.fp32_precision
+        setting.fp32_precision = "none"
+        try:
+            yield
+        finally:
+            setting.fp32_precision = before
 
 
 class Chunk:
@@ -122,6 +144,7 @@ class Chunk:
         # The factors pair i > j alone. On the diagonal Δ is 1, and RK⊤ has none.
         self.qk.diagonal(0, 1, 2).copy_((self.q * self.k).sum(-1))
 
+    @without_onednn()
     def _channel_scores(self, rows: tuple[Tensor, ...]) -> list[Tensor]:
         """tril(Δ XK⊤, −1) for each X [P, C, K] of `rows`."""
         P, C, _ = self.k.shape
