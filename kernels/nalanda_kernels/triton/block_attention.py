@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported
-from nalanda_kernels.triton.common import PRECISION, TAGS, chunks_of, name_of, power_of_two
+from nalanda_kernels.triton.common import (
+    PRECISION,
+    TAGS,
+    chunks_of,
+    name_of,
+    on_its_device,
+    power_of_two,
+)
 
 # By tile height BT: rows of (itemsize, features, most BK and BV, num_warps). The first row that covers the
 # element's bytes and the head's features applies. Wider heads are read in several tiles.
@@ -300,7 +307,7 @@ class _BlockAttention(torch.autograd.Function):
 
 # torch.compile sees forward and backward as one operator each. Eager calls avoid the operators' overhead.
 _forward_op = torch.library.custom_op(
-    "nalanda_kernels::block_attention", _forward, mutates_args=(), tags=TAGS
+    "nalanda_kernels::block_attention", on_its_device(_forward), mutates_args=(), tags=TAGS
 )
 _backward_op = torch.library.custom_op(
     "nalanda_kernels::block_attention_backward", _backward, mutates_args=(), tags=TAGS

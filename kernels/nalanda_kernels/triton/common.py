@@ -5,11 +5,13 @@ import functools
 import itertools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 BLOCKS = "NALANDA_BLOCKS"  # a file like blocks.json, written by `nalanda tune`
@@ -84,6 +86,22 @@ def chunks_of(
 
 TAGS = (torch.Tag.cudagraph_unsafe,)
 """Of operators that keep these tables between calls: a graph of `torch.compile` may not own their memory."""
+
+
+def on_its_device(function: Callable) -> Callable:
+    """The function of an operator, run on the device of its first tensor.
+
+    An eager call is there already. A compiled graph has only the operator: a change of the device in the graph
+    would keep AOTAutograd from caching it. The backward runs in a thread of its device.
+    """
+
+    @functools.wraps(function)
+    def run(*args):
+        first = next(x for x in tree_leaves(args) if isinstance(x, Tensor))
+        with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
+            return function(*args)
+
+    return run
 
 
 @functools.lru_cache(maxsize=32)  # all layers ask for the same one, forward and backward

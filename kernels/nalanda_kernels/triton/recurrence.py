@@ -37,6 +37,7 @@ from nalanda_kernels.triton.common import (
     chunks_of,
     map_in_torch,
     name_of,
+    on_its_device,
     power_of_two,
     schedule,
     variants,
@@ -890,7 +891,7 @@ def _tensor_schema(count: int) -> str:
 
 _forward_op = torch.library.custom_op(
     "nalanda_kernels::chunkwise",
-    lambda *flat: _flatten(*_forward(*_unflatten(flat))),
+    on_its_device(lambda *flat: _flatten(*_forward(*_unflatten(flat)))),
     mutates_args=(),
     tags=TAGS,
     schema=f"({_INPUT_SCHEMA}, str map, str read, float scale, bool final, bool wide) -> {_tensor_schema(11)}",

@@ -21,7 +21,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported, interpreting
-from nalanda_kernels.triton.common import TAGS, bounds_of, chunks_between, name_of, power_of_two
+from nalanda_kernels.triton.common import (
+    TAGS,
+    bounds_of,
+    chunks_between,
+    name_of,
+    on_its_device,
+    power_of_two,
+)
 
 SIZE = 64  # tokens per program; the partial sums of dweight are then 4 % of the traffic
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -522,7 +529,7 @@ class _ShortConvs(torch.autograd.Function):
 # torch.compile sees forward and backward as one operator each. Eager calls avoid the operators' overhead.
 _forward_op = torch.library.custom_op(
     "nalanda_kernels::short_convs",
-    _forward,
+    on_its_device(_forward),
     mutates_args=(),
     tags=TAGS,
     schema="(Tensor[] xs, Tensor[] weights, Tensor[] states, Tensor? cu_seqlens, bool[] silu) -> Tensor[]",

@@ -295,8 +295,10 @@ def _map(q: Tensor, k: Tensor, feature_map: FeatureMap | None, qk_norm: str | No
 def by_kernel(op: str, backend: str, x: Tensor, *inputs, **options):
     """The result of a kernel for the device of x; None if the torch path must serve the call."""
     if _kernels is not None:
-        # A kernel runs on the current device, which is another one if a model is spread over several.
-        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        # A kernel runs on the current device, which is another one if a model is spread over several. In a
+        # compiled graph the operator itself goes there: AOTAutograd caches no graph that does.
+        moves = x.is_cuda and not torch.compiler.is_compiling()
+        with torch.cuda.device(x.device) if moves else nullcontext():
             return _kernels.serve(op, backend, x.device.type, *inputs, **options)
     if backend not in ("auto", "torch"):
         raise ValueError(f"backend={backend!r}: needs nalanda_kernels; choose one of auto, torch")
