@@ -71,7 +71,7 @@ def test_captured_tokens_and_saved_states(tmp_path):
 
 
 def test_the_trainer_from_set_up_to_export(recipe, tmp_path):
-    """It stops at a checkpoint and resumes, in bf16, fp16 and fp32."""
+    """The run stops at a checkpoint and resumes, in bf16, fp16 and fp32."""
     figures = run("recipe", recipe, tmp_path)
     for precision in figures.values():
         assert len(precision["losses"]) == 8
@@ -81,7 +81,7 @@ def test_the_trainer_from_set_up_to_export(recipe, tmp_path):
 
 
 def test_a_graph_serves_all_packings():
-    """And one all dense batches. Another length makes two graphs, which serve all further ones."""
+    """Dense batches have one too. Another length makes two graphs, which serve all further ones."""
     figures = run("compile", "gated_deltanet", "kda", "mala", "softmax")
     refused = figures.pop("refused")
     graphs = {"packed": 1, "dense": 1, "lengths": 2, "breaks": 0}
