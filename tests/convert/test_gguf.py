@@ -206,6 +206,7 @@ def test_matrices_have_the_dtype(dtype, error, tokenizer, tmp_path):
             ({"mixer_options": {name: True}}, name)
             for name in ("allow_neg_eigval", "norm_write", "norm_read")
         ),
+        ({"mixer_options": {"value_silu": False}}, "value_silu"),
         (
             {"mixer": ["softmax", "gated_deltanet"], "mixer_options": {"softmax": SOFTMAX}},
             "order of mixers",

@@ -72,6 +72,7 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
         for name, options, others in (
             ("norm_write", {"norm_write": True, "num_v_heads": 4}, {}),
             ("norm_read", {"norm_read": True, "num_v_heads": 4}, {}),
+            ("plain_values", {"value_silu": False}, {}),
             (
                 "raw",
                 {"norm_write": True, "norm_read": True, "qk_norm": "none"},
@@ -113,7 +114,16 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
 # rows meet other values.
 SAME_STATES = {
     f"gated_deltanet-{name}"
-    for name in ("norm_write", "norm_read", "raw", "raw_nala", "rms", "kda", "own_norm")
+    for name in (
+        "norm_write",
+        "norm_read",
+        "plain_values",
+        "raw",
+        "raw_nala",
+        "rms",
+        "kda",
+        "own_norm",
+    )
 }
 
 

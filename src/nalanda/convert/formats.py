@@ -363,6 +363,7 @@ def attention_interval(config: NalandaConfig) -> int:
         ("norm_write", delta.norm_write, False),
         ("norm_read", delta.norm_read, False),
         ("qk_norm", delta.qk_norm, "l2"),
+        ("value_silu", delta.value_silu, True),
         ("conv_size", delta.conv_size or 0, 4),
         ("value_conv", delta.value_conv, 0),
     ]

@@ -133,6 +133,8 @@ class Mixer(FusedLinears):
     """Whether it has an output gate if the config leaves it open; None: it never has one."""
     norm: str | None = "head"
     """Norm of the output: "head", RMSNorm of each; "layer", over all heads; a subclass's own "rms"; None."""
+    value_silu = True
+    """Whether SiLU follows the short convolution of v."""
     gate_activation = "silu"
     """Of the output gate under the norm of each head: silu or sigmoid."""
     streams = 1
@@ -324,13 +326,13 @@ class Mixer(FusedLinears):
     def convolve(
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
     ) -> Heads:
-        """The short convolutions of q, k and v, by name; SiLU follows for v."""
+        """The short convolutions of q, k and v, by name; SiLU follows for v, see `value_silu`."""
         names = list(self.projections())
         convs, past = [getattr(self, f"{n}_conv1d") for n in names], None
         if "conv_v" in state:
             past = [state[f"conv_{n}"] for n in names]
         outputs, past = convolve(
-            convs, [heads[n] for n in names], seq, past, new is not None, silu=True
+            convs, [heads[n] for n in names], seq, past, new is not None, silu=self.value_silu
         )
         if new is not None and past is not None:
             new |= {f"conv_{n}": x for n, x in zip(names, past, strict=True)}

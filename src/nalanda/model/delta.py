@@ -71,6 +71,7 @@ class DeltaNet(Mixer):
     Options: `allow_neg_eigval` doubles β, so that the transition's eigenvalue 1 − β reaches −1; in bf16 and
     fp16, β is then divided by the squared length of keys that rounding made longer than 1.
     `num_v_heads`, a multiple of `num_heads`, gives each query/key head several value heads (default: one).
+    `value_silu`, whether SiLU follows v's convolution (yes); without it v can be that of softmax attention.
 
     The L2 norm erases the lengths of φ(q) and φ(k), and the output norm that of o. Two options bring the
     lengths of q and k before the map back, per head:
@@ -109,6 +110,7 @@ class DeltaNet(Mixer):
         norm_write: bool = False,
         norm_read: bool = False,
         qk_norm: str = "l2",
+        value_silu: bool = True,
     ):
         if num_v_heads is not None and (num_v_heads < 1 or num_v_heads % config.num_heads):
             raise ValueError(
@@ -134,6 +136,7 @@ class DeltaNet(Mixer):
             )
 
         self.norm_write, self.norm_read, self.qk_norm = norm_write, norm_read, qk_norm
+        self.value_silu = value_silu
         self.beta_scale = 2.0 if allow_neg_eigval else 1.0
         self.add_gates(config.hidden_size)
 
@@ -146,7 +149,7 @@ class DeltaNet(Mixer):
 
     def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
         heads = super().heads(x, seq, state, new)
-        if not self.conv_size:
+        if not self.conv_size and self.value_silu:
             heads["v"] = F.silu(heads["v"])
         return heads | self.gates(heads)
 
@@ -227,7 +230,7 @@ class DeltaNet(Mixer):
             beta_scale=self.beta_scale,
             decay=(self.decay.A_log, self.decay.dt_bias) if self.decays else None,
             qk_norm="l2" if self.qk_norm == "l2" else None,
-            silu=True,
+            silu=self.value_silu,
         )
 
     def gate_layers(self) -> list[nn.Module]:
@@ -290,6 +293,7 @@ class KDA(DeltaNet):
         norm_write: bool = False,
         norm_read: bool = False,
         qk_norm: str = "l2",
+        value_silu: bool = True,
         gate_bias: bool = True,
     ):
         self.gate_bias = gate_bias
@@ -301,6 +305,7 @@ class KDA(DeltaNet):
             norm_write=norm_write,
             norm_read=norm_read,
             qk_norm=qk_norm,
+            value_silu=value_silu,
         )
 
     def add_gates(self, D: int) -> None:
