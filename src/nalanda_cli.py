@@ -294,6 +294,28 @@ def convert(
 
 
 @command(app)
+def linearize(model: opt.Transformer, recipe: opt.Recipe, overrides: opt.Overrides = None) -> None:
+    """Put recurrent layers in place of a transformer's attention.
+
+    nalanda linearize smollm2 linearize_smollm2_135m
+    nalanda linearize smollm2 linearize_smollm2_135m model.feature_map=nala
+
+    Each new layer learns the output of the attention that it replaces; the recipe's model.mixer says which
+    layers. `nalanda train` then distils the hybrid, see the printed command.
+    """
+    from nalanda.config.load import load_config
+
+    config = load_config(recipe, overrides or [])  # reports mistakes before anything is opened
+    with loading_torch(sys.stdout):
+        from nalanda.convert.fit import fit_layers
+
+    folders = fit_layers(config, model)
+    for folder in folders:
+        print(folder)
+    print_next("linearize", recipe=recipe, model=model, folder=folders[0])
+
+
+@command(app)
 def runs(directory: opt.RunsFolder = "runs", as_json: opt.AsJson = False) -> None:
     """List the runs of a directory.
 

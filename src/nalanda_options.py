@@ -15,7 +15,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "Look at runs": ("runs", "report", "plot", "verify"),
     "Evaluate a model": ("eval", "perplexity"),
     "Use a model": ("generate",),
-    "Convert a model": ("export", "convert"),
+    "Convert a model": ("export", "convert", "linearize"),
     "Tune the kernels": ("tune",),
 }
 """The commands by what a person wants to do, in the order of the help."""
@@ -206,6 +206,11 @@ MatrixType = Annotated[
         help="of the matrices: gguf f32 (default), f16, bf16, q8_0; mlx as they are, f32, f16, bf16, q8"
     ),
 ]
+
+# ------------------------------ linearize
+
+Transformer = Annotated[str, Argument(help="folder or hub id of a Llama, Qwen3 or SmolLM2 model")]
+Recipe = Annotated[str, Argument(help="recipe file, or the name of one that ships")]
 
 # ------------------------------ data prepare, data inspect
 

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from nalanda.model import MIXERS
-from nalanda.model.loss import linear_cross_entropy
+from nalanda.model.loss import Distillation, linear_cross_entropy
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -264,3 +264,29 @@ def test_gradient_checkpointing_changes_nothing(small):
         grads.append([p.grad.clone() for p in small.parameters()])
     for a, b in zip(*grads, strict=True):
         close(a, b, 1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_gradient_beside_a_teacher_is_that_of_the_formula(temperature):
+    """(1 − w)·cross-entropy + w·τ²·KL, in blocks; the value stays the cross-entropy."""
+    torch.manual_seed(0)
+    h, weight = torch.randn(150, 8, dtype=torch.float64), torch.randn(2**16, 8, dtype=torch.float64)
+    theirs, head = torch.randn(150, 6, dtype=torch.float64), torch.randn(2**16, 6).double()
+    labels = torch.randint(2**16, (150,))
+    labels[::7] = -100
+    h.requires_grad_()
+    weight.requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    teacher = Distillation(theirs, head, weight=0.3, temperature=temperature, divergence=total)
+    value = linear_cross_entropy(h, weight, labels, teacher=teacher)
+    found = torch.autograd.grad(value, (h, weight))
+
+    logits, real = h @ weight.T, labels != -100
+    entropy = F.cross_entropy(logits, labels, reduction="sum")
+    log_p = (logits / temperature).log_softmax(-1)
+    log_q = (theirs @ head.T / temperature).log_softmax(-1)
+    divergence = (log_q.exp() * (log_q - log_p)).sum(-1)[real].sum()
+    objective = 0.7 * entropy + 0.3 * temperature**2 * divergence
+    torch.testing.assert_close(found, torch.autograd.grad(objective, (h, weight)))
+    torch.testing.assert_close(value, entropy)
+    torch.testing.assert_close(total, divergence)

@@ -37,6 +37,10 @@ NEXT = {
     "convert to mlx": ("mlx_lm.generate --model {folder} --prompt {prompt}",),
     "convert to fla": ("python -c {load}", "nalanda convert {folder} {folder}-back"),
     "convert": ("python -c {load}", "nalanda convert {folder} {folder}-back"),
+    "linearize": (
+        "nalanda train {recipe} model={init} tokenizer={folder} distill.teacher={model} output_dir={folder}-distilled",
+        "nalanda generate {folder} {prompt}",
+    ),
     "save a state": ("nalanda generate {model} {prompt} --state {state}",),
 }
 """Commands by what was done."""
@@ -68,6 +72,7 @@ def next_steps(done: str, of: object = None, **values: Any) -> list[str]:
         values["model"] = models[0]
     values["measure"] = _measuring_command(done, kind, values)
     if "folder" in values:
+        values["init"] = f"{{init_from: {values['folder']}}}"
         values["load"] = _loading_code(done, str(values["folder"]), trust)
 
     commands = []

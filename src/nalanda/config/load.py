@@ -50,6 +50,7 @@ def at_home(config: RunConfig) -> RunConfig:
     paths: list[tuple[dict, str, str]] = [
         (vars(config), "output_dir", ""),
         (vars(config.tokenizer), "path", "tokenizer."),
+        (vars(config.distill), "teacher", "distill."),
     ]
     for component in (config.data, *config.data.mixture):
         paths += [(vars(component), key, "data.") for key in ("source", "validation_source")]

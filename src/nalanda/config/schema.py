@@ -491,6 +491,49 @@ class LogConfig:
 
 
 @dataclass
+class LinearizeConfig:
+    """`linearize:` of a recipe: how `nalanda linearize` fits the mixers that replace a transformer's attention."""
+
+    steps: Annotated[int, at_least(1)] = 1000
+    """Steps of the fit, of `train.tokens_per_step` tokens."""
+    lr: Annotated[float, POSITIVE] = 3e-3
+    """Peak learning rate of the fit; its shape is that of `schedule`."""
+    arms: dict[str, Any] = field(default_factory=dict)
+    """Hybrids that are fitted in one pass of the teacher: name to the keys of `model` that it has in place of the
+    recipe's. {}: one, of `model` itself."""
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        check_bounds(self, "linearize")
+        for name, keys in self.arms.items():
+            if not re.fullmatch(r"[\w-]+", str(name)) or not isinstance(keys, dict):
+                raise InputError(
+                    f"linearize.arms.{name}: expected a name of letters, digits, - and _, with keys of `model`"
+                )
+
+
+@dataclass
+class DistillConfig:
+    """`distill:` of a recipe: a teacher whose next tokens the model learns beside those of the text."""
+
+    teacher: str | None = None
+    """Folder or hub id of a causal language model with the same tokenizer; null: no teacher."""
+    weight: Annotated[float, SHARE] = 0.5
+    """w in the objective (1 − w)·cross-entropy + w·τ²·KL(teacher, model). Logged losses are the cross-entropy;
+    the log has the KL as `kl`."""
+    temperature: Annotated[float, POSITIVE] = 1.0
+    """τ, which divides the logits of both under the KL."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the teacher's weights."""
+    device: str | None = None
+    """Device of the teacher, such as cuda:1; null: the model's."""
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        check_bounds(self, "distill")
+
+
+@dataclass
 class RunConfig:
     output_dir: str
     """Folder of the run, on this machine or in a store (`s3://…`, `gs://…`, `az://…`), where finished
@@ -509,6 +552,8 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
+    linearize: LinearizeConfig = field(default_factory=LinearizeConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     plugins: list[str] = field(default_factory=list)
     """Modules to import, which register mixers, feature maps, optimizers or readers of the user's own."""
 
@@ -536,6 +581,13 @@ class RunConfig:
             )
         # With the fewest processes: only the launch knows how many there are.
         self.accumulation(processes=parts)
+        if self.distill.teacher and (parts > 1 or self.data.long_documents == "carry"):
+            key, value = (
+                ("train.context_parallel", 1) if parts > 1 else ("data.long_documents", "cut")
+            )
+            raise InputError(
+                f"distill.teacher: it reads whole rows from their start; set {key}={value}"
+            )
         if self.tokenizer.train and (weights := self.model.get("init_from")):
             raise InputError(
                 f"tokenizer: {weights} was trained with another tokenizer than this recipe would train; "

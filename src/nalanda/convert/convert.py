@@ -85,7 +85,7 @@ class Stored:
             return tensors.get_slice(self.name)[self.rows]
 
 
-def _read_tensors(folder: Path) -> dict[str, Stored]:
+def stored_tensors(folder: Path) -> dict[str, Stored]:
     """The tensors of a model folder, by name.
 
     Raises:
@@ -152,7 +152,7 @@ def _shapes(config: NalandaConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _match_tensors(
+def match_tensors(
     stored: dict[str, Stored],
     config: NalandaConfig,
     tensors: Callable[[Iterable[str]], list[Tensors]],
@@ -259,8 +259,8 @@ def convert(
     kind = _MULTIMODAL.get(kind, kind)
     target, unread = "", []
     try:
-        _refuse_unknown(kind, settings)
-        stored = _read_tensors(folder)
+        refuse_unknown(kind, settings)
+        stored = stored_tensors(folder)
         # The source in our terms, whatever its format.
         if kind == "nalanda":
             config = NalandaConfig.from_pretrained(folder)
@@ -275,8 +275,8 @@ def convert(
         if to == "mlx":
             check_mlx(folder, foreign, dtype)
         if target == "nalanda":
-            config.bos_token_id = _find_leading_bos(folder, config)
-        parts = _match_tensors(stored, config, _tensors_of(kind, settings))
+            config.bos_token_id = find_leading_bos(folder, config)
+        parts = match_tensors(stored, config, tensors_of(kind, settings))
     except ValueError as error:
         arrow = f", {kind} to {target}" if target else ""
         raise InputError(f"{folder}{arrow}: {error}") from None
@@ -288,11 +288,11 @@ def convert(
         else:
             _save_foreign_config(target, foreign, stored_as, staging)
         _save_tensors(
-            parts, _tensors_of(target, foreign | {"dtype": stored_as})(_shapes(config)), staging
+            parts, tensors_of(target, foreign | {"dtype": stored_as})(_shapes(config)), staging
         )
-        _copy_side_files(folder, staging)
+        copy_side_files(folder, staging)
         pad_batches(staging)
-        _keep_tokenizer(folder, staging)
+        keep_tokenizer(folder, staging)
         rounded = to_mlx(staging, dtype) if to == "mlx" else None
         # Proof that both compute the same.
         libraries = [_library_of(kind), to if to == "mlx" else _library_of(target)]
@@ -315,7 +315,7 @@ def convert(
     return out
 
 
-def _find_leading_bos(folder: Path, config: NalandaConfig) -> int | None:
+def find_leading_bos(folder: Path, config: NalandaConfig) -> int | None:
     """The bos token that the tokenizer puts in front of a text.
 
     Other libraries' configs name one that it never writes, ours only one that it does.
@@ -327,14 +327,14 @@ def _find_leading_bos(folder: Path, config: NalandaConfig) -> int | None:
     return bos if tokenizer("a").input_ids[:1] == [bos] else None
 
 
-def _copy_side_files(folder: Path, staging: Path) -> None:
+def copy_side_files(folder: Path, staging: Path) -> None:
     for pattern in _SIDE_FILES:
         for path in folder.glob(pattern):
             copy = shutil.copytree if path.is_dir() else shutil.copy
             copy(path, staging / path.name)
 
 
-def _keep_tokenizer(folder: Path, staging: Path) -> None:
+def keep_tokenizer(folder: Path, staging: Path) -> None:
     """Names the class that the tokenizer of `folder` has, where the type of the model decides it."""
     file = staging / "tokenizer_config.json"
     tokenizer = tokenizer_of(folder)
@@ -424,7 +424,7 @@ def _expresses(library: str, kind: str, config: NalandaConfig) -> bool:
     return True
 
 
-def _tensors_of(kind: str, config: Config) -> Callable[[Iterable[str]], list[Tensors]]:
+def tensors_of(kind: str, config: Config) -> Callable[[Iterable[str]], list[Tensors]]:
     """The stored tensors of a model of that kind and config, for the names of ours."""
     if kind == "nalanda":
         return lambda names: [Tensors(name, (name,)) for name in names]
@@ -436,7 +436,7 @@ def _library_of(kind: str) -> str:
     return next((library for library, formats in LIBRARIES.items() if kind in formats), kind)
 
 
-def _refuse_unknown(kind: str, settings: Config) -> None:
+def refuse_unknown(kind: str, settings: Config) -> None:
     """Raises InputError for a kind of model that is not in FORMATS."""
     if kind in FORMATS or kind == "nalanda":
         return

@@ -19,7 +19,7 @@ from .context import Context
 from .decoder import Decoder, NalandaPreTrainedModel
 from .graphs import current_graphs, decoding_graphs
 from .layers import at_least_fp32
-from .loss import linear_cross_entropy, mean_over
+from .loss import Distillation, linear_cross_entropy, mean_over
 from .precision import check_state_dtype
 from .projections import apply_linear, matrix_of
 from .sequences import foreign_bounds, next_tokens
@@ -68,12 +68,18 @@ class LanguageModel(NalandaPreTrainedModel):
 
         return labels.to(h.device, torch.int64)
 
-    def _summed_loss(self, h: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+    def _summed_loss(
+        self, h: Tensor, targets: Tensor, z_loss: float, teacher: Distillation | None = None
+    ) -> Tensor:
         """`linear_cross_entropy` of hidden states `[M, D]`; from the head's logits if the head is more than a
         matrix in memory: an adapter, a hook, a quantised or an offloaded weight."""
         weight = matrix_of(self.lm_head)
         if weight is not None:
-            return linear_cross_entropy(h, weight, targets, z_loss=z_loss)
+            return linear_cross_entropy(h, weight, targets, z_loss=z_loss, teacher=teacher)
+        if teacher is not None:
+            raise ValueError(
+                "distillation: the head must be a matrix in memory, without an adapter"
+            )
         logits = at_least_fp32(self.lm_head(h))
         total = F.cross_entropy(logits, targets, reduction="sum")
         if z_loss:
@@ -351,6 +357,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
         z_loss: float = 0.0,
+        distillation: Distillation | None = None,
         carried_cache: NalandaCache | None = None,
         carried: Tensor | None = None,
         return_carried_cache: bool = False,
@@ -373,6 +380,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         num_items_in_batch: the divisor of the summed loss; by default the number of labels not ignored. It
             must count none of those either. Without a label the loss is 0.
         z_loss: the weight of the mean of logsumexp(logits)² in the loss's gradient; its value leaves it out.
+        distillation: a teacher's next tokens for these rows; like z_loss, it changes the gradient alone.
         logits_to_keep: the last n positions, or the given positions; 0 for all.
         carried_cache: that of an earlier call's output, for documents that continue in the same row; only for
             states of constant size. The output then has one too, a detached NalandaCache of B sequences with
@@ -425,7 +433,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         h = out.last_hidden_state  # [B, T, D], or [B, T/N, D] of this process's part
         described = (attention_mask, position_ids, cu_seqlens)
         targets = self._targets(h, labels, shift_labels, context, *described)
-        loss = self._mean_loss(h, targets, num_items_in_batch, z_loss, context)
+        loss = self._mean_loss(h, targets, num_items_in_batch, z_loss, context, distillation)
         # In training the loss has its own logits, block by block.
         logits = None
         if loss is None or not self.training:
@@ -488,6 +496,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         count: int | Tensor | None,
         z_loss: float,
         context: Context | None,
+        teacher: Distillation | None = None,
     ) -> Tensor | None:
         """The summed loss of this process's part of the rows, over the number of labels in whole rows."""
         if targets is None:
@@ -497,7 +506,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             count = (targets != -100).sum()
         if context is not None:
             targets = context.part(targets)
-        total = self._summed_loss(h.flatten(0, 1), targets.flatten(), z_loss)
+        total = self._summed_loss(h.flatten(0, 1), targets.flatten(), z_loss, teacher)
         return mean_over(total, count)
 
 

@@ -1,8 +1,40 @@
-"""The head's cross-entropy, computed in blocks of rows."""
+"""The head's cross-entropy, computed in blocks of rows; and beside it, the divergence from a teacher."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+
+@dataclass(eq=False)
+class Distillation:
+    """A teacher's next tokens for the rows of a loss, which becomes (1 − w)·cross-entropy + w·τ²·KL.
+
+    Only gradients change; the value remains the cross-entropy. Sharding wrappers do not look into this class,
+    so they cast no tensor of it.
+    """
+
+    hidden: Tensor
+    """The teacher's last hidden states `[M, D]`."""
+    head: Tensor
+    """The matrix of its head `[V, D]`."""
+    weight: float
+    """w."""
+    temperature: float
+    """τ, which divides the logits of both."""
+    divergence: Tensor
+    """Σ KL(teacher, model) over the rows so far, fp64: each block adds its own."""
+
+    def gradient(self, span: slice, logits: Tensor, ignored: Tensor) -> Tensor:
+        """d(w τ² KL)/d logits of a block `[rows, V]`, of the student's logits."""
+        theirs = (self.hidden[span] @ self.head.T).to(logits.dtype)  # [rows, V]
+        log_q = torch.log_softmax(theirs.div_(self.temperature), -1)
+        log_p = torch.log_softmax(logits / self.temperature, -1)
+        q = log_q.exp()
+        terms = (q * (log_q - log_p)).sum(-1, keepdim=True)
+        self.divergence += terms.masked_fill(ignored, 0).sum(dtype=torch.float64)
+        return log_p.exp_().sub_(q).mul_(self.weight * self.temperature)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -22,6 +54,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         block: int,
         training: bool = True,
         z_loss: float = 0.0,
+        teacher: Distillation | None = None,
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=h.device)
         # needs_input_grad is True under no_grad too; `training` is the grad mode.
@@ -39,6 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = logits if logits.dtype == torch.float64 else logits.float()
             # Read now: on a CPU log_softmax overwrites the logits.
             label = logits.gather(-1, index)
+            pull = None if teacher is None else teacher.gradient(span, logits, ignored)
             # On a CPU in place: passes over memory cost it as much as products.
             log_p = torch.log_softmax(logits, -1, out=logits if h.device.type == "cpu" else None)
             log_p_label = log_p.gather(-1, index)
@@ -51,6 +85,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dlogits.mul_(1 + 2 * z_loss * (label - log_p_label))
             # Minus the one-hot label. Rows that are ignored are 0, so they add nothing to dw.
             dlogits.scatter_add_(-1, index, dlogits.new_full(index.shape, -1.0))
+            if teacher is not None and pull is not None:
+                dlogits.mul_(1 - teacher.weight).add_(pull.masked_fill_(ignored, 0))
             dlogits = dlogits.to(rows.dtype)
             if dh is not None:
                 torch.mm(dlogits, weight, out=dh[span]).masked_fill_(ignored, 0)
@@ -74,7 +110,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dh, dw = ctx.saved_tensors
         dh = None if dh is None else _scaled(dh, dtotal, ctx.block)
         dw = None if dw is None else (dw * dtotal.to(dw.dtype)).to(ctx.weight_dtype)
-        return dh, dw, None, None, None, None, None
+        return dh, dw, None, None, None, None, None, None
 
 
 def _scaled(x: Tensor, factor: Tensor, block: int) -> Tensor:
@@ -114,13 +150,18 @@ def mean_over(total: Tensor, count: int | Tensor) -> Tensor:
 
 
 def linear_cross_entropy(
-    h: Tensor, weight: Tensor, labels: Tensor, ignore_index: int = -100, z_loss: float = 0.0
+    h: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    teacher: Distillation | None = None,
 ) -> Tensor:
     """Sum over rows of −log softmax(h Wᵀ)[label], without rows labelled `ignore_index`.
 
     h `[M, D]`, weight `[V, D]`, labels int64 `[M]`. Returns a scalar in fp32 (fp64 for fp64 inputs).
     z_loss: adds the gradient of z_loss · Σ logsumexp(h Wᵀ)² (PaLM, arXiv 2204.02311). The value remains the
-    cross-entropy, so that logged losses are comparable.
+    cross-entropy, so that logged losses are comparable. teacher: of these rows, see `Distillation`.
     """
     if torch.is_autocast_enabled(h.device.type):
         dtype = torch.get_autocast_dtype(h.device.type)
@@ -128,5 +169,5 @@ def linear_cross_entropy(
     # Rows of a block: its logits are about as many numbers for every vocabulary.
     block = max(64, (2**22 if h.device.type == "cpu" else 2**26) // weight.shape[0])
     return _LinearCrossEntropy.apply(
-        h, weight, labels, ignore_index, block, torch.is_grad_enabled(), z_loss
+        h, weight, labels, ignore_index, block, torch.is_grad_enabled(), z_loss, teacher
     )

@@ -39,6 +39,7 @@ from nalanda.train.carried_states import (
 )
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, saved_before_sums
 from nalanda.train.checks import check_causal, keeps_documents_apart
+from nalanda.train.distill import load_teacher
 from nalanda.train.flops import flops_per_token, peak_flops
 from nalanda.train.guards import SpikeDetector
 from nalanda.train.launch import check_shared, on_main_process, patience
@@ -67,6 +68,8 @@ def set_up(
 
     say("preparing the tokenizer")
     tokenizer = prepare_tokenizer(config, accelerator, sources)
+    # Here, because another tokenizer is refused before the data are opened.
+    teacher = load_teacher(config, tokenizer, accelerator.device)
 
     say("opening the data")
     batches, validation, sums = open_data(config, accelerator, sharing, tokenizer, sources)
@@ -103,6 +106,7 @@ def set_up(
         batches=batches,
         validation=validation,
         sums=sums,
+        teacher=teacher,
         masking=masking,
         # Which tokens' text a loss counts is known of causal models only.
         text_bytes=text_bytes(tokenizer) if validation and masking is None else None,

@@ -431,6 +431,8 @@ def report(run: Run, step: Step, verdict: Judgement) -> None:
     if verdict.kind == "good" and (is_last(run, step) or is_due(step.number, config.log.every)):
         if run.scaler.is_enabled():
             values["loss_scale"] = run.scaler.get_scale()
+        if run.teacher:
+            values["kl"] = run.teacher.mean_divergence()
         run.log.write(step=step.number, tokens=tokens, **values)
         run.speed.restart(tokens)
         run.reading.report_left_out(run.log, step.number)

@@ -13,6 +13,7 @@ from nalanda.data.text_bytes import TextBytes
 from nalanda.model import Mixer
 from nalanda.model.context import Context
 from nalanda.train.carried_states import CarriedStates
+from nalanda.train.distill import Teacher
 
 
 def count_labels(batch: dict[str, Tensor], context: Context | None = None) -> int:
@@ -43,12 +44,13 @@ def summed_loss(
     carried_states: CarriedStates | None = None,
     index: int = 0,
     context: Context | None = None,
+    teacher: Teacher | None = None,
 ) -> Tensor:
     """The sum of a micro-batch's token losses, in this process's part of the rows.
 
     With `carried_states`, rows start from the states that the last step left for micro-batch `index`.
 
-    model: may be wrapped. z_loss: changes only the gradient.
+    model: may be wrapped. z_loss, teacher: change only the gradient.
     """
     tokens = batch["input_ids"].to(device, non_blocking=True)  # [B, T]
     labels = batch["labels"].to(device, non_blocking=True)  # [B, T]
@@ -58,6 +60,8 @@ def summed_loss(
         if bare.config.is_decoder:
             # In evaluation the model returns logits too: one position is the least.
             packing |= {"context": context, "logits_to_keep": 1}
+        if teacher:
+            packing["distillation"] = teacher(tokens, batch)
         if carried_states:
             packing |= carried_states.before(index, batch)
         # Divided by 1: the model returns the sum of its losses in place of their mean.

@@ -18,6 +18,7 @@ from nalanda.data.token_set import SumCheck
 from nalanda.train import checkpoint, parallel
 from nalanda.train.carried_states import CarriedStates
 from nalanda.train.checkpoint_dir import mark_unsound
+from nalanda.train.distill import Teacher
 from nalanda.train.guards import Interruptions, SpikeDetector, Watchdog
 from nalanda.train.launch import from_main_process
 from nalanda.train.log import RunLog, write_facts
@@ -64,6 +65,8 @@ class Run:
     sharing: parallel.Sharing
     text_bytes: TextBytes | None = None
     """Bytes of the tokens' text, or None if the tokenizer loses some."""
+    teacher: Teacher | None = None
+    """Whose next tokens the model learns beside those of the text."""
     masking: Masking | None = None
     """Makes the batches of a masked language model."""
     facts: dict[str, Any] = field(default_factory=dict)

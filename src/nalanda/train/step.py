@@ -73,6 +73,7 @@ def forward_backward(run: Run) -> Step:
                 run.carried_states,
                 i,
                 run.sharing.context,
+                run.teacher,
             )
             # A step without any label has the loss 0, not 0 / 0.
             mean = total / max(1, labels)

@@ -1,0 +1,281 @@
+"""Fits recurrent mixers to a transformer's attention, layer by layer.
+
+The teacher reads each batch once, block by block. Every arm's mixer of a layer gets that attention's input,
+and learns its output; no gradient passes between layers.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+
+from nalanda.common.errors import InputError
+from nalanda.common.files import write_atomically
+from nalanda.config.load import at_home, differences, read_yaml
+from nalanda.config.schema import RunConfig
+from nalanda.convert.convert import local_folder
+from nalanda.convert.linearize import (
+    Transformer,
+    build_hybrid,
+    hybrid_config,
+    open_transformer,
+    replaced_layers,
+    write_hybrid,
+)
+from nalanda.data.sources import Sources
+from nalanda.model import NalandaConfig
+from nalanda.model.decoder import Decoder, Packing
+from nalanda.model.epilogues import add_norm
+from nalanda.model.sequences import Sequences
+from nalanda.train import checkpoint
+from nalanda.train.build import finish_sums, open_data, prepare_tokenizer
+from nalanda.train.checkpoint_dir import latest_checkpoint
+from nalanda.train.distill import check_tokenizer
+from nalanda.train.flops import DTYPES
+from nalanda.train.guards import Interruptions, interruptible
+from nalanda.train.launch import launch
+from nalanda.train.log import RunLog
+from nalanda.train.optim import learning_rate
+from nalanda.train.parallel import Sharing
+from nalanda.train.run_dir import MOVABLE, lock_run_dir, section_of
+
+IDENTITY = {"model", "tokenizer", "data", "seed", "linearize", "distill"}
+"""Sections of the recipe that a fit which goes on must share, beside `train.tokens_per_step`."""
+
+
+@dataclass
+class Fit:
+    """The parts of a fit under way."""
+
+    config: RunConfig
+    teacher: Any
+    """The teacher's model, on its own device."""
+    arms: Any
+    """Each arm's mixers, by the numbers of their layers."""
+    optimizer: torch.optim.Optimizer
+    batches: Any
+    accelerator: Any
+    step: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.step * self.config.train.tokens_per_step
+
+
+def fit_layers(config: RunConfig, model: str) -> list[Path]:
+    """Fits the recipe's hybrids to the transformer `model`; returns their folders, `output_dir/ARM`.
+
+    output_dir gets config.yaml, metrics.jsonl with each arm's relative error, and checkpoints. The same command
+    resumes from the newest, to the same values.
+
+    Raises:
+        InputError: the recipe, the transformer or the folder cannot work. Settings are checked before the
+            transformer's weights are read.
+        SystemExit: 128 + signal, once the step is finished and saved.
+    """
+    config = at_home(config)
+    config = replace(config, distill=replace(config.distill, teacher=model))
+    config.check()
+    run_dir = Path(config.output_dir)
+    if "://" in config.output_dir:
+        raise InputError(f"output_dir: {config.output_dir}: fits are written to a local folder")
+    teacher = open_transformer(local_folder(model))
+    configs = arm_configs(config, teacher.config)
+
+    transformers.logging.disable_progress_bar()  # of writing a few files
+    accelerator = launch(config)
+    if accelerator.num_processes > 1:
+        raise InputError("linearize: one process fits all layers; the stages after it take several")
+    with lock_run_dir(run_dir), interruptible() as signals, ExitStack() as stack:
+        claim_folder(run_dir, config)
+        folders = [run_dir / name for name in configs]
+        fit, sums = start_fit(config, accelerator, teacher, configs, stack)
+        run_steps(fit, signals, stack)
+        finish_sums(sums)
+        return list(write_arms(fit, teacher, configs, folders))
+
+
+def arm_configs(config: RunConfig, teacher: NalandaConfig) -> dict[str, NalandaConfig]:
+    """Each arm's hybrid by name; `hybrid` without `linearize.arms`. Raises `InputError`."""
+    arms = config.linearize.arms or {"hybrid": {}}
+    configs = {}
+    for name, keys in arms.items():
+        try:
+            configs[name] = hybrid_config(teacher, config.model | keys)
+        except InputError as error:
+            raise InputError(
+                f"arm {name}: {error}" if config.linearize.arms else str(error)
+            ) from None
+    return configs
+
+
+def claim_folder(run_dir: Path, config: RunConfig) -> None:
+    """Writes the recipe into the folder. Raises InputError for a folder with another fit."""
+    file = run_dir / "config.yaml"
+    changes = differences(read_yaml(file), config.to_dict()) if file.is_file() else {}
+    for key, (old, new) in changes.items():
+        identity = section_of(key) in IDENTITY and key not in MOVABLE
+        if identity or key == "train.tokens_per_step":
+            raise InputError(
+                f"{run_dir} holds another fit: {key} is {old!r} there and {new!r} here; set it back, or choose "
+                "another output_dir"
+            )
+    write_atomically(file, config.to_yaml())
+
+
+def start_fit(
+    config: RunConfig,
+    accelerator: Any,
+    teacher: Transformer,
+    configs: dict[str, NalandaConfig],
+    stack: ExitStack,
+) -> tuple[Fit, Any]:
+    """Opens the data, loads the teacher and builds the arms, or restores them; with the check of the files."""
+    sources = Sources(config.data, validation=False)
+    tokenizer = prepare_tokenizer(config, accelerator, sources)
+    check_tokenizer(tokenizer, str(teacher.folder), f"distill.teacher: {teacher.folder}")
+    settings = replace(config, validation=replace(config.validation, every=0))
+    sharing = Sharing(accelerator, "ddp", config.train)
+    batches, _, sums = open_data(settings, accelerator, sharing, tokenizer, sources)
+    stack.callback(batches.close)
+    stack.callback(sums.close)
+
+    device = torch.device(config.distill.device or accelerator.device)
+    model = teacher.load(device, DTYPES[config.distill.precision])
+    arms: Any = nn.ModuleDict()
+    source = teacher.load(torch.device("cpu"), torch.float32)
+    for name, hybrid in configs.items():
+        # One seed for all: parts that two arms share begin equal.
+        set_seed(config.seed)
+        built = build_hybrid(teacher, hybrid, source)
+        layers = {str(i): built.model.layers[i].mixer for i in replaced_layers(hybrid)}
+        arms[name] = nn.ModuleDict(layers)
+    arms.to(accelerator.device).train()
+
+    optim = config.optim
+    optimizer = torch.optim.AdamW(
+        arms.parameters(), config.linearize.lr, optim.betas, optim.eps, weight_decay=0.0
+    )
+    fit = Fit(config, model, arms, optimizer, batches, accelerator)
+    newest = latest_checkpoint(Path(config.output_dir) / "checkpoints")
+    if newest:
+        state, data_state = checkpoint.load(newest, model=arms, optimizer=optimizer)
+        fit.step = state["step"]
+        batches.load_state_dict(data_state)
+    return fit, sums
+
+
+def run_steps(fit: Fit, signals: Interruptions, stack: ExitStack) -> None:
+    """Makes the steps that are left. Raises SystemExit after a signal, when the step is saved."""
+    config, run_dir = fit.config, Path(fit.config.output_dir)
+    steps, every = config.linearize.steps, config.checkpoint.every
+    # The schedule's shape over these steps, with a warm-up that is no longer than a tenth.
+    schedule = config.schedule
+    schedule = replace(schedule, warmup_steps=min(schedule.warmup_steps, steps // 10))
+
+    saver = checkpoint.Saver(run_dir / "checkpoints", config.checkpoint)
+    stack.push(lambda error, *_: saver.close(error))
+    log = RunLog(run_dir, config.log, step=fit.step, steps=steps)
+    stack.callback(log.close)
+    signals.first = lambda: None  # from here on a signal lets the step end
+    for _ in range(fit.step, steps):
+        rate = learning_rate(fit.step + 1, steps, config.linearize.lr, schedule)
+        errors = fit_step(fit, rate)
+        fit.step += 1
+
+        last = fit.step == steps
+        if last or fit.step % config.log.every == 0:
+            named = {f"error/{name}": error for name, error in errors.items()}
+            log.write(step=fit.step, tokens=fit.tokens, lr=rate, **named)
+        text = "  ".join(f"{name} {error:.4f}" for name, error in errors.items())
+        log.progress.to(fit.step, f"relative error {text}", end=last)
+
+        stop = bool(signals.received)
+        if last or stop or (every and fit.step % every == 0):
+            saver.save(
+                fit.step,
+                model=fit.arms,
+                optimizer=fit.optimizer,
+                data_state=fit.batches.state_dict(),
+                trainer_state={"tokens": fit.tokens},
+            )
+        if stop and not last:
+            saver.wait()
+            raise SystemExit(128 + signals.received[0])
+    saver.wait()
+
+
+def fit_step(fit: Fit, rate: float) -> dict[str, float]:
+    """One update of all mixers; returns each arm's relative error, the mean over its layers."""
+    count = fit.config.accumulation(1)
+    totals = dict.fromkeys(fit.arms, 0.0)
+    for _ in range(count):
+        for name, error in add_gradients(fit, next(fit.batches), count):
+            totals[name] += error.item() / (count * len(fit.arms[name]))
+
+    # Layers are problems of their own, so each has its own norm.
+    for mixers in fit.arms.values():
+        for mixer in mixers.values():
+            norm = nn.utils.clip_grad_norm_(
+                mixer.parameters(), fit.config.optim.max_grad_norm or 1e9
+            )
+            if not norm.isfinite():
+                mixer.zero_grad()
+    for group in fit.optimizer.param_groups:
+        group["lr"] = rate
+    fit.optimizer.step()
+    fit.optimizer.zero_grad()
+    return totals
+
+
+def add_gradients(fit: Fit, batch: dict[str, Tensor], count: int) -> Iterator[tuple[str, Tensor]]:
+    """Adds the gradients of a micro-batch, one of `count`; yields each layer's arm and relative error.
+
+    The error is ‖ŷ − y‖² / ‖y‖² over all tokens, y the output of the teacher's attention.
+    """
+    decoder: Decoder = fit.teacher.model
+    device = fit.accelerator.device
+    with torch.no_grad():
+        x = decoder.embed_tokens(batch["input_ids"].to(decoder.device))
+        packing = Packing(cu_seqlens=batch["cu_seqlens"])
+        read = decoder.describe(x, None, None, None, None, False, packing)
+        x = decoder.scaled(read.layout.pack(read.x), read.seq)  # [1, ΣT, D]
+    seq = Sequences(read.layout.cu_seqlens, device=device)
+
+    deepest = max(int(i) for mixers in fit.arms.values() for i in mixers)
+    blocks: Any = decoder.layers[: deepest + 1]
+    for i, block in enumerate(blocks):
+        with torch.no_grad():
+            x, h = add_norm(x, None, block.mixer_norm)
+            y, _ = block.mixer(h, read.seq)
+            inputs, targets = h.to(device).float(), y.to(device).float()
+
+        for name, mixers in fit.arms.items():
+            if str(i) in mixers:
+                with fit.accelerator.autocast():
+                    output, _ = mixers[str(i)](inputs, seq)
+                error = (output.float() - targets).square().sum() / targets.square().sum()
+                (error / count).backward()
+                yield name, error.detach()
+
+        with torch.no_grad():
+            x, h = add_norm(x, y, block.mlp_norm)
+            x = x + block.mlp(h)
+
+
+def write_arms(
+    fit: Fit, teacher: Transformer, configs: dict[str, NalandaConfig], folders: list[Path]
+) -> Iterator[Path]:
+    """Writes each arm's hybrid as a model folder."""
+    source = teacher.load(torch.device("cpu"), torch.float32)
+    for (name, config), folder in zip(configs.items(), folders, strict=True):
+        hybrid = build_hybrid(teacher, config, source)
+        for i, mixer in fit.arms[name].items():
+            hybrid.model.layers[int(i)].mixer.load_state_dict(mixer.state_dict())
+        yield write_hybrid(hybrid, teacher, folder)

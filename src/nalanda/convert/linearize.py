@@ -1,0 +1,217 @@
+"""Puts recurrent mixers in place of a pretrained transformer's attention.
+
+The transformer, the teacher, is read as one of our models whose mixers are all `softmax`. `hybrid_config`
+describes a hybrid that keeps all tensors but those of the replaced mixers. These begin with the teacher's
+projections, and `fit.py` fits them to its outputs.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from nalanda.common.errors import InputError
+from nalanda.config.model import written_out
+from nalanda.convert.convert import (
+    FORMATS,
+    Part,
+    copy_side_files,
+    find_leading_bos,
+    keep_tokenizer,
+    match_tensors,
+    read_config,
+    refuse_unknown,
+    stored_tensors,
+    tensors_of,
+)
+from nalanda.convert.formats import resolved
+from nalanda.model import MIXERS, NalandaConfig
+from nalanda.train.export import new_folder, pad_batches
+
+READABLE = ("llama", "qwen3", "nalanda")
+"""Model types of the teachers."""
+
+DEFAULT = {"pattern": ["gated_deltanet", "gated_deltanet", "gated_deltanet", "softmax"]}
+"""`model.mixer` of a recipe without one: three recurrent layers to one that stays."""
+
+OF_THE_TEACHER = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim"),
+    *("intermediate_size", "norm_eps", "use_bias", "tie_word_embeddings"),
+    *("position_embedding", "scale_embeddings"),
+)
+"""Keys of a model that a recipe may repeat, and not change."""
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A pretrained transformer whose tensors are not read yet."""
+
+    folder: Path
+    config: NalandaConfig
+    parts: dict[str, Part]
+    """Its stored tensors by our names."""
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> Any:
+        """The model, for reading only."""
+        model = self.build(self.config, dtype)
+        model.load_state_dict(self.tensors(), strict=not self.config.tie_word_embeddings)
+        return model.to(device).eval().requires_grad_(False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: part.read() for name, part in self.parts.items()}
+
+    @staticmethod
+    def build(config: NalandaConfig, dtype: torch.dtype = torch.float32) -> Any:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def open_transformer(folder: Path) -> Transformer:
+    """Opens a Llama, Qwen3 or SmolLM2 folder, or one of ours with softmax attention in every layer.
+
+    Raises:
+        InputError: names the setting, or the tensor, that our softmax attention cannot express.
+    """
+    settings = read_config(folder)
+    kind = str(settings.get("model_type"))
+    try:
+        refuse_unknown(kind, settings)
+        if kind not in READABLE:
+            raise InputError(
+                f"model_type {kind!r}: only {', '.join(READABLE)} have attention to replace"
+            )
+        ours = kind == "nalanda"
+        config = NalandaConfig.from_pretrained(folder) if ours else FORMATS[kind].ours(settings)
+        check_attention(config)
+        config.bos_token_id = find_leading_bos(folder, config)
+        # Shapes come from the files' headers.
+        parts = match_tensors(stored_tensors(folder), config, tensors_of(kind, settings))
+    except ValueError as error:
+        raise InputError(f"{folder}: {error}") from None
+    return Transformer(folder, config, parts)
+
+
+def check_attention(config: NalandaConfig) -> None:
+    """Raises InputError for a model with another mixer than softmax attention over the whole text."""
+    others = [name for name in config.layer_mixers if name != "softmax"]
+    if others:
+        raise InputError(f"mixer {others[0]!r}: only softmax attention is replaced")
+    window = resolved(config)["mixer_options"]["softmax"]["window"]
+    if window is not None:
+        raise InputError(
+            f"window={window}: a fitted layer reads the whole text; no window is served"
+        )
+
+
+def hybrid_config(teacher: NalandaConfig, keys: dict[str, Any]) -> NalandaConfig:
+    """The config of the hybrid that `keys`, of a recipe's `model`, make of the teacher.
+
+    `mixer` names the mixers of the layers; those called softmax keep the teacher's attention.
+
+    Raises:
+        InputError: names the key that differs from the teacher's, or that no mixer takes.
+    """
+    for name in OF_THE_TEACHER:
+        if name in keys and keys[name] != getattr(teacher, name):
+            raise InputError(
+                f"model.{name}: {keys[name]!r}, but the teacher has {getattr(teacher, name)!r}; leave it out"
+            )
+
+    attention = resolved(teacher)["mixer_options"]["softmax"]
+    options = dict(keys.get("mixer_options") or {})
+    # Options stand under the names of mixers, or are for the one new mixer.
+    by_name = options if MIXERS.keys() & options.keys() else {}
+    for name, value in by_name.get("softmax", {}).items():
+        if attention.get(name) != value:
+            raise InputError(
+                f"model.mixer_options.softmax.{name}: {value!r}, but the teacher's layers have "
+                f"{attention.get(name)!r}; leave it out"
+            )
+
+    values = written_out(teacher) | {"mixer": DEFAULT} | keys
+    values |= {name: getattr(teacher, name) for name in ("bos_token_id", "eos_token_id")}
+    values["max_position_embeddings"] = teacher.max_position_embeddings
+    try:
+        # First without the options, to learn the layers' mixers.
+        names = NalandaConfig(**values | {"mixer_options": {}}).layer_mixers
+        values["mixer_options"] = options_by_name(teacher, dict.fromkeys(names), options, by_name)
+        return NalandaConfig(**values)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"model: {error}") from None
+
+
+def options_by_name(
+    teacher: NalandaConfig, names: dict[str, None], options: dict, by_name: dict
+) -> dict[str, dict]:
+    """The options of the hybrid's mixers, by name. The teacher's attention keeps its own, and its sizes."""
+    new = {name: by_name.get(name, {}) for name in names if name != "softmax"}
+    if options and not by_name:
+        if len(new) > 1:
+            raise InputError("mixer_options: several new mixers; give options under their names")
+        new = dict.fromkeys(new, options)
+    if "softmax" not in names:
+        return new
+    sizes = {"num_heads": teacher.num_heads, "head_dim": teacher.head_dim}
+    stored = teacher.mixer_options
+    return new | {"softmax": stored.get("softmax", stored) | sizes}
+
+
+def build_hybrid(teacher: Transformer, config: NalandaConfig, model: Any) -> Any:
+    """The hybrid in fp32, before any fitting. model: the teacher's, in fp32 on the CPU."""
+    hybrid = teacher.build(config)
+    replaced = replaced_layers(config)
+    shared = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if not any(name.startswith(f"model.layers.{i}.mixer.") for i in replaced)
+    }
+    hybrid.load_state_dict(shared, strict=False)
+    for i in replaced:
+        take_projections(hybrid.model.layers[i].mixer, model.model.layers[i].mixer)
+    return hybrid
+
+
+def replaced_layers(config: NalandaConfig) -> list[int]:
+    """The numbers of the layers whose attention was replaced."""
+    return [i for i, name in enumerate(config.layer_mixers) if name != "softmax"]
+
+
+@torch.no_grad()
+def take_projections(mixer: Any, attention: Any) -> None:
+    """Copies q, k, v and o of the teacher's attention where shapes allow; convolutions become the identity.
+
+    Query heads that share keys and values each get a copy of them, where the mixer has as many heads of both.
+    """
+    group = attention.num_heads // attention.num_v_heads
+    for name in ("q", "k", "v", "o"):
+        source, target = (getattr(m, f"{name}_proj", None) for m in (attention, mixer))
+        if target is None:
+            continue
+        for kind in ("weight", "bias"):
+            theirs, ours = getattr(source, kind), getattr(target, kind)
+            if theirs is not None and name in ("k", "v") and len(ours) == group * len(theirs):
+                # [heads · K, …] to [heads, K, …], each head repeated for its group
+                heads = theirs.unflatten(0, (attention.num_v_heads, -1))
+                theirs = heads.repeat_interleave(group, 0).flatten(0, 1)
+            if theirs is not None and theirs.shape == ours.shape:
+                ours.copy_(theirs)
+
+    for name in ("q", "k", "v"):
+        conv: Any = getattr(mixer, f"{name}_conv1d", None)
+        if conv is not None:
+            # The last tap is the token itself.
+            nn.init.zeros_(conv.weight)[..., -1] = 1
+    if mixer.value_conv:
+        nn.init.zeros_(mixer.dwc.weight)  # added to the output, where the teacher has nothing
+
+
+def write_hybrid(hybrid: Any, teacher: Transformer, out: Path) -> Path:
+    """Writes the hybrid as a model folder, with the teacher's tokenizer and generation config."""
+    with new_folder(out, replace=True) as staging:
+        hybrid.save_pretrained(staging)
+        copy_side_files(teacher.folder, staging)
+        pad_batches(staging)
+        keep_tokenizer(teacher.folder, staging)
+    return out

@@ -1,0 +1,338 @@
+"""From a pretrained transformer to a hybrid: the replacement, the fit of its layers, and the distillation."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from training import contents
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from nalanda.common.errors import InputError
+from nalanda.config.load import load_config
+from nalanda.convert import fit as fitting
+from nalanda.convert.fit import fit_layers
+from nalanda.convert.linearize import build_hybrid, hybrid_config, open_transformer, write_hybrid
+from nalanda.model import MIXERS
+from nalanda.train.log import read_metrics
+from nalanda.train.loop import train
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+SIZES = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+}
+PATTERN = "model={mixer: {pattern: [linear_attention, softmax]}, use_gate: false}"
+
+
+@pytest.fixture(scope="module")
+def llama(tokenizer, tmp_path_factory):
+    """A Llama of four layers with two groups of heads, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def opened(folder):
+    teacher = open_transformer(folder)
+    return teacher, teacher.load(torch.device("cpu"), torch.float32)
+
+
+def settings(recipe, llama, run, *overrides):
+    return load_config(
+        recipe,
+        [
+            f"output_dir={run}",
+            f"tokenizer={llama}",
+            PATTERN,
+            "data.seq_len=32",
+            "data.bos=false",
+            "linearize.steps=6",
+            "checkpoint.every=2",
+            "log.every=1",
+            "log.tensorboard=false",
+            "validation.every=0",
+            *overrides,
+        ],
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_without_a_replaced_layer_the_hybrid_is_the_teacher(kind, llama, tmp_path):
+    source = llama
+    if kind == "qwen3":
+        torch.manual_seed(0)
+        source = tmp_path / "qwen3"
+        Qwen3ForCausalLM(Qwen3Config(**SIZES)).save_pretrained(source)
+    teacher, model = opened(source)
+    hybrid = build_hybrid(teacher, hybrid_config(teacher.config, {"mixer": "softmax"}), model)
+
+    tokens = torch.randint(257, (2, 40))
+    original = AutoModelForCausalLM.from_pretrained(source)
+    expected = original(tokens).logits
+    torch.testing.assert_close(hybrid(tokens).logits, expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(hybrid(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("mixer", sorted(MIXERS.keys() - {"softmax"}))
+def test_a_replaced_layer_begins_with_the_projections(mixer, llama):
+    teacher, model = opened(llama)
+    config = hybrid_config(teacher.config, {"mixer": {"pattern": [mixer, "softmax"]}})
+    hybrid = build_hybrid(teacher, config, model)
+    ours, theirs = (m.model.layers[2].mixer for m in (hybrid, model))
+
+    assert torch.equal(ours.q_proj.weight, theirs.q_proj.weight)
+    assert torch.equal(ours.o_proj.weight, theirs.o_proj.weight)
+    if mixer != "delta_product":  # a token has two values there
+        # Heads 0 and 1 read the keys and values of group 0, heads 2 and 3 those of group 1.
+        values = ours.v_proj.weight.unflatten(0, (4, 8))
+        groups = theirs.v_proj.weight.unflatten(0, (2, 8))
+        assert torch.equal(values, groups[[0, 0, 1, 1]])
+    if ours.conv_size:
+        x = torch.randn(1, 5, len(ours.v_conv1d.weight))
+        assert torch.equal(ours.v_conv1d(x, fitting.Sequences())[0], x)
+    assert torch.equal(hybrid.lm_head.weight, model.lm_head.weight)
+    assert hybrid.model.layers[1].mixer.num_v_heads == 2
+
+
+def test_the_folder_is_a_model_like_any_other(llama, tmp_path):
+    teacher, model = opened(llama)
+    hybrid = build_hybrid(teacher, hybrid_config(teacher.config, {}), model)
+    folder = write_hybrid(hybrid, teacher, tmp_path / "hybrid")
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.config.layer_mixers == ["gated_deltanet"] * 3 + ["softmax"]
+    prompt = AutoTokenizer.from_pretrained(folder)("abc", return_tensors="pt").input_ids
+    assert torch.equal(loaded(prompt).logits, hybrid(prompt).logits)
+    assert (
+        loaded.generate(prompt, max_new_tokens=5, do_sample=False).shape[1] == prompt.shape[1] + 5
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys", "said"),
+    [
+        ({"model_type": "mistral"}, {}, "model_type 'mistral'"),
+        ({"sliding_window": 64}, {}, "sliding_window=64"),
+        ({"attention_bias": True}, {}, "attention_bias=True"),
+        ({"num_key_value_heads": 3}, {}, "num_kv_heads=3"),
+        ({"vocab_size": 300}, {}, "[257, 32], the config says [300, 32]"),
+        ({}, {"hidden_size": 64}, "model.hidden_size: 64, but the teacher has 32"),
+        ({}, {"mixer": "atention"}, "unknown mixer 'atention'"),
+        ({}, {"mixer": ["gla", "softmax"]}, "mixer names 2 layers"),
+        ({}, {"mixer_options": {"window": 3}}, "no option 'window'"),
+        ({}, {"mixer_options": {"softmax": {"window": 3}}}, "softmax.window: 3"),
+    ],
+)
+def test_a_model_that_cannot_be_replaced_is_refused_by_name(
+    changes, keys, said, llama, tmp_path, monkeypatch
+):
+    """Before a tensor's values are read."""
+    for name, content in contents(llama).items():
+        (tmp_path / name).write_bytes(content)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    monkeypatch.setattr(fitting.Transformer, "load", None)
+    with pytest.raises(InputError) as error:
+        hybrid_config(open_transformer(tmp_path).config, keys)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_layer_that_can_represent_the_attention_learns_it(recipe, llama, tmp_path, monkeypatch):
+    """Queries and keys of 0 weigh all tokens alike, in both. The layers begin with half the
+    values, and have no convolutions, whose SiLU would change them."""
+    teacher = tmp_path / "uniform"
+    teacher.mkdir()
+    for name, content in contents(llama).items():
+        (teacher / name).write_bytes(content)
+    weights = load_file(teacher / "model.safetensors")
+    for name in weights:
+        if "q_proj" in name or "k_proj" in name:
+            weights[name] = torch.zeros_like(weights[name])
+    save_file(weights, teacher / "model.safetensors", metadata={"format": "pt"})
+
+    def halved(*arguments):
+        hybrid = build_hybrid(*arguments)
+        for layer in hybrid.model.layers[::2]:
+            layer.mixer.v_proj.weight.data *= 0.5
+        return hybrid
+
+    monkeypatch.setattr(fitting, "build_hybrid", halved)
+    run = tmp_path / "run"
+    steps = "linearize.steps=100", "linearize.lr=0.01", "schedule.min_lr_ratio=0.01"
+    fit_layers(settings(recipe, teacher, run, "model.conv_size=0", *steps), str(teacher))
+    errors = [line["error/hybrid"] for line in read_metrics(run / "metrics.jsonl")]
+    assert 0.2 < errors[0] < 0.3
+    assert errors[-1] < 1e-3
+    hybrid = AutoModelForCausalLM.from_pretrained(run / "hybrid")
+    text = "scan delta state decay head value"
+    tokens = AutoTokenizer.from_pretrained(teacher)(text, return_tensors="pt").input_ids
+    expected = AutoModelForCausalLM.from_pretrained(teacher)(tokens).logits
+    assert (hybrid(tokens).logits - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+ARMS = "linearize.arms={plain: {}, delta: {mixer: {pattern: [softmax, gated_deltanet]}, feature_map: relu}}"
+
+
+def outcome(run, arms):
+    lines = list(read_metrics(run / "metrics.jsonl"))
+    return {arm: (run / arm / "model.safetensors").read_bytes() for arm in arms}, lines
+
+
+def test_arms_share_a_pass_and_do_not_meet(recipe, llama, tmp_path):
+    folders = fit_layers(settings(recipe, llama, tmp_path / "both", ARMS), str(llama))
+    assert [folder.name for folder in folders] == ["plain", "delta"]
+    fit_layers(settings(recipe, llama, tmp_path / "alone"), str(llama))
+
+    both, lines = outcome(tmp_path / "both", ["plain", "delta"])
+    alone, of_one = outcome(tmp_path / "alone", ["hybrid"])
+    assert both["plain"] == alone["hybrid"]
+    assert [x["error/plain"] for x in lines] == [x["error/hybrid"] for x in of_one]
+    assert lines[-1]["error/delta"] < lines[0]["error/delta"]
+
+
+def test_a_killed_fit_resumes_to_the_same_values(recipe, llama, tmp_path):
+    config = settings(recipe, llama, tmp_path / "whole", ARMS)
+    fit_layers(config, str(llama))
+
+    run = tmp_path / "killed"
+    config.output_dir = str(run)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(config.to_yaml())
+    # Slowed down, so that the signal comes before the end.
+    code = (
+        "import time; from nalanda.convert import fit; step = fit.fit_step;"
+        "fit.fit_step = lambda *a: (time.sleep(0.5), step(*a))[1];"
+        "from nalanda.config.load import load_config; import sys;"
+        "fit.fit_layers(load_config(sys.argv[1]), sys.argv[2])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(file), str(llama)])
+    while not (run / "checkpoints" / "step-2").is_dir():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (run / "plain").exists()
+
+    fit_layers(load_config(file), str(llama))
+    assert outcome(run, ["plain", "delta"]) == outcome(tmp_path / "whole", ["plain", "delta"])
+
+
+def test_another_fit_in_the_folder_is_refused(recipe, llama, tmp_path):
+    fit_layers(settings(recipe, llama, tmp_path / "run"), str(llama))
+    with pytest.raises(
+        InputError, match=r"holds another fit: linearize.steps is 6 there and 7 here"
+    ):
+        fit_layers(settings(recipe, llama, tmp_path / "run", "linearize.steps=7"), str(llama))
+
+
+DISTILLED = (
+    "validation.every=0",
+    "checkpoint.every=4",
+    "train.steps=8",
+    "schedule.warmup_steps=0",
+    "data.bos=false",
+)
+
+
+@pytest.fixture(scope="module")
+def hybrid(llama, tmp_path_factory):
+    """The folder of a hybrid whose layers were not fitted."""
+    teacher, model = opened(llama)
+    config = hybrid_config(teacher.config, {"mixer": {"pattern": ["gated_deltanet", "softmax"]}})
+    return write_hybrid(
+        build_hybrid(teacher, config, model), teacher, tmp_path_factory.mktemp("h") / "hybrid"
+    )
+
+
+def distilled(recipe, hybrid, run, *overrides):
+    init = f"model={{init_from: {hybrid}}}", f"tokenizer={hybrid}"
+    return load_config(recipe, [f"output_dir={run}", *init, *DISTILLED, *overrides])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_hybrid_learns_the_next_tokens_of_its_teacher(precision, recipe, llama, hybrid, tmp_path):
+    teacher = f"distill.teacher={llama}", f"distill.precision={precision}", "distill.weight=1.0"
+    train(distilled(recipe, hybrid, tmp_path / "run", *teacher))
+    lines = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert lines[0]["kl"] > 0.1
+    assert lines[-1]["kl"] < 0.8 * lines[0]["kl"]
+    # The loss is the cross-entropy, as without a teacher.
+    train(distilled(recipe, hybrid, tmp_path / "alone"))
+    alone = next(read_metrics(tmp_path / "alone" / "metrics.jsonl"))
+    assert lines[0]["loss"] == alone["loss"]
+    assert "kl" not in alone
+
+
+def test_a_distillation_resumes_to_the_same_values(recipe, llama, hybrid, tmp_path):
+    teacher = f"distill.teacher={llama}"
+    train(distilled(recipe, hybrid, tmp_path / "whole", teacher))
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    # As if it had been killed behind its fourth step.
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-8")
+    shutil.rmtree(tmp_path / "run" / "final")
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps(facts | {"state": "running"}))
+    train(distilled(recipe, hybrid, tmp_path / "run", teacher))
+
+    whole, resumed = (
+        load_file(tmp_path / name / "final" / "model.safetensors") for name in ("whole", "run")
+    )
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    divergences = [
+        [line["kl"] for line in read_metrics(tmp_path / name / "metrics.jsonl")]
+        for name in ("whole", "run")
+    ]
+    assert divergences[0] == divergences[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("tokenizer", "its tokenizer is another than the run's; set tokenizer="),
+        ("vocabulary", "its vocab_size is 300, the model's 257; set model.vocab_size=300"),
+        ("carry", "it reads whole rows from their start; set data.long_documents=cut"),
+        ("context", "it reads whole rows from their start; set train.context_parallel=1"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused_before_its_weights_are_read(
+    change, said, recipe, llama, hybrid, tmp_path
+):
+    teacher, overrides = tmp_path / "teacher", []
+    shutil.copytree(llama, teacher)
+    (teacher / "model.safetensors").unlink()
+    if change == "tokenizer":
+        file = teacher / "tokenizer.json"
+        file.write_text(file.read_text().replace('"a":', '"¤":'))
+    elif change == "vocabulary":
+        file = teacher / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 300}))
+    else:
+        key = {"carry": "data.long_documents=carry", "context": "train.context_parallel=2"}
+        overrides.append(key[change])
+    with pytest.raises(InputError) as error:
+        train(distilled(recipe, hybrid, tmp_path / "run", f"distill.teacher={teacher}", *overrides))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
