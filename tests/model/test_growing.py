@@ -12,7 +12,7 @@ from nalanda.model.growing import Memory, grown
 
 
 def rows(start: int, stop: int, batch: int = 2):
-    return torch.arange(start, stop).float().view(1, -1, 1).expand(batch, -1, 3).contiguous()
+    return torch.arange(start, stop).float().view(1, -1, 1, 1).expand(batch, -1, 2, 3).contiguous()
 
 
 @torch.no_grad()
@@ -23,6 +23,13 @@ def test_rows_are_appended_where_they_lie():
         state = grown(state, rows(end, end + 1))
         assert torch.equal(state, rows(0, end + 1))
         assert state.data_ptr() == place
+
+
+@torch.no_grad()
+def test_rows_of_a_head_are_neighbours():
+    """The C++ reads them head by head."""
+    state = grown(rows(0, 5), rows(5, 6))
+    assert state[0, :, 1].is_contiguous()
 
 
 @torch.no_grad()
@@ -45,7 +52,7 @@ def test_two_continuations_of_one_state(order):
     assert torch.equal(shared, rows(0, 6))
     for name, value in (("a", -1), ("b", -2)):
         count = order.count(name)
-        expected = torch.cat([rows(0, 6), torch.full((2, count, 3), value).float()], 1)
+        expected = torch.cat([rows(0, 6), torch.full((2, count, 2, 3), value).float()], 1)
         assert torch.equal(states[name], expected)
 
 

@@ -63,16 +63,16 @@ inline float sum_lanes(Lanes x) {
 
 // sums[n][r] = x_n · W_r for N rows of x and R rows of W, all of K numbers. The order of a sum depends on K alone.
 template <int N, int R, class T>
-void multiply(const T* W, long stride, const float* x, int K, float (*sums)[4]) {
+void multiply(const T* W, const float* x, int K, float (*sums)[4]) {
     Lanes totals[N][R] = {};
     int k = 0;
     for (; k + 2 * LANES <= K; k += 2 * LANES) {
         for (int r = 0; r < R; r++) {
             // The rows that come next, because processors do not foresee as many streams.
-            const char* next = (const char*)(W + (r + R) * stride + k);
+            const char* next = (const char*)(W + long(r + R) * K + k);
             int bytes = R > 1 ? 2 * LANES * sizeof(T) : 0;
             for (int line = 0; line < bytes; line += 64) __builtin_prefetch(next + line);
-            Weights w(W + r * stride + k);
+            Weights w(W + long(r) * K + k);
             for (int n = 0; n < N; n++) {
                 const float* x_n = x + long(n) * K + k;
                 totals[n][r] += w.first * read_as<Lanes>(x_n);
@@ -87,31 +87,33 @@ void multiply(const T* W, long stride, const float* x, int K, float (*sums)[4]) 
     for (; k < K; k++) {
         for (int n = 0; n < N; n++) {
             float entry = x[long(n) * K + k];
-            for (int r = 0; r < R; r++) sums[n][r] = __builtin_fmaf(entry, load(W + r * stride + k), sums[n][r]);
+            for (int r = 0; r < R; r++) sums[n][r] = __builtin_fmaf(entry, load(W + long(r) * K + k), sums[n][r]);
         }
     }
 }
 
 template <int R, class T>
-void multiply_few(const T* W, long stride, const float* x, int N, int K, float (*sums)[4]) {
+void multiply_few(const T* W, const float* x, int N, int K, float (*sums)[4]) {
     switch (N) {
-        case 1: return multiply<1, R>(W, stride, x, K, sums);
-        case 2: return multiply<2, R>(W, stride, x, K, sums);
-        case 3: return multiply<3, R>(W, stride, x, K, sums);
-        default: return multiply<4, R>(W, stride, x, K, sums);
+        case 1: return multiply<1, R>(W, x, K, sums);
+        case 2: return multiply<2, R>(W, x, K, sums);
+        case 3: return multiply<3, R>(W, x, K, sums);
+        default: return multiply<4, R>(W, x, K, sums);
     }
 }
 
-// take(n, m, x_n · W_m) for N rows of x and the rows first ≤ m < end of W, `height` of these at a time.
+// take(n, m, x_n · W_m) for N rows of x and the rows first ≤ m < end of W.
 template <class T, class Take>
-void multiply_all(const T* W, long stride, const float* x, int N, int K, long first, long end, int height, Take take) {
+void multiply_all(const T* W, const float* x, int N, int K, long first, long end, Take take) {
+    // For few rows memory is the limit, and fastest as a single stream. For more, four rows of W share the loads of x.
+    int height = N < 3 ? 1 : 4;
     for (long m = first; m < end;) {
         int rows = end - m < height ? 1 : height;
         for (int n = 0; n < N; n += 4) {
             float sums[4][4];
             int count = N - n < 4 ? N - n : 4;
             auto run = rows == 1 ? multiply_few<1, T> : multiply_few<4, T>;
-            run(W + m * stride, stride, x + long(n) * K, count, K, sums);
+            run(W + m * K, x + long(n) * K, count, K, sums);
             for (int i = 0; i < count; i++) {
                 for (int r = 0; r < rows; r++) take(n + i, m + r, sums[i][r]);
             }
@@ -133,10 +135,8 @@ void run_linear(const Linear<T>& layer, Part part) {
     static thread_local std::vector<float> memory;
     int N = layer.N, K = layer.K;
     long M = layer.M;
-    // For few rows memory is the limit, and fastest as a single stream. For more, four rows of W share the loads of x.
-    int height = N < 3 ? 1 : 4;
     const float* x = arrange<T>(layer.x, N, K, memory);
-    multiply_all(layer.W, K, x, N, K, part.first(M), part.end(M), height, [&](int n, long m, float sum) {
+    multiply_all(layer.W, x, N, K, part.first(M), part.end(M), [&](int n, long m, float sum) {
         float y = sum + (layer.bias ? load(layer.bias + m) : 0);
         if (layer.added) y = load(layer.added + n * M + m) + rounded<T>(y);
         store(layer.y + n * M + m, y);

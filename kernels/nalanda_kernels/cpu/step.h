@@ -14,7 +14,7 @@ struct Step {
     const void *q_past, *k_past, *v_past, *local_past;             // [N, W−1, ·] of T
     void *q_moved, *k_moved, *v_moved, *local_moved;               // the same after this token, or the same memory
     const void *q_norm, *k_norm, *norm;                            // [K], [K] and [V] of T
-    void *k_rows, *v_rows;                                         // of attention, [N, room, HV, K or V] of T
+    void *k_rows, *v_rows;                                         // of attention, [N, HV, room, K or V] of T
     const float* g;                                                // [N, HV·G], log-decays
     const float *A_log, *dt_bias, *skip;                           // [HV], [HV·G] and [HV]
     const float *map_powers, *map_units;                           // [H, K] of Pola
@@ -74,21 +74,22 @@ void norm_head(float* x, const T* weight, int size, float eps) {
 
 // held += Σ_r e_r S_r over R rows of S.
 template <int R, class X>
-void read_rows(const X* S, long stride, const float* e, int columns, float* held) {
+void read_rows(const X* S, const float* e, int columns, float* held) {
 #pragma omp simd
     for (int c = 0; c < columns; c++) {
         float sum = held[c];
-        for (int r = 0; r < R; r++) sum += e[r] * load(S + r * stride + c);
+        for (int r = 0; r < R; r++) sum += e[r] * load(S + long(r) * columns + c);
         held[c] = sum;
     }
 }
 
+// held = Σ_r e_r S_r over all rows.
 template <class X>
-void read_all(const X* S, long stride, const float* e, long rows, int columns, float* held) {
+void read_all(const X* S, const float* e, long rows, int columns, float* held) {
     long r = 0;
     for (int c = 0; c < columns; c++) held[c] = 0;
-    for (; r + 4 <= rows; r += 4) read_rows<4>(S + r * stride, stride, e + r, columns, held);
-    for (; r < rows; r++) read_rows<1>(S + r * stride, stride, e + r, columns, held);
+    for (; r + 8 <= rows; r += 8) read_rows<8>(S + r * columns, e + r, columns, held);
+    for (; r < rows; r++) read_rows<1>(S + r * columns, e + r, columns, held);
 }
 
 // R rows of the state, S ← decay S + k uᵀ, and their share of the readout, o += Σ_r q_r S_r.
@@ -269,7 +270,7 @@ void update(const Step& s, int n, int h_v, Memory& m) {
                 m.erased[i] = erase * k[i] * m.decay[i];
             }
             // The value under the key, in m.o for now.
-            read_all(S, columns, m.erased, F, columns, m.o);
+            read_all(S, m.erased, F, columns, m.o);
             for (int c = 0; c < columns; c++) m.u[c] = beta * (m.u[c] - m.o[c]);
         }
 
@@ -291,22 +292,20 @@ void update(const Step& s, int n, int h_v, Memory& m) {
 // The token's key and value in their rows, and p [queries, seen], the weight of each row that it sees.
 template <class T>
 long weigh_rows(const Step& s, int n, int h, Memory& m) {
-    int K = s.K, V = s.V;
-    long position = s.positions[n], seen = position + 1, last = s.used + *s.written, stride = long(s.HV) * K;
+    int K = s.K, V = s.V, queries = s.queries();
+    long position = s.positions[n], seen = position + 1, last = s.used + *s.written, head = long(n) * s.HV + h;
     if (s.reach) seen = s.blocks ? position % s.reach + 1 : seen < s.reach ? seen : s.reach;
-    T* k = (T*)s.k_rows + ((n * long(s.k_room) + last) * s.HV + h) * K;
-    T* v = (T*)s.v_rows + ((n * long(s.v_room) + last) * s.HV + h) * V;
+    T* k = (T*)s.k_rows + (head * s.k_room + last) * K;
+    T* v = (T*)s.v_rows + (head * s.v_room + last) * V;
     for (int c = 0; c < K; c++) store(k + c, m.map_k[c]);
     for (int c = 0; c < V; c++) store(v + c, m.v[c]);
 
-    int queries = s.queries();
     m.scores.resize(queries * seen);
     const float* q = arrange<T>(m.map_q, queries, K, m.arranged);
-    multiply_all(k - (seen - 1) * stride, stride, q, queries, K, 0, seen, 4,
-                 [&](int i, long j, float sum) {
-                     float score = s.scores == SOFTMAX ? sum : rounded<T>(sum);
-                     m.scores[i * seen + j] = score * s.scale;
-                 });
+    multiply_all(k - (seen - 1) * K, q, queries, K, 0, seen, [&](int i, long j, float sum) {
+        float score = s.scores == SOFTMAX ? sum : rounded<T>(sum);
+        m.scores[i * seen + j] = score * s.scale;
+    });
     return seen;
 }
 
@@ -314,6 +313,7 @@ long weigh_rows(const Step& s, int n, int h, Memory& m) {
 template <class T>
 void attend(const Step& s, int n, int h, int i, long seen, Memory& m) {
     float *p = m.scores.data() + i * seen, most = -INFINITY, total = s.scores == SOFTMAX ? 0 : 1;
+#pragma omp simd reduction(max : most)
     for (long j = 0; j < seen; j++) most = p[j] > most ? p[j] : most;
     if (s.scores == SOFTMAX) {
 #pragma omp simd reduction(+ : total)
@@ -325,8 +325,8 @@ void attend(const Step& s, int n, int h, int i, long seen, Memory& m) {
     }
     for (long j = 0; j < seen && s.scores == POSITIVE; j++) p[j] = p[j] < 0 ? 0 : rounded<T>(p[j]);
 
-    long first = n * long(s.v_room) + s.used + *s.written + 1 - seen, stride = long(s.HV) * s.V;
-    read_all((const T*)s.v_rows + first * stride + long(h) * s.V, stride, p, seen, s.V, m.o);
+    long first = (long(n) * s.HV + h) * s.v_room + s.used + *s.written + 1 - seen;
+    read_all((const T*)s.v_rows + first * s.V, p, seen, s.V, m.o);
     for (int c = 0; c < s.V; c++) m.o[c] /= total;
 }
 

