@@ -163,6 +163,12 @@ class PromptFiles:
     ] = None
     state: Annotated[str | None, Option(help="continue a state that --save-state wrote")] = None
     save_state: Annotated[str | None, Option(help="write the prompt's state to this file")] = None
+    state_dtype: Annotated[
+        str | None,
+        Option(
+            help="keep states in float32, bfloat16, int8 or fp8; by default as --state has them"
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -866,7 +866,9 @@ def test_a_file_is_read_once_for_all_prompts_behind_it(checkpoint, tmp_path, mon
     monkeypatch.setattr(
         generation,
         "read_with_progress",
-        lambda model, tokens, state=None: lengths.append(len(tokens)) or read(model, tokens, state),
+        lambda model, tokens, *options, **more: (
+            lengths.append(len(tokens)) or read(model, tokens, *options, **more)
+        ),
     )
     kept = (*prompts, "--states", str(states))
     assert "state and" + run(*kept).stdout == whole
@@ -884,6 +886,24 @@ def test_a_file_is_read_once_for_all_prompts_behind_it(checkpoint, tmp_path, mon
     saved.write_bytes(b"x" + saved.read_bytes()[1:])
     with pytest.raises(InputError, match="is not a state that this version can load"):
         run(*kept)
+
+
+def test_states_of_eight_bits(checkpoint, tmp_path):
+    options = ("--max-new-tokens", "12", "--temperature", "0")
+    file, states = tmp_path / "instructions.txt", tmp_path / "states"
+    file.write_text("state and")
+    saved = {}
+    for state_dtype in ("float32", "int8"):
+        saved[state_dtype] = tmp_path / state_dtype
+        flags = ("--state-dtype", state_dtype, *options)
+        run("generate", checkpoint, "hello", "--save-state", str(saved[state_dtype]), *flags)
+        run("generate", checkpoint, "hello", "--file", str(file), "--states", str(states), *flags)
+    assert saved["int8"].stat().st_size < saved["float32"].stat().st_size
+    # A precision has a file of its own, and a state goes on in another one.
+    assert len(list(states.glob("*-int8.safetensors"))) == 1
+    assert len(list(states.glob("*.safetensors"))) == 2
+    for flags in ((), ("--state-dtype", "float32")):
+        run("generate", checkpoint, " gate", "--state", str(saved["int8"]), *flags, *options)
 
 
 def test_generate_refuses(checkpoint, tmp_path):
@@ -915,6 +935,10 @@ def test_generate_refuses(checkpoint, tmp_path):
             "damaged does not have the bytes .* read the text",
         ),
         (("hello", "--state", str(tmp_path)), "a folder; name a file"),
+        (
+            ("hello", "--state-dtype", "int4"),
+            "state_dtype 'int4' is unknown; choose one of float32",
+        ),
         (("hello", "--temperature", "nan"), "temperature is nan"),
         (("hello", "--temperature", "1e-40"), "temperature is 1e-40"),
     ):

@@ -119,3 +119,51 @@ def test_an_unknown_precision_is_refused(small):
     ):
         with pytest.raises(ValueError, match="state_dtype 'int4' is unknown; choose one of"):
             call()
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_file_keeps_the_precision(tmp_path, state_dtype, dtype):
+    model = build(mixer=["deltanet", "softmax"], dtype=dtype)
+    state, file = model.read(ids(2, 9), state_dtype=state_dtype), tmp_path / "text.safetensors"
+    state.save(file)
+    loaded = model.load_state(file)
+    assert loaded.cache.state_dtype == state_dtype
+    for saved, held in zip(state.cache.states, loaded.cache.states, strict=True):
+        assert saved.keys() == held.keys()
+        for name, tensor in saved.items():
+            assert torch.equal(tensor, held[name])
+            assert tensor.dtype == held[name].dtype
+    assert torch.equal(
+        model.generate(state=loaded, **GREEDY), model.generate(state=state, **GREEDY)
+    )
+
+
+@pytest.mark.parametrize("state_dtype", ROUNDED)
+def test_a_file_may_be_smaller_than_the_state(tmp_path, state_dtype):
+    model = build(mixer="deltanet", head_dim=64, conv_size=0, dtype=torch.float32)
+    wide, file, exact = model.read(ids(1, 9)), tmp_path / "small", tmp_path / "exact"
+    wide.save(file, state_dtype=state_dtype, title="a text")
+    wide.save(exact)
+    assert file.stat().st_size < 0.6 * exact.stat().st_size
+    assert wide.cache.state_dtype == "float32"
+    loaded = model.load_state(file)
+    assert (loaded.cache.state_dtype, loaded.notes) == (state_dtype, {"title": "a text"})
+    other = build(mixer="deltanet", head_dim=64, conv_size=0, dtype=torch.float32)
+    with torch.no_grad():
+        other.lm_head.weight.add_(1)
+    with pytest.raises(ValueError, match="other weights"):
+        other.load_state(file)
+
+
+def test_a_file_of_another_precision_than_it_names_is_refused(tmp_path, small):
+    """The sum of a file shows damage, not a precision that this version does not know."""
+    state, file = small.read(ids(1, 9), state_dtype="int8"), tmp_path / "text.safetensors"
+    for name, problem in (
+        ("int4", "'int4' is unknown"),
+        ("fp8", "recurrent of layer 0 is missing"),
+    ):
+        state.cache.state_dtype = name
+        state.save(file)
+        with pytest.raises(ValueError, match=problem):
+            small.load_state(file)

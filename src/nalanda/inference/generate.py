@@ -21,6 +21,7 @@ from nalanda.common.text import size
 from nalanda.inference.load import bos_token, check_tokens, end_tokens, is_ours, load_model
 from nalanda.inference.sampling import sampling_options
 from nalanda.model import NalandaCache, State
+from nalanda.model.precision import check_state_dtype
 from nalanda.model.state import fingerprint
 from nalanda_options import LoadOptions, PromptFiles, Sampling
 
@@ -142,7 +143,9 @@ class Printer(BaseStreamer):
         self.ahead = ""
 
 
-def read_with_progress(model: Any, tokens: list[int], state: State | None = None) -> State:
+def read_with_progress(
+    model: Any, tokens: list[int], state: State | None = None, state_dtype: str | None = None
+) -> State:
     """`model.read`, with progress on stderr for long texts."""
     ids = torch.tensor([tokens], device=model.device)  # [1, T]
     progress = Progress("reading", len(tokens), "tokens", quiet=len(tokens) <= PIECE)
@@ -150,7 +153,7 @@ def read_with_progress(model: Any, tokens: list[int], state: State | None = None
     with warnings.catch_warnings(action="ignore", category=UserWarning), progress:
         # A piece at a time bounds the memory: the state holds what came before.
         for piece in ids.split(PIECE, 1):
-            state = model.read(piece, state=state)
+            state = model.read(piece, state=state, state_dtype=state_dtype)
             progress.advance(piece.shape[1])
     assert state is not None, "no tokens"
     return state
@@ -230,17 +233,14 @@ def generate(
 
     network, tokenizer = load_model(model, **vars(loading))
     options |= end_tokens(network, tokenizer)
-    for option, path in {"--save-state": new_file, "--states": folder}.items():
-        if path and not is_ours(network):
-            kind = network.config.model_type
-            raise InputError(f"{kind} models have no state to save; leave {option} out")
+    check_states(files, network)
 
     state = None if files.state is None else load_state(files.state, network)
     # Only the first text stands behind bos, unless it continues a state.
     first, second = (text, None) if before is None else (before, text)
     tokens = prompt_tokens(first, network, tokenizer, in_mid_text=state is not None)
     if folder:
-        state, tokens = kept_state(network, tokens, folder), []
+        state, tokens = kept_state(network, tokens, folder, files.state_dtype), []
     if second:
         tokens = tokens + prompt_tokens(second, network, tokenizer, in_mid_text=True)
 
@@ -256,14 +256,14 @@ def generate(
     # Ours read the prompt into a state, piece by piece; other models take it whole.
     if is_ours(network):
         if tokens:
-            state = read_with_progress(network, tokens, state)
+            state = read_with_progress(network, tokens, state, files.state_dtype)
         assert state is not None
         if stream and len(tokens) > PIECE:
             seconds = time.perf_counter() - start
             print(f"read {len(tokens)} tokens in {seconds:.1f} s", file=sys.stderr)
         if new_file:
             state.save(new_file)
-        inputs = {"state": state}
+        inputs = {"state": state, "state_dtype": files.state_dtype}
         prompt_length = 0  # of the sequence that `generate` returns
         start = time.perf_counter()
     else:
@@ -300,18 +300,37 @@ def check_outputs(files: PromptFiles) -> tuple[Path | None, Path | None]:
     return new_file, folder
 
 
-def kept_state(model: Any, tokens: list[int], folder: str | Path) -> State:
+def check_states(files: PromptFiles, model: Any) -> None:
+    """Raises InputError for options of states that the model, or one of its mixers, does not have."""
+    asked = {"--save-state": files.save_state, "--states": files.states}
+    for option, value in (asked | {"--state-dtype": files.state_dtype}).items():
+        if value and not is_ours(model):
+            kind = model.config.model_type
+            raise InputError(f"{kind} models have no state to save; leave {option} out")
+    try:
+        check_state_dtype(files.state_dtype, model.config)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def kept_state(
+    model: Any, tokens: list[int], folder: str | Path, state_dtype: str | None = None
+) -> State:
     """The state after `tokens`: read from its file in `folder`, or else by the model and written there.
 
-    The file's name has the hashes of weights and tokens. Processes that want the same state wait for the first.
+    The file's name has the hashes of weights and tokens, and a precision other than float32.
+    Processes that want the same state wait for the first.
 
     Raises InputError for a damaged file, or one that holds the state of other tokens.
     """
     digest = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
-    file = output_folder(folder, "folder") / f"{fingerprint(model)}-{digest[:16]}.safetensors"
+    name = f"{fingerprint(model)}-{digest[:16]}"
+    if state_dtype not in (None, "float32"):
+        name += f"-{state_dtype}"
+    file = output_folder(folder, "folder") / f"{name}.safetensors"
     with FileLock(file.with_suffix(".lock")):
         if not file.exists():
-            state = read_with_progress(model, tokens)
+            state = read_with_progress(model, tokens, state_dtype=state_dtype)
             state.save(file, text=digest)
             return state
         state = load_state(file, model)

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .cache import NalandaCache
+from .precision import check_state_dtype, packed_spec
 
 FORMAT = "nalanda-state-2"
 UNSUMMED = "nalanda-state-1"
@@ -216,14 +217,18 @@ class State:
             attention_mask = torch.cat([attention_mask.new_ones(rows, 1), attention_mask], 1)
         return cache, tokens, attention_mask
 
-    def save(self, path: str | Path, **notes: str) -> None:
+    def save(self, path: str | Path, *, state_dtype: str | None = None, **notes: str) -> None:
         """Writes a safetensors file with the state, the notes, the weights' fingerprints and a sum.
+
+        state_dtype: precision of matrices there, see `precision.py`; None: as the state has them.
 
         Raises ValueError if the weights have changed since the text was read, OSError if it cannot write.
         """
         self.check_weights()
+        check_state_dtype(state_dtype, self.model.config)
+        cache = self.cache.fork().convert(state_dtype)
         tensors = {"last": self.last, "lengths": self.lengths}
-        for i, state in enumerate(self.cache.states):
+        for i, state in enumerate(cache.states):
             tensors |= {f"layers.{i}.{name}": tensor for name, tensor in state.items()}
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
 
@@ -238,6 +243,7 @@ class State:
             "fingerprint": fingerprint(self.model),
             "rounded": json.dumps(rounded),
             "dtype": dtype,
+            "state_dtype": cache.state_dtype,
             "model": _settings(self.model),
             "tokens": str(len(self)),
             "notes": json.dumps(notes),
@@ -258,7 +264,9 @@ class State:
         _check_fingerprint(path, about, model)
         last, lengths = _take_tokens(path, tensors, model.config.vocab_size)
 
-        cache = NalandaCache(len(model.model.layers))
+        # Older files have no other precision.
+        cache = NalandaCache(len(model.model.layers), about.get("state_dtype", "float32"))
+        check_state_dtype(cache.state_dtype, model.config)
         # A text of one token has no state: nothing of it is read.
         if tensors or int(lengths.max()) > 1:
             # The last token of each text is not read yet.
@@ -266,11 +274,15 @@ class State:
             for i, layer in enumerate(model.model.layers):
                 spec = layer.mixer.state_spec(cache.seen_tokens)
                 device = next(layer.parameters()).device
-                for name, (shape, dtype) in spec.items():
+                for name, (shape, dtype) in packed_spec(spec, cache.state_dtype).items():
                     tensor = _take_layer_tensor(path, tensors, i, name, (len(last), *shape))
+                    packed = (shape, dtype) != spec.get(name)
+                    sound = tensor.dtype == dtype if packed else tensor.is_floating_point()
+                    if not sound:
+                        raise _damaged(path, f"{name} of layer {i}")
                     # A double model computes in float64 what others have in fp32.
                     widened = torch.promote_types(dtype or model.dtype, model.dtype)
-                    cache.states[i][name] = tensor.to(device, widened)
+                    cache.states[i][name] = tensor.to(device, dtype if packed else widened)
         if tensors:
             raise ValueError(f"{path} has tensors that are not in the model: {', '.join(tensors)}")
 
@@ -463,14 +475,12 @@ def _take_layer_tensor(
 ) -> Tensor:
     """Removes a tensor of layer `i` from the tensors, and returns it.
 
-    Raises ValueError if it is missing, has another shape, or has no floating-point numbers.
+    Raises ValueError if it is missing or has another shape.
     """
     tensor = tensors.pop(f"layers.{i}.{name}", None)
     if tensor is None or tensor.shape != shape:
         has = "nothing" if tensor is None else list(tensor.shape)
         raise ValueError(f"{path} has {has} for {name} of layer {i}, not {list(shape)}")
-    if not tensor.is_floating_point():
-        raise _damaged(path, f"{name} of layer {i}")
     return tensor
 
 
