@@ -36,8 +36,8 @@ class Expected(NamedTuple):
     log_probabilities: list[list[float]]
 
 
-def build(folder: Path, **options: Any) -> tuple[Path, Expected]:
-    """A model with random weights in `folder`, and what it continues."""
+def build(folder: Path, state_dtype: str | None = None, **options: Any) -> tuple[Path, Expected]:
+    """A model with random weights in `folder`, and what it continues with states of this precision."""
     from nalanda import NalandaConfig, NalandaForCausalLM
 
     torch.manual_seed(0)
@@ -47,17 +47,22 @@ def build(folder: Path, **options: Any) -> tuple[Path, Expected]:
     with torch.no_grad():
         model.lm_head.weight.mul_(20)  # tokens that differ from place to place
     model.save_pretrained(folder)
-    return folder, expect(model)
+    return folder, expect(model, state_dtype)
 
 
 @torch.no_grad()
-def expect(model: Any) -> Expected:
+def expect(model: Any, state_dtype: str | None) -> Expected:
     random = torch.Generator().manual_seed(0)
     found = Expected([], [], [])
     for length in LENGTHS:
         prompt = torch.randint(3, model.config.vocab_size, (1, length), generator=random)
         ids = model.generate(
-            prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+            prompt,
+            max_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            state_dtype=state_dtype,
         )
         logits = model(ids[:, :-1]).logits[0, length - 1 :]
         new = ids[0, length:]

@@ -10,6 +10,7 @@ from vllm_engine import LENGTHS, NEW, ROWS, SIZES, build, difference
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.model.feature_maps import FEATURE_MAPS
 from nalanda.model.mixers import MIXERS
+from nalanda.serve.vllm.architecture import page_bytes
 
 
 def combinations():
@@ -97,6 +98,33 @@ def test_a_text_may_be_longer_than_those_of_training(tmp_path, serve):
     assert len(output.outputs[0].token_ids) == NEW
 
 
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("mixer", ["deltanet", ["gated_deltanet", "softmax"]], ids=str)
+def test_rounded_states_give_our_text(tmp_path, serve, mixer, state_dtype):
+    """Whole prompts, so that both round after the same tokens."""
+    folder, expected = build(tmp_path, state_dtype=state_dtype, mixer=mixer)
+    rounding = {"additional_config": {"state_dtype": state_dtype}}
+    if state_dtype == "bfloat16":
+        rounding = {"mamba_ssm_cache_dtype": state_dtype}
+    engine = serve(folder, max_num_batched_tokens=2048, enable_prefix_caching=False, **rounding)
+    assert difference(expected, engine.greedy(expected.prompts)) < 0.1
+
+
+def test_pages_of_int8_are_small_and_cached(tmp_path, serve):
+    folder, expected = build(tmp_path, mixer="gated_deltanet", conv_size=0)
+    engine = serve(folder, additional_config={"state_dtype": "int8"})
+    # Two matrices of F × 32: a byte and a half a number, four a channel.
+    config = engine.llm.llm_engine.vllm_config
+    numbers, channels = 2 * 32 * 32, 2 * 32
+    assert page_bytes(config) == 1.5 * numbers + 4 * channels
+    for _ in range(2):
+        outputs = engine.greedy(expected.prompts)
+        for exact, output in zip(expected.log_probabilities, outputs, strict=True):
+            first = output.outputs[0].logprobs[0]
+            assert abs(max(x.logprob for x in first.values()) - exact[0]) < 0.1
+    assert sum(output.num_cached_tokens or 0 for output in outputs) > 0
+
+
 def test_bf16_stays_near_fp32(tmp_path, serve):
     folder, expected = build(tmp_path, mixer=["nala", "softmax"])
     engine = serve(folder, dtype="bfloat16")
@@ -114,6 +142,8 @@ def test_bf16_stays_near_fp32(tmp_path, serve):
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
         ({"enable_lora": True}, "--enable-lora: merge"),
         ({"quantization": "fp8"}, "--quantization"),
+        ({"additional_config": {"state_dtype": "int4"}}, "state_dtype 'int4' is unknown"),
+        ({"mamba_ssm_cache_dtype": "float16"}, "state_dtype 'float16' is unknown"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(tmp_path, serve, options, problem):

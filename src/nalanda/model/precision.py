@@ -86,10 +86,9 @@ def _decode(codes: Tensor) -> tuple[Tensor, Tensor | int]:
     """The numbers c of codes, and the distances u of those around them."""
     if codes.dtype == torch.int8:
         return codes.float(), 1
-    values = codes.view(torch.float8_e4m3fn).float()
-    # 3 bits behind the first; below 2^-6 the distance stays.
-    exponents = values.frexp().exponent.clamp_min(-5) - 4
-    return values, torch.ldexp(torch.ones_like(values), exponents)
+    # The bits of the exponent alone are the power of two below. Under 2^-6 the distance stays.
+    powers = (codes & 0x78).view(torch.float8_e4m3fn).float().clamp_min(2**-6)
+    return codes.view(torch.float8_e4m3fn).float(), powers / 8  # 3 bits follow the first
 
 
 def unpack_state(state: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigC
 
 from nalanda.model.base import Mixer
 from nalanda.model.mixers import build_mixer
+from nalanda.model.precision import check_state_dtype, packed_spec
 
 ALIGNMENT = 64
 """Bytes: a state begins at a multiple of it, as a GPU's loads want."""
@@ -39,11 +40,19 @@ def grows(mixer: Mixer) -> bool:
     return mixer.state_spec(1) != mixer.state_spec(2)
 
 
-def fields(mixer: Mixer, dtype: torch.dtype) -> dict[str, StateField]:
+def state_dtype_of(vllm_config: VllmConfig) -> str:
+    """The precision of matrices: `state_dtype` of --additional-config, else --mamba-ssm-cache-dtype."""
+    # vLLM's own option knows no int8 and fp8.
+    dtype = vllm_config.cache_config.mamba_ssm_cache_dtype
+    default = "float32" if dtype == "auto" else dtype
+    return vllm_config.additional_config.get("state_dtype", default)
+
+
+def fields(mixer: Mixer, dtype: torch.dtype, state_dtype: str) -> dict[str, StateField]:
     """The mixer's states, one behind the other. dtype: of those without one of their own."""
     laid, start = {}, 0
     # The spec of one token: of a constant state, that of any number.
-    for name, (shape, own_dtype) in mixer.state_spec(1).items():
+    for name, (shape, own_dtype) in packed_spec(mixer.state_spec(1), state_dtype).items():
         end = start + math.prod(shape) * (own_dtype or dtype).itemsize
         laid[name] = StateField(start, end, tuple(shape), own_dtype or dtype)
         start = -(-end // ALIGNMENT) * ALIGNMENT
@@ -55,7 +64,8 @@ def page_bytes(vllm_config: VllmConfig) -> int:
     model = vllm_config.model_config
     # Softmax layers have pages of their own, by tokens.
     constant = [mixer for mixer in mixers_of(model.hf_config).values() if not grows(mixer)]
-    ends = [field.end for mixer in constant for field in fields(mixer, model.dtype).values()]
+    layouts = [fields(mixer, model.dtype, state_dtype_of(vllm_config)) for mixer in constant]
+    ends = [field.end for layout in layouts for field in layout.values()]
     return -(-max(ends) // ALIGNMENT) * ALIGNMENT
 
 
@@ -118,6 +128,7 @@ class CheckedConfig(VerifyAndUpdateConfig):
         for is_set, problem in refusals:
             if is_set:
                 raise ValueError(f"Nalanda: {problem}")
+        check_state_dtype(state_dtype_of(vllm_config), model.hf_config)
         model.hf_config.architectures = model.architectures  # vLLM asks both
 
 

@@ -17,9 +17,10 @@ from vllm.v1.attention.backends.linear_attn import (
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from nalanda.model.base import Mixer
+from nalanda.model.precision import pack_state, unpack_state
 from nalanda.model.sequences import Sequences
 
-from .architecture import fields, page_bytes
+from .architecture import fields, page_bytes, state_dtype_of
 
 
 @dataclass
@@ -103,7 +104,8 @@ class RecurrentLayer(nn.Module, MambaBase):
         super().__init__()
         # In a list: the decoder owns its parameters.
         self.mixer, self.name = [mixer], name
-        self.fields = fields(mixer, vllm_config.model_config.dtype)
+        self.state_dtype = state_dtype_of(vllm_config)
+        self.fields = fields(mixer, vllm_config.model_config.dtype, self.state_dtype)
         self.bytes = page_bytes(vllm_config)
         self.kv_cache = (torch.tensor([]),)
         self.states: dict[str, Tensor] = {}
@@ -147,9 +149,10 @@ class RecurrentLayer(nn.Module, MambaBase):
 
             dense = group.seq.cu_seqlens is None
             rows = x[group.tokens].unsqueeze(1 if dense else 0)  # [N, 1, D] or [1, ΣT, D]
-            o, new = mixer(rows, group.seq, state)
+            o, new = mixer(rows, group.seq, unpack_state(state, x.dtype))
             y[group.tokens] = o.flatten(0, 1)
-            # fp32 states stay so; others have the model's dtype.
+            # Matrices have their precision; others the model's dtype.
+            new = pack_state(new, self.state_dtype)
             for name, pages in self.states.items():
                 pages[group.slots] = new[name].to(pages.dtype)
         return y
