@@ -142,8 +142,9 @@ def backends_for(op: str, backend: str, device_type: str) -> list[str]:
     if name not in kernels and any(name in others for others in KERNELS.values()):
         name = "auto"  # a backend chosen for the process may lack some ops
 
+    kernels = {x: kernel for x, kernel in kernels.items() if (op, x) not in _too_large}
     serving = [x for x, kernel in kernels.items() if kernel.serves(device_type)]
-    if name == "auto":
+    if name == "auto" or (op, name) in _too_large:
         return serving
 
     usable = [x for x, kernel in kernels.items() if _runs_if_named(kernel, device_type)]
@@ -187,7 +188,22 @@ def serve(op: str, backend: str, device_type: str, *inputs, **options):
         except Unsupported as reason:
             subject = reason.args[1] if len(reason.args) > 1 else op
             _warn(f"{subject}: {name} cannot serve {reason.args[0]}; trying the next backend")
+        except Exception as error:
+            # Triton's, which this package does not import: a kernel needs more than the card has.
+            if type(error).__name__ != "OutOfResources":
+                raise
+            _leave_out(op, name)
+            _warn(f"{op}: {name} does not fit this card ({error}); trying the next backend")
     return None
+
+
+_too_large: set[tuple[str, str]] = set()
+"""Ops and backends whose kernels did not fit the card: no call tries them again, compiled ones included."""
+
+
+@_at_compile_time
+def _leave_out(op: str, name: str) -> None:
+    _too_large.add((op, name))
 
 
 def candidates(op: str, backend: str, device_type: str) -> list[tuple[str, Callable]]:

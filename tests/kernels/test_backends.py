@@ -1,6 +1,7 @@
 """The choice among backends, and FlashQLA's behind it."""
 
 import json
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -8,6 +9,7 @@ import nalanda_kernels
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_device import interpreted_only
 from nalanda_kernels import KERNELS, Kernel, Unsupported, flash_qla, tune
 from nalanda_kernels.triton import common
 
@@ -146,6 +148,31 @@ def test_a_backend_is_imported_when_its_turn_comes(register, monkeypatch):
     assert nalanda_kernels.serve("step", "auto", "cpu", 3) == 3
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         nalanda_kernels.serve("step", "b", "cpu", 3)
+
+
+@pytest.mark.parametrize("backend", ["auto", "a"])
+def test_kernels_that_do_not_fit_the_card_are_tried_once(register, monkeypatch, backend):
+    from triton.runtime.errors import OutOfResources
+
+    calls = []
+
+    def too_large(x):
+        calls.append(x)
+        raise OutOfResources(200_000, 101_376, "shared memory")
+
+    register({"step": {"a": too_large, "b": lambda x: x}})
+    monkeypatch.setattr(nalanda_kernels, "_too_large", set())
+    nalanda_kernels._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"^step: a does not fit this card .*shared memory"):
+        assert nalanda_kernels.serve("step", backend, "cpu", 3) == 3
+    assert nalanda_kernels.serve("step", backend, "cpu", 4) == 4
+    assert calls == [3]
+
+
+@interpreted_only
+def test_the_interpreter_sees_no_card():
+    assert torch.cuda.device_count() == 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_a_file_of_blocks_that_lacks_kernels_takes_the_shipped_ones(chosen):

@@ -146,3 +146,14 @@ def test_twenty_steps_have_the_losses_of_eager_ones():
         curves.append(losses)
     assert curves[0][-1] < curves[0][0] - 2
     assert curves[1] == pytest.approx(curves[0], abs=0.03)
+
+
+def test_a_kernel_that_does_not_fit_the_card_ends_a_run_in_one_line():
+    from triton.runtime.errors import OutOfResources
+
+    from nalanda.common.errors import InputError
+    from nalanda.train.memory import explain_out_of_memory
+
+    line = r"^a kernel does not fit this card: .*shared memory.*; set NALANDA_BACKEND=torch$"
+    with pytest.raises(InputError, match=line), explain_out_of_memory(None, "ddp"):
+        raise OutOfResources(200_000, 101_376, "shared memory")

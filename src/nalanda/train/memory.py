@@ -114,6 +114,11 @@ def explain_out_of_memory(config: RunConfig, kind: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # Triton's, of a backward pass or a compiled block; an eager forward pass takes the next backend.
+        if type(error).__name__ == "OutOfResources":
+            raise InputError(
+                f"a kernel does not fit this card: {error}; set NALANDA_BACKEND=torch"
+            ) from None
         if isinstance(error, InputError) or not out_of_memory(error):
             raise
         traceback.clear_frames(error.__traceback__)  # they hold the model
