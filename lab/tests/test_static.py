@@ -338,7 +338,8 @@ def test_the_file_has_a_line_a_kernel(tmp_path, monkeypatch):
 def test_bad_calls_say_what_to_change(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(
-        ValueError, match="arch='sm_70': unknown; choose one of sm_80, sm_90, sm_100"
+        ValueError,
+        match="arch='sm_70': unknown; choose one of sm_75, sm_80, sm_89, sm_90, sm_100, sm_120",
     ):
         static.compile_calls("sm_70", [])
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -215,7 +215,7 @@ def _arch_number(arch: str) -> int:
 
 # ------------------------------------------------------------------------------ a sequential pass's schedule
 
-PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
+PROCESSORS = {"sm_75": 40, "sm_80": 108, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170}
 
 
 @functools.cache

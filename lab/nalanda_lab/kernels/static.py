@@ -33,7 +33,14 @@ from nalanda_kernels.triton.common import PROCESSORS  # the peer asks for it, to
 
 from . import hazards
 
-SHARED = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}  # most bytes of a program
+SHARED = {  # most bytes of a program
+    "sm_75": 65_536,
+    "sm_80": 166_912,
+    "sm_89": 101_376,
+    "sm_90": 232_448,
+    "sm_100": 232_448,
+    "sm_120": 101_376,
+}
 CORES = ("", "mma.sync", "wgmma", "tcgen05")  # tensor-core instructions, the newest last
 Call = Callable[[], tuple[torch.Tensor, ...]]
 HAZARDS = ("register_a", "overwritten", "transposed")  # what hazards.py counts
@@ -77,6 +84,8 @@ LINEAR = {"op": "linear_attention", "K": 128, "H": 8}
 CASES = {
     "flagship": Case(**DELTA, K=128, V=256, H=6, map="nala", gated=True),
     "gated_deltanet": Case(**DELTA, K=128, V=256, H=6, map="silu", gated=True),
+    "flagship fp16": Case(**DELTA, K=128, V=256, H=6, map="nala", gated=True, dtype=torch.float16),
+    "flagship fp32": Case(**DELTA, K=128, V=256, H=6, map="nala", gated=True, dtype=torch.float32),
     "gated_deltanet 128": Case(**DELTA, K=128, V=128, H=8, map="silu", gated=True),
     "deltanet": Case(**DELTA, K=128, V=128, H=8, map="silu"),
     "deltanet fp32": Case(**DELTA, K=128, V=128, H=8, map="silu", dtype=torch.float32),
@@ -84,6 +93,9 @@ CASES = {
     "linear_attention": Case(**LINEAR, V=128, map="elu1"),
     "retnet": Case("linear_attention", K=256, V=512, H=4, gated=True),
     "gated_deltanet 256": Case(**DELTA, K=256, V=512, H=6, map="silu", gated=True),
+    "gated_deltanet 256 fp32": Case(
+        **DELTA, K=256, V=512, H=6, map="silu", gated=True, dtype=torch.float32
+    ),
     "delta_product": Case(
         "delta_rule", K=128, V=128, H=8, gated=True, options=(("allow_neg_eigval", True),)
     ),  # the mixer forms the features
@@ -118,6 +130,9 @@ CASES = {
     "residual norm": Case("rms_norm", 1024, 1024, 1),
     "head norm": Case("rms_norm", 256, 256, 6, gated=True),
 }  # the calls of the 340 M recipes
+TRAINED = ("flagship", "gated_deltanet 128", "short_conv", "step")
+CASES_OF = {"sm_75": ("flagship fp16",), "sm_89": TRAINED, "sm_120": TRAINED}
+"""The cases of cards that take another card's block sizes; sm_75 has no bf16. Other cards: all."""
 PEERS = (
     "flagship",
     "gated_deltanet 128",
@@ -583,14 +598,16 @@ def main(arguments: list[str] | None = None) -> None:
         "--json", metavar="FILE", help="also write figures to FILE; - prints only them"
     )
     options = parser.parse_args(arguments)
-    cases = options.case or (PEERS if options.peer else CASES)
     if options.json == "-":
-        rows = [x for arch in options.arch for x in compile_cases(arch, cases, options.peer)]
+        assert options.case is not None
+        rows = [x for a in options.arch for x in compile_cases(a, options.case, options.peer)]
         print(json.dumps(rows))
         return
     if options.peer and not importlib.util.find_spec("fla"):
         sys.exit("--peer: flash-linear-attention is missing; pip install flash-linear-attention")
-    rows = _in_processes(options.arch or list(SHARED), cases, options.peer)
+    archs = options.arch or [x for x in SHARED if not options.peer or x not in CASES_OF]
+    cases = {arch: options.case or _cases_of(arch, options.peer) for arch in archs}
+    rows = _in_processes(cases, options.peer)
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
     recorded = limits()
@@ -606,12 +623,16 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(1 if broken else 0)
 
 
-def _in_processes(archs: list[str], cases: Iterable[str], peer: bool) -> list[dict]:
-    """Rows of one process per arch, two at a time; a compilation uses one core."""
+def _cases_of(arch: str, peer: bool) -> Iterable[str]:
+    return PEERS if peer else CASES_OF.get(arch, CASES)
+
+
+def _in_processes(cases: dict[str, Iterable[str]], peer: bool) -> list[dict]:
+    """Rows of one process per arch, two at a time; a compilation uses one core. cases: by arch."""
     environment = {x: y for x, y in os.environ.items() if x != "TRITON_INTERPRET"}
-    chosen = [x for case in cases for x in ("--case", case)] + ["--peer"] * peer
 
     def rows_of(arch: str) -> list[dict]:
+        chosen = [x for case in cases[arch] for x in ("--case", case)] + ["--peer"] * peer
         command = [
             sys.executable,
             "-m",
@@ -628,7 +649,7 @@ def _in_processes(archs: list[str], cases: Iterable[str], peer: bool) -> list[di
         return json.loads(done.stdout)
 
     with ThreadPoolExecutor(2) as pool:
-        return [row for rows in pool.map(rows_of, archs) for row in rows]
+        return [row for rows in pool.map(rows_of, cases) for row in rows]
 
 
 if __name__ == "__main__":
