@@ -433,6 +433,35 @@ def fork(
 
 
 @app.command()
+def linearize(
+    model: Annotated[str, Argument(help="folder of SmolLM2-135M")],
+    text: Annotated[str, Option(help="corpus, as data.source of a recipe")],
+    lambada: Annotated[str, Option(help="lambada_test.jsonl.gz, with context and continuation")],
+    out: Annotated[str, Option(help="directory for records; finished ones are kept")] = "linearize",
+    seeds: Annotated[int, Option(min=1, help="orders of the data")] = 3,
+    words: Annotated[int, Option(help="last words to guess")] = 100,
+    report: Annotated[bool, Option("--report", help="only print and draw the records")] = False,
+) -> None:
+    """Fit and distil seven recurrent mixers and maps in place of a transformer's attention.
+
+    \b
+    nalanda-lab linearize smollm2 --text CORPUS --lambada lambada_test.jsonl.gz
+    nalanda-lab linearize smollm2 --text CORPUS --lambada lambada_test.jsonl.gz --report
+
+    One process of one thread, for several hours; it resumes after an interruption.
+    """
+    from pathlib import Path
+
+    with loading_torch():
+        from nalanda_lab.linearize import Bench
+        from nalanda_lab.linearize import report as table
+
+    if not report:
+        Bench(Path(model), text, Path(lambada), Path(out), words).run(seeds)
+    print(table(Path(out)))
+
+
+@app.command()
 def kernels(
     what: Annotated[str, Argument(metavar="static|traffic", help="compile, or count bytes moved")],
     arch: Annotated[list[str] | None, Option(help="for static: sm_80, sm_90, sm_100")] = None,

@@ -1,0 +1,200 @@
+"""What seven mixers and maps keep of a pretrained transformer, as hybrids: `nalanda-lab linearize`.
+
+For each seed of the data's order, one pass of the teacher fits all arms; each is then distilled. Every
+measurement is a file of `records/`, and what has one is not done again.
+"""
+
+import gzip
+import json
+import math
+import shutil
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import set_seed
+from scipy import stats
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nalanda.common.files import write_atomically
+from nalanda.config.load import load_config
+from nalanda.convert.fit import arm_configs, fit_layers
+from nalanda.convert.linearize import build_hybrid, hybrid_config, open_transformer
+from nalanda.model.cache import NalandaCache
+from nalanda.report.figures import COLOURS, REFERENCE, drawing
+from nalanda.train.build import open_batches
+from nalanda.train.loop import train
+from nalanda.train.loss import count_labels, summed_loss
+
+RECIPE = Path(__file__).with_name("linearize.yaml")
+STAGES = ("before", "fitted", "distilled")
+CPU = torch.device("cpu")
+
+
+class Bench:
+    """One teacher, its held-out text and last words, and the folder of the records."""
+
+    def __init__(self, teacher: Path, text: str, lambada: Path, out: Path, words: int):
+        self.teacher, self.text, self.out = teacher, text, out
+        self.records = out / "records"
+        self.records.mkdir(parents=True, exist_ok=True)
+        config = self.recipe(0, "validation.every=1")
+        self.arms = list(config.linearize.arms)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(teacher)
+        self.rows = [b for part in open_batches(config, self.tokenizer)[1].values() for b in part]
+        with gzip.open(lambada, "rt", encoding="utf-8") as lines:
+            self.words = [json.loads(line) for line in islice(lines, words)]
+
+    def recipe(self, seed: int, *overrides: str) -> Any:
+        folder = f"output_dir={self.out / f'seed-{seed}'}"
+        given = f"seed={seed}", f"tokenizer={self.teacher}", f"data.source={self.text}"
+        return load_config(RECIPE, [folder, *given, *overrides])
+
+    def run(self, seeds: int) -> None:
+        """Makes the records that are missing."""
+        self.record("teacher", lambda: load(self.teacher))
+        self.measure_decoding()
+        self.measure_before(self.recipe(0))
+        for seed in range(seeds):
+            self.run_seed(seed)
+
+    def run_seed(self, seed: int) -> None:
+        config, folder = self.recipe(seed), self.out / f"seed-{seed}"
+        if not all(self.has(f"{seed}-{arm}-distilled") for arm in self.arms):
+            if not all((folder / arm).is_dir() for arm in self.arms):
+                AcceleratorState._reset_state(reset_partial_state=True)
+                fit_layers(config, str(self.teacher))
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # gigabytes; the arms stay
+        for arm in self.arms:
+            fitted, distilled = folder / arm, folder / f"{arm}-distilled"
+            self.record(f"{seed}-{arm}-fitted", lambda at=fitted: load(at))
+            if self.has(f"{seed}-{arm}-distilled"):
+                continue
+            AcceleratorState._reset_state(reset_partial_state=True)
+            init = f"model={{init_from: {fitted}}}", f"distill.teacher={self.teacher}"
+            train(self.recipe(seed, *init, f"output_dir={distilled}"))
+            self.record(f"{seed}-{arm}-distilled", lambda at=distilled / "final": load(at))
+            for part in ("checkpoints", "final"):
+                shutil.rmtree(distilled / part)
+
+    def measure_before(self, config: Any) -> None:
+        """Records the arms of seed 0 as they are before any training."""
+        transformer = open_transformer(self.teacher)
+        source = transformer.load(CPU, torch.float32)
+        for arm, hybrid in arm_configs(config, transformer.config).items():
+            set_seed(0)
+            self.record(f"0-{arm}-before", lambda c=hybrid: build_hybrid(transformer, c, source))
+
+    def has(self, name: str) -> bool:
+        return (self.records / f"{name}.json").is_file()
+
+    def write(self, name: str, record: dict[str, Any]) -> None:
+        write_atomically(self.records / f"{name}.json", json.dumps(record, indent=1) + "\n")
+        print(time.strftime("%H:%M"), name, flush=True)
+
+    @torch.no_grad()
+    def record(self, name: str, load_model: Any) -> None:
+        """Measures a model: summed nats and labels of each held-out batch, and each last word's hit."""
+        if self.has(name):
+            return
+        model = load_model()
+        nats = [summed_loss(model.eval(), batch, CPU).item() for batch in self.rows]
+        hits = [self.hit(model, word["context"], word["continuation"]) for word in self.words]
+        labels = [count_labels(batch) for batch in self.rows]
+        self.write(name, {"nats": nats, "labels": labels, "hits": hits})
+
+    def hit(self, model: Any, context: str, word: str) -> bool:
+        """Whether every token of the word is the likeliest."""
+        count = len(self.tokenizer(context).input_ids)
+        ids = torch.tensor([self.tokenizer(context + word).input_ids])
+        guesses = model(ids, use_cache=False).logits[0, count - 1 : -1].argmax(-1)
+        return bool((guesses == ids[0, count:]).all())
+
+    @torch.no_grad()
+    def measure_decoding(self, length: int = 16384, steps: int = 16) -> None:
+        """Records time and bytes of a token behind `length` others."""
+        if self.has("decoding"):
+            return
+        transformer, record = open_transformer(self.teacher), {}
+        source = transformer.load(CPU, torch.float32)
+        layouts = {"teacher": "softmax", "3:1": None, "all recurrent": "gated_deltanet"}
+        for name, mixer in layouts.items():
+            config = hybrid_config(transformer.config, {"mixer": mixer} if mixer else {})
+            model = build_hybrid(transformer, config, source).eval()
+            cache = NalandaCache(config.num_hidden_layers)
+            for piece in torch.randint(config.vocab_size, (length,)).split(512):
+                model(piece[None], past_key_values=cache, logits_to_keep=1)
+            seconds = [time_step(model, cache) for _ in range(steps)]
+            size = config.state_bytes(length, torch.float32)
+            record[name] = {"seconds": float(np.median(seconds[2:])), "bytes": size}
+        self.write("decoding", record)
+
+
+load = AutoModelForCausalLM.from_pretrained
+
+
+def time_step(model: Any, cache: NalandaCache) -> float:
+    begun = time.perf_counter()
+    model(torch.tensor([[5]]), past_key_values=cache)
+    return time.perf_counter() - begun
+
+
+def report(out: Path) -> str:
+    """The table of the records, in Markdown; beside it, linearize.png."""
+    read = {f.stem: json.loads(f.read_text()) for f in (out / "records").glob("*.json")}
+    decoding, teacher = read.pop("decoding", {}), read.pop("teacher")
+    arms = load_config(RECIPE).linearize.arms
+    lines = [
+        "| | perplexity before | fitted | distilled | last words before | fitted | distilled |"
+    ]
+    lines += ["|---" * 7 + "|"]
+    lines += [f"| teacher | {perplexity(teacher):.1f} | | | {accuracy(teacher):.1f} % | | |"]
+    points: dict[str, list[tuple[float, float]]] = {}
+    for arm in arms:
+        cells = []
+        for figure, unit in ((perplexity, ""), (accuracy, " %")):
+            for stage in STAGES:
+                names = [n for n in read if n.endswith(f"-{arm}-{stage}")]
+                mean, half = interval([figure(read[name]) for name in names])
+                if unit == "":
+                    points.setdefault(arm, []).append((mean, half))
+                spread = f" ± {half:.1f}" if half else ""
+                cells.append(f"{mean:.1f}{spread}{unit}" if names else "")
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    for name, cost in decoding.items():
+        lines.append(
+            f"\n{name}: {cost['seconds'] * 1e3:.0f} ms a token, {cost['bytes'] / 2**20:.0f} MiB"
+        )
+
+    caption = (
+        "Mean and 95 % interval (Student's t) over seeds of the data's order; before: one seed."
+    )
+    with drawing(out / "linearize", "Perplexity of the hybrids", caption, 1, height=2.5) as [axes]:
+        for i, stage in enumerate(STAGES[1:], 1):
+            means, halves = zip(*(stages[i] for stages in points.values()), strict=True)
+            places = np.arange(len(points)) + 0.15 * i
+            axes.errorbar(places, means, halves, fmt="o", color=COLOURS[i], label=stage)
+        axes.axhline(perplexity(teacher), **REFERENCE, label="teacher")
+        axes.set_xticks(range(len(points)), list(points))
+        axes.set(ylabel="perplexity of held-out text")
+    return "\n".join(lines)
+
+
+def perplexity(record: dict) -> float:
+    return math.exp(sum(record["nats"]) / sum(record["labels"]))
+
+
+def accuracy(record: dict) -> float:
+    return 100 * float(np.mean(record["hits"]))
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean, and the half width of its 95 % interval."""
+    if len(values) < 2:
+        return sum(values), 0.0
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return float(np.mean(values)), float(stats.t.ppf(0.975, len(values) - 1)) * error
