@@ -79,6 +79,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "step": {"triton": _triton("step:step"), "cpu": _cpu("step:step")},
     "linear_rows": {"cpu": _cpu("step:linear_rows")},
     "token": {"cpu": _cpu("token:begin_token")},
+    "glu_rows": {"triton": _triton("glu:glu_rows")},
     "swiglu": {"triton": _triton("epilogues:swiglu")},
     "rms_norm": {"triton": _triton("epilogues:rms_norm")},
 }

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from nalanda_kernels import Unsupported
 from nalanda_kernels.triton.epilogues import rms_norm, swiglu
+from nalanda_kernels.triton.glu import glu_rows
 from torch import Tensor
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -60,6 +61,40 @@ def test_swiglu(shape, dtypes):
         return
     a.view(-1)[::3] *= 30  # saturated gates
     check(lambda a, b: (swiglu(a, b),), lambda a, b: (F.silu(a) * b,), {"a": a, "b": b})
+
+
+@pytest.mark.parametrize(
+    ("shape", "N", "dtype"),
+    [((1, 1, 96), 40, FP32), ((3, 1, 300), 16, BF16), ((16, 1, 64), 90, FP16), ((2, 64), 8, BF16)],
+)
+def test_glu_of_few_rows(shape, N, dtype):
+    """Matrices lie side by side, as in evaluation."""
+    generator = torch.Generator().manual_seed(0)
+    D = shape[-1]
+    x, y = (draw(generator, *shape, dtype=dtype) for _ in range(2))
+    weight = draw(generator, D, dtype=FP32)
+    joined = draw(generator, 2 * N, D, dtype=dtype) * D**-0.5
+    down = draw(generator, D, N, dtype=dtype) * N**-0.5
+    on_device = [z.to(DEVICE) for z in (x, y, weight, joined, down)]
+    x_, y_, weight_, joined_, down_ = on_device
+    result = glu_rows(x_, y_, weight_, EPS, joined_[:N], joined_[N:], down_)
+
+    s, h = normed(x.double(), weight.double(), y.double())
+    a, b = (h @ matrix.double().T for matrix in joined.split(N))
+    expected = s + (F.silu(a) * b) @ down.double().T
+    assert result.shape == shape
+    assert result.dtype == dtype
+    error = (result.cpu().double() - expected).abs().max()
+    assert error <= 2 * TOLERANCE[dtype] * float(expected.abs().max())
+
+
+def test_glu_refuses_many_rows_and_several_dtypes():
+    x, matrix = torch.ones(17, 8, device=DEVICE), torch.ones(4, 8, device=DEVICE)
+    weight, down = torch.ones(8, device=DEVICE), matrix.T.contiguous()
+    with pytest.raises(Unsupported, match="17 rows"):
+        glu_rows(x, x, weight, EPS, matrix, matrix, down)
+    with pytest.raises(Unsupported, match="bfloat16 and float32 inputs"):
+        glu_rows(x[:2].bfloat16(), x[:2], weight, EPS, matrix, matrix, down)
 
 
 def normed(x, weight, y=None, gate=None):

@@ -127,6 +127,7 @@ CASES = {
     ),
     "step delta_product": Case("step", 128, 128, 8, map="silu", norm="l2", options=(("steps", 4),)),
     "swiglu": Case("swiglu", 2816, 2816, 1),
+    "glu of a token": Case("glu_rows", 1024, 2816, 1),
     "residual norm": Case("rms_norm", 1024, 1024, 1),
     "head norm": Case("rms_norm", 256, 256, 6, gated=True),
 }  # the calls of the 340 M recipes
@@ -207,6 +208,8 @@ def ours(case: Case, B: int = 2, T: int = 2048) -> Call:
         )
     if case.op == "step":
         return lambda: _step(op, case, B)
+    if case.op == "glu_rows":
+        return lambda: _glu_rows(op, case, B)
     if case.op == "swiglu":
         return lambda: (op(q, k),)
     if (
@@ -245,6 +248,13 @@ def _step(op: Callable, case: Case, N: int) -> tuple[torch.Tensor, ...]:
         gate_activation="sigmoid" if case.channels else "silu",
         **options,
     )[:1]
+
+
+def _glu_rows(op: Callable, case: Case, rows: int) -> tuple[torch.Tensor, ...]:
+    """A GLU of K to V features and back, of one token of each row."""
+    x, weight = torch.zeros(rows, 1, case.K, dtype=case.dtype), torch.ones(case.K)
+    wide = torch.zeros(case.V, case.K, dtype=case.dtype)
+    return (op(x, x, weight, 1e-5, wide, wide, wide.T.contiguous()),)
 
 
 def peer(case: Case, B: int = 2, T: int = 2048) -> Call:

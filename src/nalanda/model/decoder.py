@@ -18,7 +18,7 @@ from .base import CarriedState, LayerState
 from .cache import NalandaCache
 from .configuration import NalandaConfig
 from .context import Context, Parts
-from .epilogues import add_norm, swiglu
+from .epilogues import add_norm, glu_of_few_rows, swiglu
 from .layers import PatchEmbedding, RMSNorm, ShortConv, rotary_angles
 from .mixers import build_mixer, uncut_mixers
 from .plugins import load_copies
@@ -110,6 +110,12 @@ class Block(GradientCheckpointingLayer):
         y, state = self.mixer(h, seq, state)
         if self.training:  # calls to dropout would slow decoding
             y = self.dropout(y)
+
+        # Another module in its place runs as it is.
+        if type(self.mlp) is GLU:
+            finished = glu_of_few_rows(x, y, self.mlp_norm, self.mlp)
+            if finished is not None:
+                return finished, state
 
         # The residual sum and its norm, by one kernel where one serves.
         x, h = add_norm(x, y, self.mlp_norm)

@@ -4,12 +4,15 @@ Each is one kernel where one serves the call. torch.compile fuses the torch code
 surrounds it.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .layers import RMSNorm, linear_dtype
 from .ops import by_kernel
+from .projections import matrix_of
 
 
 def swiglu(a: Tensor, b: Tensor) -> Tensor:
@@ -28,6 +31,28 @@ def add_norm(x: Tensor, y: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor
         return served
     x = x if y is None else x + y
     return x, norm(x)
+
+
+FEW = 16
+"""Rows of a decoded token, at most, whose GLU is two launches."""
+
+
+def glu_of_few_rows(x: Tensor, y: Tensor, norm: RMSNorm, mlp: Any) -> Tensor | None:
+    """x + y, and the GLU of its norm added, without gradients; None if no kernel serves.
+
+    mlp: the decoder's `GLU`.
+    """
+    if torch.is_grad_enabled() or x.numel() > FEW * x.shape[-1] or torch.compiler.is_compiling():
+        return None
+    # Whatever hangs on the modules must run: hooks, adapters, other precisions.
+    foreign = mlp._forward_hooks or mlp._forward_pre_hooks or "forward" in vars(mlp)
+    if foreign or not isinstance(norm, RMSNorm) or norm.weight.is_meta:
+        return None
+    matrices = [matrix_of(layer) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    dtypes = {None if matrix is None else matrix.dtype for matrix in matrices}
+    if dtypes != {x.dtype} or y.dtype != x.dtype or linear_dtype(x) != x.dtype:
+        return None
+    return by_kernel("glu_rows", "auto", x, x, y, norm.weight, norm.eps, *matrices)
 
 
 def norm_gate(
