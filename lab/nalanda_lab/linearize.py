@@ -87,7 +87,7 @@ class Bench:
         source = transformer.load(CPU, torch.float32)
         for arm, hybrid in arm_configs(config, transformer.config).items():
             set_seed(0)
-            self.record(f"0-{arm}-before", lambda c=hybrid: build_hybrid(transformer, c, source))
+            self.record(f"0-{arm}-before", lambda c=hybrid: build_hybrid(c, source))
 
     def has(self, name: str) -> bool:
         return (self.records / f"{name}.json").is_file()
@@ -124,7 +124,7 @@ class Bench:
         layouts = {"teacher": "softmax", "3:1": None, "all recurrent": "gated_deltanet"}
         for name, mixer in layouts.items():
             config = hybrid_config(transformer.config, {"mixer": mixer} if mixer else {})
-            model = build_hybrid(transformer, config, source).eval()
+            model = build_hybrid(config, source).eval()
             cache = NalandaCache(config.num_hidden_layers)
             for piece in torch.randint(config.vocab_size, (length,)).split(512):
                 model(piece[None], past_key_values=cache, logits_to_keep=1)

@@ -86,7 +86,7 @@ def test_without_a_replaced_layer_the_hybrid_is_the_teacher(kind, llama, tmp_pat
         source = tmp_path / "qwen3"
         Qwen3ForCausalLM(Qwen3Config(**SIZES)).save_pretrained(source)
     teacher, model = opened(source)
-    hybrid = build_hybrid(teacher, hybrid_config(teacher.config, {"mixer": "softmax"}), model)
+    hybrid = build_hybrid(hybrid_config(teacher.config, {"mixer": "softmax"}), model)
 
     tokens = torch.randint(257, (2, 40))
     original = AutoModelForCausalLM.from_pretrained(source)
@@ -99,7 +99,7 @@ def test_without_a_replaced_layer_the_hybrid_is_the_teacher(kind, llama, tmp_pat
 def test_a_replaced_layer_begins_with_the_projections(mixer, llama):
     teacher, model = opened(llama)
     config = hybrid_config(teacher.config, {"mixer": {"pattern": [mixer, "softmax"]}})
-    hybrid = build_hybrid(teacher, config, model)
+    hybrid = build_hybrid(config, model)
     ours, theirs = (m.model.layers[2].mixer for m in (hybrid, model))
 
     assert torch.equal(ours.q_proj.weight, theirs.q_proj.weight)
@@ -118,7 +118,7 @@ def test_a_replaced_layer_begins_with_the_projections(mixer, llama):
 
 def test_the_folder_is_a_model_like_any_other(llama, tmp_path):
     teacher, model = opened(llama)
-    hybrid = build_hybrid(teacher, hybrid_config(teacher.config, {}), model)
+    hybrid = build_hybrid(hybrid_config(teacher.config, {}), model)
     folder = write_hybrid(hybrid, teacher, tmp_path / "hybrid")
 
     loaded = AutoModelForCausalLM.from_pretrained(folder)
@@ -263,7 +263,7 @@ def hybrid(llama, tmp_path_factory):
     teacher, model = opened(llama)
     config = hybrid_config(teacher.config, {"mixer": {"pattern": ["gated_deltanet", "softmax"]}})
     return write_hybrid(
-        build_hybrid(teacher, config, model), teacher, tmp_path_factory.mktemp("h") / "hybrid"
+        build_hybrid(config, model), teacher, tmp_path_factory.mktemp("h") / "hybrid"
     )
 
 
@@ -336,3 +336,8 @@ def test_a_teacher_that_does_not_fit_is_refused_before_its_weights_are_read(
         train(distilled(recipe, hybrid, tmp_path / "run", f"distill.teacher={teacher}", *overrides))
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_recipe_that_replaces_nothing_is_refused(recipe, llama, tmp_path):
+    with pytest.raises(InputError, match=r"model\.mixer: no layer of hybrid is replaced"):
+        fit_layers(settings(recipe, llama, tmp_path / "run", "model={mixer: softmax}"), str(llama))

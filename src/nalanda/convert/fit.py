@@ -4,6 +4,7 @@ The teacher reads each batch once, block by block. Every arm's mixer of a layer 
 and learns its output; no gradient passes between layers.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -63,10 +64,6 @@ class Fit:
     accelerator: Any
     step: int = 0
 
-    @property
-    def tokens(self) -> int:
-        return self.step * self.config.train.tokens_per_step
-
 
 def fit_layers(config: RunConfig, model: str) -> list[Path]:
     """Fits the recipe's hybrids to the transformer `model`; returns their folders, `output_dir/ARM`.
@@ -104,14 +101,12 @@ def fit_layers(config: RunConfig, model: str) -> list[Path]:
 def arm_configs(config: RunConfig, teacher: NalandaConfig) -> dict[str, NalandaConfig]:
     """Each arm's hybrid by name; `hybrid` without `linearize.arms`. Raises `InputError`."""
     arms = config.linearize.arms or {"hybrid": {}}
-    configs = {}
-    for name, keys in arms.items():
-        try:
-            configs[name] = hybrid_config(teacher, config.model | keys)
-        except InputError as error:
+    configs = {name: hybrid_config(teacher, config.model | keys) for name, keys in arms.items()}
+    for name, hybrid in configs.items():
+        if not replaced_layers(hybrid):
             raise InputError(
-                f"arm {name}: {error}" if config.linearize.arms else str(error)
-            ) from None
+                f"model.mixer: no layer of {name} is replaced; name another than softmax"
+            )
     return configs
 
 
@@ -153,7 +148,7 @@ def start_fit(
     for name, hybrid in configs.items():
         # One seed for all: parts that two arms share begin equal.
         set_seed(config.seed)
-        built = build_hybrid(teacher, hybrid, source)
+        built = build_hybrid(hybrid, source)
         layers = {str(i): built.model.layers[i].mixer for i in replaced_layers(hybrid)}
         arms[name] = nn.ModuleDict(layers)
     arms.to(accelerator.device).train()
@@ -188,11 +183,12 @@ def run_steps(fit: Fit, signals: Interruptions, stack: ExitStack) -> None:
         rate = learning_rate(fit.step + 1, steps, config.linearize.lr, schedule)
         errors = fit_step(fit, rate)
         fit.step += 1
+        tokens = fit.step * config.train.tokens_per_step
 
         last = fit.step == steps
         if last or fit.step % config.log.every == 0:
             named = {f"error/{name}": error for name, error in errors.items()}
-            log.write(step=fit.step, tokens=fit.tokens, lr=rate, **named)
+            log.write(step=fit.step, tokens=tokens, lr=rate, **named)
         text = "  ".join(f"{name} {error:.4f}" for name, error in errors.items())
         log.progress.to(fit.step, f"relative error {text}", end=last)
 
@@ -203,7 +199,7 @@ def run_steps(fit: Fit, signals: Interruptions, stack: ExitStack) -> None:
                 model=fit.arms,
                 optimizer=fit.optimizer,
                 data_state=fit.batches.state_dict(),
-                trainer_state={"tokens": fit.tokens},
+                trainer_state={"tokens": tokens},
             )
         if stop and not last:
             saver.wait()
@@ -220,11 +216,10 @@ def fit_step(fit: Fit, rate: float) -> dict[str, float]:
             totals[name] += error.item() / (count * len(fit.arms[name]))
 
     # Layers are problems of their own, so each has its own norm.
+    limit = fit.config.optim.max_grad_norm or math.inf
     for mixers in fit.arms.values():
         for mixer in mixers.values():
-            norm = nn.utils.clip_grad_norm_(
-                mixer.parameters(), fit.config.optim.max_grad_norm or 1e9
-            )
+            norm = nn.utils.clip_grad_norm_(mixer.parameters(), limit)
             if not norm.isfinite():
                 mixer.zero_grad()
     for group in fit.optimizer.param_groups:
@@ -275,7 +270,7 @@ def write_arms(
     """Writes each arm's hybrid as a model folder."""
     source = teacher.load(torch.device("cpu"), torch.float32)
     for (name, config), folder in zip(configs.items(), folders, strict=True):
-        hybrid = build_hybrid(teacher, config, source)
+        hybrid = build_hybrid(config, source)
         for i, mixer in fit.arms[name].items():
             hybrid.model.layers[int(i)].mixer.load_state_dict(mixer.state_dict())
         yield write_hybrid(hybrid, teacher, folder)

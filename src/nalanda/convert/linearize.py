@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from nalanda.common.errors import InputError
@@ -56,16 +56,11 @@ class Transformer:
 
     def load(self, device: torch.device, dtype: torch.dtype) -> Any:
         """The model, for reading only."""
-        model = self.build(self.config, dtype)
-        model.load_state_dict(self.tensors(), strict=not self.config.tie_word_embeddings)
+        model: Any = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
+        tensors = {name: part.read() for name, part in self.parts.items()}
+        # A tied head is stored once.
+        model.load_state_dict(tensors, strict=not self.config.tie_word_embeddings)
         return model.to(device).eval().requires_grad_(False)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: part.read() for name, part in self.parts.items()}
-
-    @staticmethod
-    def build(config: NalandaConfig, dtype: torch.dtype = torch.float32) -> Any:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def open_transformer(folder: Path) -> Transformer:
@@ -84,25 +79,18 @@ def open_transformer(folder: Path) -> Transformer:
             )
         ours = kind == "nalanda"
         config = NalandaConfig.from_pretrained(folder) if ours else FORMATS[kind].ours(settings)
-        check_attention(config)
+        others = [name for name in config.layer_mixers if name != "softmax"]
+        if others:
+            raise InputError(f"mixer {others[0]!r}: only softmax attention is replaced")
+        window = resolved(config)["mixer_options"]["softmax"]["window"]
+        if window is not None:
+            raise InputError(f"window={window}: only attention over the whole text is replaced")
         config.bos_token_id = find_leading_bos(folder, config)
         # Shapes come from the files' headers.
         parts = match_tensors(stored_tensors(folder), config, tensors_of(kind, settings))
     except ValueError as error:
         raise InputError(f"{folder}: {error}") from None
     return Transformer(folder, config, parts)
-
-
-def check_attention(config: NalandaConfig) -> None:
-    """Raises InputError for a model with another mixer than softmax attention over the whole text."""
-    others = [name for name in config.layer_mixers if name != "softmax"]
-    if others:
-        raise InputError(f"mixer {others[0]!r}: only softmax attention is replaced")
-    window = resolved(config)["mixer_options"]["softmax"]["window"]
-    if window is not None:
-        raise InputError(
-            f"window={window}: a fitted layer reads the whole text; no window is served"
-        )
 
 
 def hybrid_config(teacher: NalandaConfig, keys: dict[str, Any]) -> NalandaConfig:
@@ -158,9 +146,9 @@ def options_by_name(
     return new | {"softmax": stored.get("softmax", stored) | sizes}
 
 
-def build_hybrid(teacher: Transformer, config: NalandaConfig, model: Any) -> Any:
+def build_hybrid(config: NalandaConfig, model: Any) -> Any:
     """The hybrid in fp32, before any fitting. model: the teacher's, in fp32 on the CPU."""
-    hybrid = teacher.build(config)
+    hybrid: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     replaced = replaced_layers(config)
     shared = {
         name: tensor
@@ -190,13 +178,15 @@ def take_projections(mixer: Any, attention: Any) -> None:
         if target is None:
             continue
         for kind in ("weight", "bias"):
-            theirs, ours = getattr(source, kind), getattr(target, kind)
-            if theirs is not None and name in ("k", "v") and len(ours) == group * len(theirs):
+            taken, ours = getattr(source, kind), getattr(target, kind)
+            if taken is None:
+                continue
+            if name in ("k", "v") and len(ours) == group * len(taken):
                 # [heads · K, …] to [heads, K, …], each head repeated for its group
-                heads = theirs.unflatten(0, (attention.num_v_heads, -1))
-                theirs = heads.repeat_interleave(group, 0).flatten(0, 1)
-            if theirs is not None and theirs.shape == ours.shape:
-                ours.copy_(theirs)
+                heads = taken.unflatten(0, (attention.num_v_heads, -1))
+                taken = heads.repeat_interleave(group, 0).flatten(0, 1)
+            if taken.shape == ours.shape:
+                ours.copy_(taken)
 
     for name in ("q", "k", "v"):
         conv: Any = getattr(mixer, f"{name}_conv1d", None)

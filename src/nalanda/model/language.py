@@ -434,7 +434,6 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         described = (attention_mask, position_ids, cu_seqlens)
         targets = self._targets(h, labels, shift_labels, context, *described)
         loss = self._mean_loss(h, targets, num_items_in_batch, z_loss, context, distillation)
-        # In training the loss has its own logits, block by block.
         logits = None
         if loss is None or not self.training:
             logits = apply_linear(self.lm_head, h[:, _positions(logits_to_keep)])

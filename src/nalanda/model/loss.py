@@ -28,8 +28,8 @@ class Distillation:
 
     def gradient(self, span: slice, logits: Tensor, ignored: Tensor) -> Tensor:
         """d(w τ² KL)/d logits of a block `[rows, V]`, of the student's logits."""
-        theirs = (self.hidden[span] @ self.head.T).to(logits.dtype)  # [rows, V]
-        log_q = torch.log_softmax(theirs.div_(self.temperature), -1)
+        target = (self.hidden[span] @ self.head.T).to(logits.dtype)  # [rows, V]
+        log_q = torch.log_softmax(target.div_(self.temperature), -1)
         log_p = torch.log_softmax(logits / self.temperature, -1)
         q = log_q.exp()
         terms = (q * (log_q - log_p)).sum(-1, keepdim=True)

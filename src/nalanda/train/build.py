@@ -68,7 +68,6 @@ def set_up(
 
     say("preparing the tokenizer")
     tokenizer = prepare_tokenizer(config, accelerator, sources)
-    # Here, because another tokenizer is refused before the data are opened.
     teacher = load_teacher(config, tokenizer, accelerator.device)
 
     say("opening the data")
@@ -77,7 +76,7 @@ def set_up(
     # One seed on all processes while weights are drawn, then one of each process for dropout.
     say("building the model")
     set_seed(config.seed)
-    # Weights, gradients and one moment per parameter share a CPU's memory.
+    # Weights, gradients and one moment share a CPU's memory.
     bytes_each = 12 if accelerator.device.type == "cpu" and sharing.kind == "ddp" else 4
     model = build_model(config, tokenizer, weights=resume is None, bytes_each=bytes_each)
     costs = count_flops(config, accelerator, model)  # of the bare model, before it is sharded
@@ -94,7 +93,6 @@ def set_up(
         validation = masking.fixed(validation, sharing.rank, sharing.world_size)
     carries = config.data.long_documents == "carry"
     kept_apart = verify_model(accelerator, model, carries)
-
     run = Run(
         config=config,
         accelerator=accelerator,

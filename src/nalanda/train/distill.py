@@ -90,8 +90,8 @@ def load_teacher(config: RunConfig, tokenizer: Any, device: torch.device) -> Tea
 def check_tokenizer(tokenizer: Any, name: str, where: str) -> None:
     """Raises InputError if the run's tokenizer cuts texts otherwise than that of the model `name`."""
     with in_one_line(where):
-        theirs: Any = AutoTokenizer.from_pretrained(name)
-    if tokenizer_fingerprint(theirs) != tokenizer_fingerprint(tokenizer):
+        other: Any = AutoTokenizer.from_pretrained(name)
+    if tokenizer_fingerprint(other) != tokenizer_fingerprint(tokenizer):
         raise InputError(f"{where}: its tokenizer is another than the run's; set tokenizer={name}")
 
 
