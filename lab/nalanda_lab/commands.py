@@ -390,6 +390,29 @@ def imitate(
 
 
 @app.command()
+def states(
+    models: Annotated[
+        str | None, Option(help="comma-separated: deltanet, deltanet-relu, …; by default all")
+    ] = None,
+    length: Annotated[int, Option(min=2048, help="tokens that each model reads")] = 16384,
+    output: Annotated[
+        str, Option(help="directory for a record a model; measured models are kept")
+    ] = "runs/states",
+) -> None:
+    """Measure the loss of states in bfloat16, int8 and fp8.
+
+    \b
+    nalanda-lab states --models deltanet,mala
+
+    Trains a small model of each mixer and map, and reads a held-out stream token by token in each precision.
+    """
+    with loading_torch():
+        from nalanda_lab.states import states
+
+    states(several(models), length, output)
+
+
+@app.command()
 def fork(
     text: Annotated[
         str | None,
