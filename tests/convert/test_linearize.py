@@ -24,8 +24,15 @@ from nalanda.common.errors import InputError
 from nalanda.config.load import load_config
 from nalanda.convert import fit as fitting
 from nalanda.convert.fit import fit_layers
-from nalanda.convert.linearize import build_hybrid, hybrid_config, open_transformer, write_hybrid
-from nalanda.model import MIXERS
+from nalanda.convert.linearize import (
+    build_hybrid,
+    hybrid_config,
+    open_transformer,
+    replaced_layers,
+    write_hybrid,
+)
+from nalanda.convert.llama import LLAMA
+from nalanda.model import MIXERS, NalandaConfig
 from nalanda.train.log import read_metrics
 from nalanda.train.loop import train
 
@@ -158,6 +165,16 @@ def test_a_model_that_cannot_be_replaced_is_refused_by_name(
         hybrid_config(open_transformer(tmp_path).config, keys)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_recipe_may_repeat_the_sizes_of_its_teacher(llama):
+    config = open_transformer(llama).config
+    assert (
+        hybrid_config(config, {"hidden_size": 32, "norm_eps": 9.9999999e-7}).norm_eps
+        == config.norm_eps
+    )
+    with pytest.raises(InputError, match=r"model\.norm_eps: 1e-05, but the teacher has 1e-06"):
+        hybrid_config(config, {"norm_eps": 1e-5})
 
 
 def test_a_layer_that_can_represent_the_attention_learns_it(recipe, llama, tmp_path, monkeypatch):
@@ -341,3 +358,37 @@ def test_a_teacher_that_does_not_fit_is_refused_before_its_weights_are_read(
 def test_a_recipe_that_replaces_nothing_is_refused(recipe, llama, tmp_path):
     with pytest.raises(InputError, match=r"model\.mixer: no layer of hybrid is replaced"):
         fit_layers(settings(recipe, llama, tmp_path / "run", "model={mixer: softmax}"), str(llama))
+
+
+LLAMA_1B = {
+    **{"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192},
+    **{"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8},
+    **{"head_dim": 64, "max_position_embeddings": 131072},
+    "rope_parameters": {
+        **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0},
+        **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "original_max_position_embeddings": 8192,
+    },
+}
+SMOLLM2 = {
+    **{"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536},
+    **{"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3},
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "replaced"),
+    [("linearize_smollm2_135m", SMOLLM2, 23), ("linearize_llama32_1b", LLAMA_1B, 12)],
+)
+def test_the_recipes_have_the_sizes_of_their_transformers(name, sizes, replaced):
+    config = LlamaConfig(**sizes, rms_norm_eps=1e-5, tie_word_embeddings=True)
+    transformer = LLAMA["llama"].ours(config.to_dict())
+    model = load_config(name).model
+    hybrid = hybrid_config(transformer, model)
+    assert len(replaced_layers(hybrid)) == replaced
+    # The recipe alone describes the same model, as `nalanda info` and a resume read it.
+    described = NalandaConfig(**model)
+    for key in ("layer_mixers", "mixer_options", "feature_map", "intermediate_size"):
+        assert getattr(described, key) == getattr(hybrid, key)

@@ -5,6 +5,7 @@ describes a hybrid that keeps all tensors but those of the replaced mixers. Thes
 projections, and `fit.py` fits them to its outputs.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,15 @@ def hybrid_config(teacher: NalandaConfig, keys: dict[str, Any]) -> NalandaConfig
     Raises:
         InputError: names the key that differs from the teacher's, or that no mixer takes.
     """
-    for name in OF_THE_TEACHER:
-        if name in keys and keys[name] != getattr(teacher, name):
+    fixed = {name: getattr(teacher, name) for name in OF_THE_TEACHER}
+    for name, value in fixed.items():
+        given = keys.get(name, value)
+        # Files may hold a number that was rounded to fp32.
+        if given != value and not (
+            isinstance(value, float) and math.isclose(given, value, rel_tol=1e-6)
+        ):
             raise InputError(
-                f"model.{name}: {keys[name]!r}, but the teacher has {getattr(teacher, name)!r}; leave it out"
+                f"model.{name}: {given!r}, but the teacher has {value!r}; leave it out"
             )
 
     attention = resolved(teacher)["mixer_options"]["softmax"]
@@ -118,7 +124,7 @@ def hybrid_config(teacher: NalandaConfig, keys: dict[str, Any]) -> NalandaConfig
                 f"{attention.get(name)!r}; leave it out"
             )
 
-    values = written_out(teacher) | {"mixer": DEFAULT} | keys
+    values = written_out(teacher) | {"mixer": DEFAULT} | keys | fixed
     values |= {name: getattr(teacher, name) for name in ("bos_token_id", "eos_token_id")}
     values["max_position_embeddings"] = teacher.max_position_embeddings
     try:
