@@ -232,14 +232,21 @@ template <class T>
 void form_decay(const Step& s, int n, int h_v, Memory& m) {
     long head = long(h_v) * s.G, row = long(n) * s.HV * s.G;
     const T* a = (const T*)s.a + row + head;
-    float *decay = m.decay, rate = s.A_log ? -exp32(s.A_log[h_v]) : 0, temperature = s.temperature;
-    if (s.A_log) *m.dt = softplus32(load(a) + s.dt_bias[head]);
+    auto fill = [&](auto log_decay) {
+        float* decay = m.decay;
 #pragma omp simd
-    for (int i = 0; i < s.G; i++) {
-        float g = s.g ? s.g[row + head + i] : 0;
-        if (s.A_log) g = rate * softplus32(load(a + i) + s.dt_bias[head + i]);
-        if (temperature > 0) g = -softplus32(-load(a + i)) / temperature;
-        decay[i] = exp32(g);
+        for (int i = 0; i < s.G; i++) decay[i] = exp32(log_decay(i));
+    };
+    const float *g = s.g + row + head, *bias = s.dt_bias + head;
+    if (s.A_log) {
+        float rate = -exp32(s.A_log[h_v]);
+        *m.dt = softplus32(load(a) + *bias);
+        fill([=](int i) { return rate * softplus32(load(a + i) + bias[i]); });
+    } else if (s.temperature > 0) {
+        float temperature = s.temperature;
+        fill([=](int i) { return -softplus32(-load(a + i)) / temperature; });
+    } else {
+        fill([=](int i) { return g[i]; });
     }
     if (s.G < 2) {
         float same = s.G ? m.decay[0] : 1;
