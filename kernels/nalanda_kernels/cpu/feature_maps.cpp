@@ -1,8 +1,8 @@
 // Feature maps of rows of K numbers with their L2 norm, forward and backward.
-#include <algorithm>
 #include <vector>
 
 #include "maps.h"
+#include "parts.h"
 
 template <int NAME>
 inline float slope(float x) {
@@ -87,85 +87,55 @@ void power_backward(const T* x, const T* dy, T* dx, int K, const Settings& map, 
     }
 }
 
-template <int ANGLE, class T>
-void backward_kind(const T* x, const T* dy, T* dx, int K, const Settings& map, float* memory) {
-    auto run = power_backward<ANGLE, ANY, T>;
-    if (map.exponent == 1) run = power_backward<ANGLE, FIRST, T>;
-    if (map.exponent == 2) run = power_backward<ANGLE, SECOND, T>;
-    run(x, dy, dx, K, map, nullptr, nullptr, nullptr, nullptr, memory);
-}
-
-template <class T>
-void backward_row(const T* x, const T* dy, T* dx, int K, const Settings& map, const float* p, const float* u,
-                  float* dp, float* du, float* memory) {
-    switch (map.name) {
-        case IDENTITY: return plain_backward<IDENTITY>(x, dy, dx, K, map.l2, memory);
-        case SILU: return plain_backward<SILU>(x, dy, dx, K, map.l2, memory);
-        case RELU: return plain_backward<RELU>(x, dy, dx, K, map.l2, memory);
-        case ELU: return plain_backward<ELU>(x, dy, dx, K, map.l2, memory);
-        case ELU1: return plain_backward<ELU1>(x, dy, dx, K, map.l2, memory);
-        case EXP: return plain_backward<EXP>(x, dy, dx, K, map.l2, memory);
-    }
-    if (p) return power_backward<SPLIT, CHANNELS>(x, dy, dx, K, map, p, u, dp, du, memory);
-    switch (map.angle) {
-        case SPLIT: return backward_kind<SPLIT>(x, dy, dx, K, map, memory);
-        case RAW: return backward_kind<RAW>(x, dy, dx, K, map, memory);
-        case DIRECTION: return backward_kind<DIRECTION>(x, dy, dx, K, map, memory);
-    }
-}
-
 // x [rows, K] to y [rows, features]; row i belongs to head i mod heads. p, u: [heads, K] of Pola, or null.
 template <class T>
-void forward(const T* x, T* y, long rows, int heads, int K, const Settings* map, const float* p, const float* u,
+void forward(const T* x, T* y, long rows, int heads, int K, const Settings& map, const float* p, const float* u,
              int threads) {
-    long features = map->name == POWER ? 2 * K : K;
-#pragma omp parallel num_threads(threads)
-    {
+    long features = map.name == POWER ? 2 * K : K;
+    in_parts(threads, [=](Part part) {
         std::vector<float> memory(2 * K);
-#pragma omp for schedule(static)
-        for (long i = 0; i < rows; i++) {
-            long channel = i % heads * K;
-            const float *p_i = p ? p + channel : p, *u_i = p ? u + channel : u;
-            forward_row(x + i * K, y + i * features, K, *map, p_i, u_i, memory.data());
+        for (long i = part.first(rows), end = part.end(rows); i < end; i++) {
+            long channel = p ? i % heads * K : 0;
+            forward_row(x + i * K, y + i * features, K, map, p + channel, u + channel, memory.data());
         }
-    }
+    });
 }
 
-// dp, du: [parts, heads, K], zero. The part of a row is fixed, so their sum does not depend on timing.
+// dp, du: [threads, heads, K], zero, of which each part adds to its own.
 template <class T>
-void backward(const T* x, const T* dy, T* dx, long rows, int heads, int K, const Settings* map, const float* p,
-              const float* u, float* dp, float* du, int parts) {
-    long features = map->name == POWER ? 2 * K : K, size = (rows + parts - 1) / parts;
-#pragma omp parallel for num_threads(parts) schedule(static)
-    for (long part = 0; part < parts; part++) {
+void backward(const T* x, const T* dy, T* dx, long rows, int heads, int K, const Settings& map, const float* p,
+              const float* u, float* dp, float* du, int threads) {
+    long features = map.name == POWER ? 2 * K : K;
+    in_parts(threads, [=](Part part) {
         std::vector<float> memory(4 * K);
-        long end = std::min(rows, (part + 1) * size);
-        for (long i = part * size; i < end; i++) {
-            long channel = i % heads * K, own = part * heads * K + channel;
-            backward_row(x + i * K, dy + i * features, dx + i * K, K, *map, p ? p + channel : p,
-                         p ? u + channel : u, p ? dp + own : dp, p ? du + own : du, memory.data());
+        for (long i = part.first(rows), end = part.end(rows); i < end; i++) {
+            const T *x_i = x + i * K, *dy_i = dy + i * features;
+            T* dx_i = dx + i * K;
+            long channel = p ? i % heads * K : 0, own = p ? part.index * heads * K + channel : 0;
+            choose_map(
+                map, p,
+                [&](auto name) { plain_backward<name.value>(x_i, dy_i, dx_i, K, map.l2, memory.data()); },
+                [&](auto angle, auto kind) {
+                    power_backward<angle.value, kind.value>(x_i, dy_i, dx_i, K, map, p + channel, u + channel,
+                                                            dp + own, du + own, memory.data());
+                });
         }
-    }
+    });
 }
 
+// Arrays x, y and their gradients are of bf16 or fp32.
 extern "C" {
-void map_forward_fp32(const float* x, float* y, long rows, int heads, int K, const Settings* map, const float* p,
-                      const float* u, int threads) {
-    forward(x, y, rows, heads, K, map, p, u, threads);
+void map_forward(bool narrow, const void* x, void* y, long rows, int heads, int K, const Settings* map,
+                 const float* p, const float* u, int threads) {
+    auto run = [=](auto* y) { forward((decltype(y))x, y, rows, heads, K, *map, p, u, threads); };
+    narrow ? run((uint16_t*)y) : run((float*)y);
 }
 
-void map_forward_bf16(const uint16_t* x, uint16_t* y, long rows, int heads, int K, const Settings* map,
-                      const float* p, const float* u, int threads) {
-    forward(x, y, rows, heads, K, map, p, u, threads);
-}
-
-void map_backward_fp32(const float* x, const float* dy, float* dx, long rows, int heads, int K,
-                       const Settings* map, const float* p, const float* u, float* dp, float* du, int parts) {
-    backward(x, dy, dx, rows, heads, K, map, p, u, dp, du, parts);
-}
-
-void map_backward_bf16(const uint16_t* x, const uint16_t* dy, uint16_t* dx, long rows, int heads, int K,
-                       const Settings* map, const float* p, const float* u, float* dp, float* du, int parts) {
-    backward(x, dy, dx, rows, heads, K, map, p, u, dp, du, parts);
+void map_backward(bool narrow, const void* x, const void* dy, void* dx, long rows, int heads, int K,
+                  const Settings* map, const float* p, const float* u, float* dp, float* du, int threads) {
+    auto run = [=](auto* dx) {
+        backward((decltype(dx))x, (decltype(dx))dy, dx, rows, heads, K, *map, p, u, dp, du, threads);
+    };
+    narrow ? run((uint16_t*)dx) : run((float*)dx);
 }
 }

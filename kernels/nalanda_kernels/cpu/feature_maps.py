@@ -78,8 +78,8 @@ def map_features(
 def _forward(x: Tensor, p: Tensor | None, unit: Tensor | None, MAP: Map, query: bool) -> Tensor:
     x = x.contiguous()
     y = x.new_empty(*x.shape[:-1], MAP.halves * x.shape[-1])
-    run = getattr(library(), f"map_forward_{DTYPES[x.dtype]}")
-    run(
+    library().map_forward(
+        x.dtype == torch.bfloat16,
         *map(_pointer, (x, y)),
         *_sizes(x),
         ctypes.byref(settings_of(MAP, query)),
@@ -109,9 +109,9 @@ class _Mapped(torch.autograd.Function):
         # A thread sums the gradients of Pola's parameters over its own rows, [parts, H, K].
         dp, d_unit = (None if y is None else y.new_zeros(parts, *y.shape) for y in (p, unit))
 
-        run = getattr(library(), f"map_backward_{DTYPES[x.dtype]}")
         tensors = map(_pointer, (p, unit, dp, d_unit))
-        run(
+        library().map_backward(
+            x.dtype == torch.bfloat16,
             *map(_pointer, (x, dy, dx)),
             *_sizes(x),
             ctypes.byref(settings_of(*ctx.map)),

@@ -2,6 +2,7 @@
 // here are its names.
 #pragma once
 #include <cmath>
+#include <type_traits>
 
 #include "elementary.h"
 
@@ -107,28 +108,36 @@ void power_forward(const T* x, T* y, int K, const Settings& map, const float* ex
     for (int i = 0; i < 2 * K; i++) store(y + i, memory[i] * rho);
 }
 
-template <int ANGLE, class T>
-void forward_kind(const T* x, T* y, int K, const Settings& map, float* memory) {
-    auto run = power_forward<ANGLE, ANY, T>;
-    if (map.exponent == 1) run = power_forward<ANGLE, FIRST, T>;
-    if (map.exponent == 2) run = power_forward<ANGLE, SECOND, T>;
-    run(x, y, K, map, nullptr, nullptr, memory);
+template <int N>
+using Constant = std::integral_constant<int, N>;
+
+// plain(name) for a map of single entries, power(angle, kind) for the others.
+template <class Plain, class Power>
+void choose_map(const Settings& map, bool by_channel, const Plain& plain, const Power& power) {
+    auto with_kind = [&](auto kind) {
+        switch (map.angle) {
+            case SPLIT: return power(Constant<SPLIT>(), kind);
+            case RAW: return power(Constant<RAW>(), kind);
+            case DIRECTION: return power(Constant<DIRECTION>(), kind);
+        }
+    };
+    switch (map.name) {
+        case IDENTITY: return plain(Constant<IDENTITY>());
+        case SILU: return plain(Constant<SILU>());
+        case RELU: return plain(Constant<RELU>());
+        case ELU: return plain(Constant<ELU>());
+        case ELU1: return plain(Constant<ELU1>());
+        case EXP: return plain(Constant<EXP>());
+    }
+    if (by_channel) return power(Constant<SPLIT>(), Constant<CHANNELS>());
+    if (map.exponent == 1) return with_kind(Constant<FIRST>());
+    if (map.exponent == 2) return with_kind(Constant<SECOND>());
+    with_kind(Constant<ANY>());
 }
 
 template <class T>
 void forward_row(const T* x, T* y, int K, const Settings& map, const float* p, const float* u, float* memory) {
-    switch (map.name) {
-        case IDENTITY: return plain_forward<IDENTITY>(x, y, K, map.l2, memory);
-        case SILU: return plain_forward<SILU>(x, y, K, map.l2, memory);
-        case RELU: return plain_forward<RELU>(x, y, K, map.l2, memory);
-        case ELU: return plain_forward<ELU>(x, y, K, map.l2, memory);
-        case ELU1: return plain_forward<ELU1>(x, y, K, map.l2, memory);
-        case EXP: return plain_forward<EXP>(x, y, K, map.l2, memory);
-    }
-    if (p) return power_forward<SPLIT, CHANNELS>(x, y, K, map, p, u, memory);
-    switch (map.angle) {
-        case SPLIT: return forward_kind<SPLIT>(x, y, K, map, memory);
-        case RAW: return forward_kind<RAW>(x, y, K, map, memory);
-        case DIRECTION: return forward_kind<DIRECTION>(x, y, K, map, memory);
-    }
+    choose_map(
+        map, p, [=, &map](auto name) { plain_forward<name.value>(x, y, K, map.l2, memory); },
+        [=, &map](auto angle, auto kind) { power_forward<angle.value, kind.value>(x, y, K, map, p, u, memory); });
 }
