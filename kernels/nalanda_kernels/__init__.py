@@ -82,6 +82,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "glu_rows": {"triton": _triton("glu:glu_rows")},
     "swiglu": {"triton": _triton("epilogues:swiglu")},
     "rms_norm": {"triton": _triton("epilogues:rms_norm")},
+    "cross_entropy": {"triton": _triton("loss:cross_entropy")},
 }
 
 

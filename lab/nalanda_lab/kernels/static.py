@@ -127,6 +127,7 @@ CASES = {
     ),
     "step delta_product": Case("step", 128, 128, 8, map="silu", norm="l2", options=(("steps", 4),)),
     "swiglu": Case("swiglu", 2816, 2816, 1),
+    "head loss": Case("cross_entropy", 2048, 32_000, 1),
     "glu of a token": Case("glu_rows", 1024, 2816, 1),
     "residual norm": Case("rms_norm", 1024, 1024, 1),
     "head norm": Case("rms_norm", 256, 256, 6, gated=True),
@@ -208,6 +209,9 @@ def ours(case: Case, B: int = 2, T: int = 2048) -> Call:
         )
     if case.op == "step":
         return lambda: _step(op, case, B)
+    if case.op == "cross_entropy":
+        logits, labels = torch.zeros(case.K, case.V, dtype=case.dtype), torch.zeros(case.K).long()
+        return lambda: (op(logits, labels, -100, 0.0, True),)
     if case.op == "glu_rows":
         return lambda: _glu_rows(op, case, B)
     if case.op == "swiglu":

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .ops import by_kernel
+
 
 @dataclass(eq=False)
 class Distillation:
@@ -64,29 +66,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, torch.float32)
         dw = torch.zeros_like(weight, dtype=wide) if need_w else None
         for start in range(0, len(h), block):
-            span, index = slice(start, start + block), labels[start : start + block, None]
+            span = slice(start, start + block)
             # Ignored rows are zeroed: gathering the others would synchronise with the device.
-            ignored = index == ignore_index
-            rows, index = h[span].masked_fill(ignored, 0), index.masked_fill(ignored, 0)
+            ignored = labels[span, None] == ignore_index
+            rows = h[span].masked_fill(ignored, 0)
             logits = rows @ weight.T  # [block, V]
-            logits = logits if logits.dtype == torch.float64 else logits.float()
-            # Read now: on a CPU log_softmax overwrites the logits.
-            label = logits.gather(-1, index)
-            pull = None if teacher is None else teacher.gradient(span, logits, ignored)
-            # On a CPU in place: passes over memory cost it as much as products.
-            log_p = torch.log_softmax(logits, -1, out=logits if h.device.type == "cpu" else None)
-            log_p_label = log_p.gather(-1, index)
-            total -= log_p_label.masked_fill(ignored, 0).sum(dtype=torch.float64)
-            if not (need_h or need_w):
+            losses, dlogits = _block_loss(
+                logits, labels[span], ignore_index, z_loss, need_h or need_w, teacher, span
+            )
+            total += losses
+            if dlogits is None:
                 continue
-            dlogits = log_p.exp_()  # softmax, in the memory of log_p
-            if z_loss:  # the gradient of lse is the softmax
-                # lse = logit − log p of the label, so d(z lse²) = 2 z lse · softmax.
-                dlogits.mul_(1 + 2 * z_loss * (label - log_p_label))
-            # Minus the one-hot label. Rows that are ignored are 0, so they add nothing to dw.
-            dlogits.scatter_add_(-1, index, dlogits.new_full(index.shape, -1.0))
-            if teacher is not None and pull is not None:
-                dlogits.mul_(1 - teacher.weight).add_(pull.masked_fill_(ignored, 0))
             dlogits = dlogits.to(rows.dtype)
             if dh is not None:
                 torch.mm(dlogits, weight, out=dh[span]).masked_fill_(ignored, 0)
@@ -111,6 +101,50 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dh = None if dh is None else _scaled(dh, dtotal, ctx.block)
         dw = None if dw is None else (dw * dtotal.to(dw.dtype)).to(ctx.weight_dtype)
         return dh, dw, None, None, None, None, None, None
+
+
+def _block_loss(
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    z_loss: float,
+    training: bool,
+    teacher: Distillation | None,
+    span: slice,
+) -> tuple[Tensor, Tensor | None]:
+    """The summed loss of a block's logits `[rows, V]`, which it may overwrite, and if training their gradient.
+
+    Ignored rows have loss 0, and any gradient: their inputs are 0. span: the block's rows, for the teacher.
+    """
+    if teacher is None and not torch.compiler.is_compiling():
+        inputs = logits, labels, ignore_index, z_loss, training
+        losses = by_kernel("cross_entropy", "auto", logits, *inputs)
+        if losses is not None:
+            return losses.sum(dtype=torch.float64), logits if training else None
+
+    ignored = labels[:, None] == ignore_index
+    index = labels[:, None].masked_fill(ignored, 0)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    # Read now: on a CPU log_softmax overwrites the logits.
+    label = logits.gather(-1, index)
+    pull = None if teacher is None else teacher.gradient(span, logits, ignored)
+
+    # On a CPU in place: passes over memory cost it as much as products.
+    log_p = torch.log_softmax(logits, -1, out=logits if logits.device.type == "cpu" else None)
+    log_p_label = log_p.gather(-1, index)
+    loss = -log_p_label.masked_fill(ignored, 0).sum(dtype=torch.float64)
+    if not training:
+        return loss, None
+
+    dlogits = log_p.exp_()  # softmax, in the memory of log_p
+    if z_loss:  # the gradient of lse is the softmax
+        # lse = logit − log p of the label, so d(z lse²) = 2 z lse · softmax.
+        dlogits.mul_(1 + 2 * z_loss * (label - log_p_label))
+    # Minus the one-hot label. Rows that are ignored are 0, so they add nothing to dw.
+    dlogits.scatter_add_(-1, index, dlogits.new_full(index.shape, -1.0))
+    if teacher is not None and pull is not None:
+        dlogits.mul_(1 - teacher.weight).add_(pull.masked_fill_(ignored, 0))
+    return loss, dlogits
 
 
 def _scaled(x: Tensor, factor: Tensor, block: int) -> Tensor:
