@@ -27,13 +27,15 @@ LARGEST = {"int8": 127, "fp8": 448}
 """The largest code c."""
 TINY = torch.finfo(torch.float32).tiny
 HOLDS: dict[str, tuple[str | None, ...]] = {
-    "deltanet": ("silu", "identity", "relu", "elu"),
+    "deltanet": ("silu", "identity", "relu", "elu", "elu1", "exp", "nala", "softpp"),
     "gated_deltanet": ("silu", "nala"),
     "kda": ("silu", "nala"),
     "gated_deltanet2": ("silu",),
     "delta_product": ("silu",),
     "linear_attention": ("elu1",),
     "nala": ("nala",),
+    "retention": (None,),
+    "gla": (None,),
     "mamba2": ("silu",),
     "softmax": (None,),
     "diag_attention": (None,),
@@ -42,7 +44,7 @@ HOLDS: dict[str, tuple[str | None, ...]] = {
 
 The last two have no matrix.
 """
-ONLY_INT8: set[tuple[str, str | None]] = set()
+ONLY_INT8: set[tuple[str, str | None]] = {("deltanet", "elu1"), ("deltanet", "softpp")}
 """Of these the pairs that lost more with fp8."""
 MATRIX = "recurrent"
 """The state that is packed."""
