@@ -58,7 +58,7 @@ class Transformer:
     def load(self, device: torch.device, dtype: torch.dtype) -> Any:
         """The model, for reading only."""
         model: Any = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
-        tensors = {name: part.read() for name, part in self.parts.items()}
+        tensors = {name: stored.read() for name, stored in self.parts.items()}
         # A tied head is stored once.
         model.load_state_dict(tensors, strict=not self.config.tie_word_embeddings)
         return model.to(device).eval().requires_grad_(False)
@@ -104,13 +104,13 @@ def hybrid_config(teacher: NalandaConfig, keys: dict[str, Any]) -> NalandaConfig
     """
     fixed = {name: getattr(teacher, name) for name in OF_THE_TEACHER}
     for name, value in fixed.items():
-        given = keys.get(name, value)
+        chosen = keys.get(name, value)
         # Files may hold a number that was rounded to fp32.
-        if given != value and not (
-            isinstance(value, float) and math.isclose(given, value, rel_tol=1e-6)
+        if chosen != value and not (
+            isinstance(value, float) and math.isclose(chosen, value, rel_tol=1e-6)
         ):
             raise InputError(
-                f"model.{name}: {given!r}, but the teacher has {value!r}; leave it out"
+                f"model.{name}: {chosen!r}, but the teacher has {value!r}; leave it out"
             )
 
     attention = resolved(teacher)["mixer_options"]["softmax"]

@@ -302,8 +302,12 @@ def check_outputs(files: PromptFiles) -> tuple[Path | None, Path | None]:
 
 def check_states(files: PromptFiles, model: Any) -> None:
     """Raises InputError for options of states that the model, or one of its mixers, does not have."""
-    asked = {"--save-state": files.save_state, "--states": files.states}
-    for option, value in (asked | {"--state-dtype": files.state_dtype}).items():
+    options = {
+        "--save-state": files.save_state,
+        "--states": files.states,
+        "--state-dtype": files.state_dtype,
+    }
+    for option, value in options.items():
         if value and not is_ours(model):
             kind = model.config.model_type
             raise InputError(f"{kind} models have no state to save; leave {option} out")
