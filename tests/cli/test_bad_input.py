@@ -103,7 +103,10 @@ TABLE = [
         "train r.yaml 'log={every: 1, every: 2}'",
         r"log=.*: line 1: not YAML: 'every' is a duplicate of line 1",
     ),
-    ("train r.yaml steps=10", r"steps: no such key; did you mean train\.steps\?"),
+    (
+        "train r.yaml steps=10",
+        r"steps: no such key; did you mean train\.steps or linearize\.steps\?",
+    ),
     (
         "train r.yaml optim.learning_rate=1",
         r"optim\.learning_rate: no such key; did you mean optim\.lr\?",
@@ -118,8 +121,8 @@ TABLE = [
         "plot several",
         r"several: a folder of runs; name some of them, such as several/alpha several/beta",
     ),
-    ("train r.yaml step=10", r"step: no such key; did you mean train\.steps\?"),
-    ("train r.yaml data.lr=1", r"data\.lr: no such key; did you mean optim\.lr\?"),
+    ("train r.yaml step=10", r"step: no such key; did you mean train\.steps or linearize\.steps\?"),
+    ("train r.yaml data.lr=1", r"data\.lr: no such key; did you mean optim\.lr or linearize\.lr\?"),
     ("train r.yaml data=book.txt", r"data: .*; did you mean data\.source=book\.txt\?"),
     (
         "train b.txt",
