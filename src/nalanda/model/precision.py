@@ -27,7 +27,18 @@ LARGEST = {"int8": 127, "fp8": 448}
 """The largest code c."""
 TINY = torch.finfo(torch.float32).tiny
 HOLDS: dict[str, tuple[str | None, ...]] = {
-    "deltanet": ("silu", "identity", "relu", "elu", "elu1", "exp", "nala", "softpp"),
+    "deltanet": (
+        "silu",
+        "identity",
+        "relu",
+        "elu",
+        "elu1",
+        "exp",
+        "nala",
+        "nala_learned",
+        "silu_shifted",
+        "softpp",
+    ),
     "gated_deltanet": ("silu", "nala"),
     "kda": ("silu", "nala"),
     "gated_deltanet2": ("silu",),
@@ -44,7 +55,12 @@ HOLDS: dict[str, tuple[str | None, ...]] = {
 
 The last two have no matrix.
 """
-ONLY_INT8: set[tuple[str, str | None]] = {("deltanet", "elu1"), ("deltanet", "softpp")}
+ONLY_INT8: set[tuple[str, str | None]] = {
+    ("deltanet", "elu1"),
+    ("deltanet", "nala_learned"),
+    ("deltanet", "silu_shifted"),
+    ("deltanet", "softpp"),
+}
 """Of these the pairs that lost more with fp8."""
 MATRIX = "recurrent"
 """The state that is packed."""
