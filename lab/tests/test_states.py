@@ -9,7 +9,7 @@ from nalanda_lab.states import ARMS, SIZES, draw_stream, holds, plan, read_strea
 from pages import ROOT
 
 from nalanda.model import MIXERS, NalandaCache, NalandaConfig, NalandaForCausalLM
-from nalanda.model.precision import HOLDS, ONLY_INT8, STATE_DTYPES
+from nalanda.model.precision import LOSES, MEASURED, STATE_DTYPES
 
 
 @torch.no_grad()
@@ -60,13 +60,13 @@ def test_a_record_is_made_once(tmp_path, monkeypatch, capsys):
 
 
 def test_the_product_serves_what_was_measured_to_hold():
-    served = {(mixer, name) for mixer, names in HOLDS.items() for name in names}
-    measured = {}
+    records = {}
     for name, options in plan().items():
         file = ROOT / "lab/records/states" / f"{name}.json"
         if file.exists():
             pair = (options["mixer"], options.get("feature_map", MIXERS[options["mixer"]].map_name))
-            measured[pair] = json.loads(file.read_text())
-    held = {pair for pair, record in measured.items() if holds(record, "int8")}
-    assert served == held | {("softmax", None), ("diag_attention", None)}
-    assert {pair for pair in held if not holds(measured[pair], "fp8")} == ONLY_INT8
+            records[pair] = json.loads(file.read_text())
+    measured = {(mixer, name) for mixer, names in MEASURED.items() for name in names}
+    assert measured == records.keys() | {("softmax", None), ("diag_attention", None)}
+    for state_dtype, pairs in LOSES.items():
+        assert pairs == {p for p, record in records.items() if not holds(record, state_dtype)}
