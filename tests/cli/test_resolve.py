@@ -154,6 +154,6 @@ def test_a_run_with_a_recipes_name_is_still_a_run(place):
 
 def test_what_a_training_says_to_do_next_needs_no_network(place, capsys):
     hints = next_steps("train", of=Path("runs/done"), run=Path("runs/done"))
-    assert [hint.split()[1] for hint in hints] == ["report", "generate", "perplexity"]
+    assert [hint.split()[1] for hint in hints] == ["report", "generate", "verify"]
     for hint in hints:
         nalanda_cli.main(shlex.split(hint)[1:])
