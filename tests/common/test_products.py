@@ -5,8 +5,10 @@ import torch
 
 from nalanda.common import products
 from nalanda.common.products import choose_product_route, product_route, set_product_route
+from nalanda.config.load import load_config
 from nalanda.model import chunk_backward, chunk_forward
 from nalanda.model.ops import delta_rule
+from nalanda.train import launch
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +38,11 @@ def pretend(monkeypatch, *, linear: float = 1.0, chunk: float = 1.0, error: floa
         pytest.param({"linear": 0.5, "chunk": 0.5}, "onednn", id="faster"),
         pytest.param({"linear": 0.5, "error": 0.1}, "default", id="faster and rounded to bf16"),
         pytest.param({"linear": 0.5, "error": float("nan")}, "default", id="faster and broken"),
-        pytest.param({"linear": 0.9, "chunk": 0.9}, "default", id="hardly faster"),
+        pytest.param({"linear": 0.96, "chunk": 0.96}, "default", id="hardly faster"),
         pytest.param({"linear": 2.0, "chunk": 2.0}, "default", id="slower"),
-        pytest.param({"linear": 0.7, "chunk": 1.2}, "onednn", id="slower in few products"),
-        pytest.param({"linear": 0.7, "chunk": 2.0}, "default", id="much slower in few products"),
-        pytest.param({"linear": 0.9, "chunk": 0.3}, "default", id="faster in few products"),
+        pytest.param({"linear": 0.9, "chunk": 1.2}, "onednn", id="slower in few products"),
+        pytest.param({"linear": 0.9, "chunk": 2.0}, "default", id="much slower in few products"),
+        pytest.param({"linear": 1.0, "chunk": 0.6}, "default", id="faster in few products"),
     ],
 )
 def test_the_choice_is_by_value_and_time(monkeypatch, onednn, route):
@@ -49,6 +51,28 @@ def test_the_choice_is_by_value_and_time(monkeypatch, onednn, route):
     assert choose_product_route() == route
     assert product_route() == "default"  # measured, not set
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "onednn", "route"),
+    [
+        ("onednn", {"linear": 2.0, "chunk": 2.0}, "onednn"),
+        ("onednn", {"linear": 0.5, "error": 0.1}, "default"),
+        ("default", {"linear": 0.5, "chunk": 0.5}, "default"),
+    ],
+)
+def test_a_run_that_goes_on_keeps_its_route(monkeypatch, earlier, onednn, route):
+    pretend(monkeypatch, **onednn)
+    assert choose_product_route(earlier) == route
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_the_route_of_a_run_is_read_from_its_folder(monkeypatch, tmp_path):
+    (tmp_path / "run.json").write_text('{"products": "onednn"}')
+    config = load_config("demo", [f"output_dir={tmp_path}"])
+    monkeypatch.setattr(launch, "choose_product_route", lambda earlier: earlier)
+    launch.launch(config)
+    assert product_route() == "onednn"
 
 
 def test_a_late_round_does_not_decide(monkeypatch):

@@ -18,9 +18,8 @@ PRECISIONS = {"default": "none", "onednn": "bf16"}  # of torch's setting, by rou
 ROUNDS = 7
 ERROR_FACTOR = 4.0
 """oneDNN's error to float64 is at most so many times the default's: its sums have another order."""
-TIME_FACTOR = 0.8
-"""oneDNN takes at most this share of the default's time. A closer choice could change from start to start, and a
-resumed run would round otherwise."""
+TIME_FACTOR = 0.95
+"""oneDNN takes at most this share of the default's time."""
 
 _setting = torch.backends.mkldnn.matmul  # pyrefly: ignore[missing-attribute]  it is an object
 
@@ -41,9 +40,14 @@ def set_product_route(route: str) -> None:
     _setting.fp32_precision = PRECISIONS[route]
 
 
-def choose_product_route() -> str:
-    """Measures both routes in about 250 ms, and returns the better one; sets neither."""
-    if os.environ.get(ENVIRONMENT) == "0" or not torch.backends.mkldnn.is_available():
+def choose_product_route(earlier: str = "") -> str:
+    """Measures both routes in about 250 ms, and returns the better one; sets neither.
+
+    earlier: the route of a run that goes on. It stays where its products are as exact, since the clock may choose
+        another at each start, which rounds otherwise.
+    """
+    off = os.environ.get(ENVIRONMENT) == "0" or not torch.backends.mkldnn.is_available()
+    if off or earlier == "default":
         return "default"
 
     before, time_factor = product_route(), 0.0
@@ -56,7 +60,7 @@ def choose_product_route() -> str:
             time_factor += probe.share * duration
     finally:
         set_product_route(before)
-    return "onednn" if time_factor <= TIME_FACTOR else "default"
+    return "onednn" if earlier == "onednn" or time_factor <= TIME_FACTOR else "default"
 
 
 def draw_probes() -> list[Probe]:

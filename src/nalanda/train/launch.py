@@ -20,6 +20,7 @@ from nalanda.common.products import choose_product_route, set_product_route
 from nalanda.config.schema import RunConfig
 from nalanda.data.workers import processors
 from nalanda.train.flops import DTYPES, matmul_flops
+from nalanda.train.log import read_facts
 
 BF16_GAIN = 1.25
 """On a CPU `train.precision: auto` asks so much more speed of bf16 products, since half-precision rounds."""
@@ -54,7 +55,8 @@ def launch(config: RunConfig) -> Accelerator:
     if accelerator.device.type == "cpu":
         keep_freed_memory()
         # One route in all processes, because Muon multiplies the same matrices in each.
-        routes = set(gather_object([choose_product_route()]))
+        earlier = read_facts(Path(config.output_dir)).get("products", "")
+        routes = set(gather_object([choose_product_route(earlier)]))
         set_product_route(routes.pop() if len(routes) == 1 else "default")
         if accelerator.is_main_process:
             advise_on_threads(config, accelerator.num_processes)
