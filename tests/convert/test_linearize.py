@@ -218,7 +218,9 @@ def outcome(run, arms):
     return {arm: (run / arm / "model.safetensors").read_bytes() for arm in arms}, lines
 
 
-def test_arms_share_a_pass_and_do_not_meet(recipe, llama, tmp_path):
+def test_arms_share_a_pass_and_do_not_meet(recipe, llama, tmp_path, monkeypatch):
+    # A fit takes one process, so it must not advise several.
+    monkeypatch.setattr("nalanda.train.launch.advise_on_threads", None)
     folders = fit_layers(settings(recipe, llama, tmp_path / "both", ARMS), str(llama))
     assert [folder.name for folder in folders] == ["plain", "delta"]
     fit_layers(settings(recipe, llama, tmp_path / "alone"), str(llama))

@@ -58,8 +58,6 @@ def launch(config: RunConfig) -> Accelerator:
         earlier = read_facts(Path(config.output_dir)).get("products", "")
         routes = set(gather_object([choose_product_route(earlier)]))
         set_product_route(routes.pop() if len(routes) == 1 else "default")
-        if accelerator.is_main_process:
-            advise_on_threads(config, accelerator.num_processes)
     return accelerator
 
 

@@ -27,7 +27,7 @@ from nalanda.train.checkpoint_dir import step_of
 from nalanda.train.estimate import estimate_memory, time_left
 from nalanda.train.export import export
 from nalanda.train.guards import Interruptions, Watchdog, interruptible
-from nalanda.train.launch import from_main_process, launch
+from nalanda.train.launch import advise_on_threads, from_main_process, launch
 from nalanda.train.log import RunLog, last_metrics, write_facts
 from nalanda.train.loss import describe_perplexity, mixer_metrics, validate
 from nalanda.train.meters import ReadingLog, TrainingSpeed
@@ -75,6 +75,8 @@ def train(config: RunConfig) -> Path:
         with interruptible() as signals:
             if not accelerator.is_main_process:
                 return train_together(config, accelerator, kind, None, signals)
+            if accelerator.device.type == "cpu":
+                advise_on_threads(config, accelerator.num_processes)
             # The main process locks and claims the folder; the others get its claim below.
             run_dir = Path(config.output_dir)
             with removed_if_unused(run_dir, config), lock_run_dir(run_dir), mirrored(mirror):
