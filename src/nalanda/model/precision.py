@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .feature_maps import FEATURE_MAPS
 from .mixers import MIXERS
 
 STATE_DTYPES = ("float32", "bfloat16", "int8", "fp8")
@@ -28,12 +29,8 @@ LARGEST = {"int8": 127, "fp8": 448}
 TINY = torch.finfo(torch.float32).tiny
 Pair = tuple[str, str | None]
 """A mixer and its map."""
-DELTANET_MAPS = (
-    *("silu", "identity", "relu", "elu", "elu1", "exp"),
-    *("nala", "nala_learned", "silu_shifted", "softpp"),
-)
 MEASURED: dict[str, tuple[str | None, ...]] = {
-    "deltanet": DELTANET_MAPS,
+    "deltanet": tuple(FEATURE_MAPS),
     "gated_deltanet": ("silu", "nala"),
     "kda": ("silu", "nala"),
     "gated_deltanet2": ("silu",),
@@ -42,6 +39,7 @@ MEASURED: dict[str, tuple[str | None, ...]] = {
     "nala": ("nala",),
     "mala": ("elu1",),
     "pola": ("pola",),
+    "soft": ("softpp",),
     "retention": (None,),
     "gla": (None,),
     "mamba2": ("silu",),
@@ -56,12 +54,18 @@ LOSES: dict[str, set[Pair]] = {
         *_IN_NONE,
         ("linear_attention", "elu1"),
         ("nala", "nala"),
+        ("soft", "softpp"),
         ("gated_deltanet", "nala"),
+        ("deltanet", "angle"),
+        ("deltanet", "soft"),
         ("deltanet", "softpp"),
     },
     "int8": {*_IN_NONE, ("pola", "pola")},
     "fp8": {
         *_IN_NONE,
+        ("soft", "softpp"),
+        ("deltanet", "angle"),
+        ("deltanet", "soft"),
         ("deltanet", "elu1"),
         ("deltanet", "nala_learned"),
         ("deltanet", "silu_shifted"),
