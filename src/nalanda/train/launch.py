@@ -1,5 +1,6 @@
 """Starts a run's processes, and lets them agree."""
 
+import contextlib
 import os
 import platform
 import shlex
@@ -55,7 +56,9 @@ def launch(config: RunConfig) -> Accelerator:
     if accelerator.device.type == "cpu":
         keep_freed_memory()
         # One route in all processes, because Muon multiplies the same matrices in each.
-        earlier = read_facts(Path(config.output_dir)).get("products", "")
+        earlier = ""
+        with contextlib.suppress(InputError):  # of a damaged run.json, which is written anew
+            earlier = read_facts(Path(config.output_dir)).get("products", "")
         routes = set(gather_object([choose_product_route(earlier)]))
         set_product_route(routes.pop() if len(routes) == 1 else "default")
     return accelerator
