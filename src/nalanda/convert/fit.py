@@ -42,12 +42,16 @@ from nalanda.train.flops import DTYPES
 from nalanda.train.guards import Interruptions, interruptible
 from nalanda.train.launch import launch
 from nalanda.train.log import RunLog
+from nalanda.train.loop import is_due
 from nalanda.train.optim import learning_rate
 from nalanda.train.parallel import Sharing
-from nalanda.train.run_dir import MOVABLE, lock_run_dir, section_of
+from nalanda.train.run_dir import lock_run_dir, refuse_another_run
 
-IDENTITY = {"model", "tokenizer", "data", "seed", "linearize", "distill"}
-"""Sections of the recipe that a fit which goes on must share, beside `train.tokens_per_step`."""
+IDENTITY = {
+    *("model", "tokenizer", "data", "seed", "linearize", "distill"),
+    "train.tokens_per_step",
+}
+"""Sections and keys of the recipe that a fit which goes on must share."""
 
 
 @dataclass
@@ -113,14 +117,9 @@ def arm_configs(config: RunConfig, teacher: NalandaConfig) -> dict[str, NalandaC
 def claim_folder(run_dir: Path, config: RunConfig) -> None:
     """Writes the recipe into the folder. Raises InputError for a folder with another fit."""
     file = run_dir / "config.yaml"
-    changes = differences(read_yaml(file), config.to_dict()) if file.is_file() else {}
-    for key, (old, new) in changes.items():
-        identity = section_of(key) in IDENTITY and key not in MOVABLE
-        if identity or key == "train.tokens_per_step":
-            raise InputError(
-                f"{run_dir} holds another fit: {key} is {old!r} there and {new!r} here; set it back, or choose "
-                "another output_dir"
-            )
+    if file.is_file():
+        changes = differences(read_yaml(file), config.to_dict())
+        refuse_another_run(run_dir, changes, IDENTITY, "fit")
     write_atomically(file, config.to_yaml())
 
 
@@ -141,17 +140,18 @@ def start_fit(
     stack.callback(batches.close)
     stack.callback(sums.close)
 
-    device = torch.device(config.distill.device or accelerator.device)
-    model = teacher.load(device, DTYPES[config.distill.precision])
+    # In fp32 for the arms, which copy it; then where and as the teacher runs.
+    model = teacher.load(torch.device("cpu"), torch.float32)
     arms: Any = nn.ModuleDict()
-    source = teacher.load(torch.device("cpu"), torch.float32)
     for name, hybrid in configs.items():
         # One seed for all: parts that two arms share begin equal.
         set_seed(config.seed)
-        built = build_hybrid(hybrid, source)
+        built = build_hybrid(hybrid, model)
         layers = {str(i): built.model.layers[i].mixer for i in replaced_layers(hybrid)}
         arms[name] = nn.ModuleDict(layers)
     arms.to(accelerator.device).train()
+    device = torch.device(config.distill.device or accelerator.device)
+    model.to(device, DTYPES[config.distill.precision])
 
     optim = config.optim
     optimizer = torch.optim.AdamW(
@@ -169,7 +169,7 @@ def start_fit(
 def run_steps(fit: Fit, signals: Interruptions, stack: ExitStack) -> None:
     """Makes the steps that are left. Raises SystemExit after a signal, when the step is saved."""
     config, run_dir = fit.config, Path(fit.config.output_dir)
-    steps, every = config.linearize.steps, config.checkpoint.every
+    steps = config.linearize.steps
     # The schedule's shape over these steps, with a warm-up that is no longer than a tenth.
     schedule = config.schedule
     schedule = replace(schedule, warmup_steps=min(schedule.warmup_steps, steps // 10))
@@ -186,14 +186,14 @@ def run_steps(fit: Fit, signals: Interruptions, stack: ExitStack) -> None:
         tokens = fit.step * config.train.tokens_per_step
 
         last = fit.step == steps
-        if last or fit.step % config.log.every == 0:
+        if last or is_due(fit.step, config.log.every):
             named = {f"error/{name}": error for name, error in errors.items()}
             log.write(step=fit.step, tokens=tokens, lr=rate, **named)
         text = "  ".join(f"{name} {error:.4f}" for name, error in errors.items())
         log.progress.to(fit.step, f"relative error {text}", end=last)
 
         stop = bool(signals.received)
-        if last or stop or (every and fit.step % every == 0):
+        if last or stop or is_due(fit.step, config.checkpoint.every):
             saver.save(
                 fit.step,
                 model=fit.arms,

@@ -6,7 +6,7 @@ import itertools
 import json
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -229,14 +229,19 @@ def changes_since(file: Path, config: RunConfig, saved: list[Path]) -> dict[str,
     return changes
 
 
-def refuse_another_run(run_dir: Path, changes: dict[str, tuple]) -> None:
-    """Raises `InputError` if `changes` have a setting that identifies a run."""
+def refuse_another_run(
+    run_dir: Path, changes: dict[str, tuple], identity: Container[str] = IDENTITY, kind: str = "run"
+) -> None:
+    """Raises `InputError` if `changes` have a setting that identifies a run, or another `kind` of work.
+
+    identity: sections, and single keys.
+    """
     for key, (old, new) in changes.items():
-        if section_of(key) in IDENTITY and key not in MOVABLE:
+        if (section_of(key) in identity or key in identity) and key not in MOVABLE:
             setting = f"{key}={old if isinstance(old, str) else json.dumps(old)}"
             advice = f"leave out {key}" if old is None else f"set {shlex.quote(setting)}"
             raise InputError(
-                f"{run_dir} holds another run: {key} is {old!r} there and {new!r} here; {advice} to go on "
+                f"{run_dir} holds another {kind}: {key} is {old!r} there and {new!r} here; {advice} to go on "
                 "with it, or choose another output_dir"
             )
 
