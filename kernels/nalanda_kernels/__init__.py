@@ -191,12 +191,16 @@ def serve(op: str, backend: str, device_type: str, *inputs, **options):
             subject = reason.args[1] if len(reason.args) > 1 else op
             _warn(f"{subject}: {name} cannot serve {reason.args[0]}; trying the next backend")
         except Exception as error:
-            # Triton's, which this package does not import: a kernel needs more than the card has.
-            if type(error).__name__ != "OutOfResources":
+            if not exceeds_card(error):
                 raise
             _leave_out(op, name)
             _warn(f"{op}: {name} does not fit this card ({error}); trying the next backend")
     return None
+
+
+def exceeds_card(error: Exception) -> bool:
+    """Whether Triton, which this package does not import, says that a kernel needs more than the card has."""
+    return type(error).__name__ == "OutOfResources"
 
 
 _too_large: set[tuple[str, str]] = set()

@@ -272,9 +272,8 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         # The state's last token is read first: it predicts the next one.
         ids, mask = kwargs.pop("input_ids", inputs), kwargs.pop("attention_mask", None)
         cache, ids, mask = state.resumed(self, ids, mask)
-        cache.convert(
-            state_dtype
-        ).seen_tokens = 0  # `generate` counts tokens from the start of this call
+        cache.convert(state_dtype)
+        cache.seen_tokens = 0  # `generate` counts tokens from the start of this call
         mask = torch.ones_like(ids) if mask is None else mask
         kwargs |= {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
         if kwargs.get("streamer") is not None:

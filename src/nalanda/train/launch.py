@@ -55,10 +55,10 @@ def launch(config: RunConfig) -> Accelerator:
         raise InputError(f"train.precision: auto is {' and '.join(chosen)} here; set one of them")
     if accelerator.device.type == "cpu":
         keep_freed_memory()
-        # One route in all processes, because Muon multiplies the same matrices in each.
         earlier = ""
         with contextlib.suppress(InputError):  # of a damaged run.json, which is written anew
             earlier = read_facts(Path(config.output_dir)).get("products", "")
+        # One route in all processes, because Muon multiplies the same matrices in each.
         routes = set(gather_object([choose_product_route(earlier)]))
         set_product_route(routes.pop() if len(routes) == 1 else "default")
     return accelerator

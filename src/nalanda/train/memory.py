@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from nalanda_kernels import exceeds_card
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nalanda.common.errors import InputError, OutOfMemory, asked_for, out_of_memory
@@ -114,8 +115,8 @@ def explain_out_of_memory(config: RunConfig, kind: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Triton's, of a backward pass or a compiled block; an eager forward pass takes the next backend.
-        if type(error).__name__ == "OutOfResources":
+        # Of a backward pass or a compiled block; an eager forward pass takes the next backend.
+        if exceeds_card(error):
             raise InputError(
                 f"a kernel does not fit this card: {error}; set NALANDA_BACKEND=torch"
             ) from None
