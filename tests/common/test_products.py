@@ -5,15 +5,14 @@ import torch
 
 from nalanda.common import products
 from nalanda.common.products import choose_product_route, product_route, set_product_route
-from nalanda.config.load import load_config
 from nalanda.model import chunk_backward, chunk_forward
 from nalanda.model.ops import delta_rule
-from nalanda.train import launch
 
 
 @pytest.fixture(autouse=True)
-def free_choice(monkeypatch):
+def free_choice(monkeypatch, tmp_path):
     monkeypatch.delenv(products.ENVIRONMENT)
+    monkeypatch.setenv("NALANDA_CPU_CACHE", str(tmp_path / "cache"))
     yield
     set_product_route("default")
 
@@ -53,26 +52,27 @@ def test_the_choice_is_by_value_and_time(monkeypatch, onednn, route):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
-    ("earlier", "onednn", "route"),
-    [
-        ("onednn", {"linear": 2.0, "chunk": 2.0}, "onednn"),
-        ("onednn", {"linear": 0.5, "error": 0.1}, "default"),
-        ("default", {"linear": 0.5, "chunk": 0.5}, "default"),
-    ],
-)
-def test_a_run_that_goes_on_keeps_its_route(monkeypatch, earlier, onednn, route):
-    pretend(monkeypatch, **onednn)
-    assert choose_product_route(earlier) == route
+def test_a_machine_measures_once(monkeypatch, tmp_path):
+    """Else two runs of one recipe would round differently, by the clock alone."""
+    pretend(monkeypatch, linear=0.5, chunk=0.5)
+    assert choose_product_route() == "onednn"
+    pretend(monkeypatch, linear=2.0, chunk=2.0)
+    assert choose_product_route() == "onednn"
+
+    # Another number of threads is another measurement.
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert choose_product_route() == "default"
+
+    for file in (tmp_path / "cache").glob("products-*"):
+        file.write_text("onedn")  # cut short
+    assert choose_product_route() == "default"
 
 
-@pytest.mark.usefixtures("fresh_accelerate")
-def test_the_route_of_a_run_is_read_from_its_folder(monkeypatch, tmp_path):
-    (tmp_path / "run.json").write_text('{"products": "onednn"}')
-    config = load_config("demo", [f"output_dir={tmp_path}"])
-    monkeypatch.setattr(launch, "choose_product_route", lambda earlier: earlier)
-    launch.launch(config)
-    assert product_route() == "onednn"
+def test_a_closed_folder_is_no_obstacle(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NALANDA_CPU_CACHE", str(tmp_path / "file"))
+    pretend(monkeypatch, linear=0.5, chunk=0.5)
+    assert choose_product_route() == "onednn"
 
 
 def test_a_late_round_does_not_decide(monkeypatch):

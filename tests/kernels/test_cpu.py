@@ -237,7 +237,7 @@ def test_a_damaged_library(fresh):
 
 def test_another_source_or_processor_has_a_library_of_its_own(fresh, monkeypatch):
     mine = build._hash(build._find_compiler())
-    monkeypatch.setattr(build, "_processor", lambda: "another")
+    monkeypatch.setattr(build, "processor", lambda: "another")
     assert build._hash(build._find_compiler()) != mine
     monkeypatch.undo()
     for name in ("feature_maps.cpp", "elementary.h"):

@@ -150,6 +150,7 @@ class Trainer:
             **{k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "NALANDA_"))},
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            "NALANDA_ONEDNN": "0",  # one route in all processes, whatever the clock says
             "NALANDA_TORTURE": json.dumps(orders),
             **({"ACCELERATE_USE_CPU": "true"} if processes > 1 else {}),
             **(env or {}),

@@ -100,7 +100,7 @@ def rounds_to_bf16() -> bool:
 def test_a_tiny_run_follows_the_golden_curve(tmp_path, monkeypatch, route):
     if route == "onednn" and rounds_to_bf16():
         pytest.skip("this processor multiplies in bf16")
-    monkeypatch.setattr(launch, "choose_product_route", lambda earlier: route)
+    monkeypatch.setattr(launch, "choose_product_route", lambda: route)
     try:
         expected, found = json.loads(TABLE.read_text()), curve(tmp_path)
     finally:

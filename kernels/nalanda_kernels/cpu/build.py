@@ -61,9 +61,14 @@ def _find_compiler() -> str | None:
     return next((found for name in candidates if (found := shutil.which(name))), None)
 
 
+def cache_folder() -> Path:
+    """Raises RuntimeError for a user without a home."""
+    return Path(os.environ.get("NALANDA_CPU_CACHE") or "~/.cache/nalanda/cpu").expanduser()
+
+
 def _build(compiler: str) -> Path:
     """Compiles the library if it is missing, and returns its path."""
-    folder = Path(os.environ.get("NALANDA_CPU_CACHE") or "~/.cache/nalanda/cpu").expanduser()
+    folder = cache_folder()
     path = folder / f"{_hash(compiler)}.so"
     if path.exists():
         return path
@@ -104,13 +109,13 @@ def _run(command: list[str]) -> str:
 def _hash(compiler: str) -> str:
     """Of all that the library depends on."""
     version = _run([compiler, "--version"])
-    parts = [compiler, version, *FLAGS, *THREADS, platform.machine(), _processor()]
+    parts = [compiler, version, *FLAGS, *THREADS, platform.machine(), processor()]
     for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         parts += [source.name, source.read_text()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's model and instructions, which -march=native compiles for."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

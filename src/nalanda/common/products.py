@@ -3,14 +3,20 @@
 torch's default on x86 is MKL, which reaches half of some AMD processors' speed. torch hands products to oneDNN where
 bf16 is allowed inside of them. oneDNN then stays in fp32, unless the processor has bf16 units for matrices (AMX). So
 the choice is by value and time, measured with the products of a training step.
+
+The two routes round differently. So a machine measures once, and a second run of a recipe repeats the first's digits.
 """
 
+import hashlib
 import os
 import statistics
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from filelock import FileLock
+from nalanda_kernels.cpu.build import cache_folder, processor
 from torch import Tensor
 
 ENVIRONMENT = "NALANDA_ONEDNN"  # 0: torch's default in this process
@@ -20,6 +26,7 @@ ERROR_FACTOR = 4.0
 """oneDNN's error to float64 is at most so many times the default's: its sums have another order."""
 TIME_FACTOR = 0.95
 """oneDNN takes at most this share of the default's time."""
+LOCK_SECONDS = 60
 
 _setting = torch.backends.mkldnn.matmul  # pyrefly: ignore[missing-attribute]  it is an object
 
@@ -40,16 +47,32 @@ def set_product_route(route: str) -> None:
     _setting.fp32_precision = PRECISIONS[route]
 
 
-def choose_product_route(earlier: str = "") -> str:
-    """Measures both routes in about 250 ms, and returns the better one; sets neither.
-
-    earlier: the route of a run that goes on. It stays where its products are as exact, since the clock may choose
-        another at each start, which rounds otherwise.
-    """
-    off = os.environ.get(ENVIRONMENT) == "0" or not torch.backends.mkldnn.is_available()
-    if off or earlier == "default":
+def choose_product_route() -> str:
+    """The better route on this machine, measured once in about 250 ms; sets neither."""
+    if os.environ.get(ENVIRONMENT) == "0" or not torch.backends.mkldnn.is_available():
         return "default"
 
+    try:
+        return recall_route(cache_folder())
+    # Of a full or closed folder, a user without a home, a lock that is held too long.
+    except (OSError, RuntimeError):
+        return measure_route()
+
+
+def recall_route(folder: Path) -> str:
+    """Reads the choice that the first process of this processor, torch and number of threads left in a file."""
+    parts = f"{processor()} {torch.__version__} {torch.get_num_threads()}"
+    file = folder / f"products-{hashlib.sha256(parts.encode()).hexdigest()}"
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{file}.lock", timeout=LOCK_SECONDS):
+        if not file.exists() or file.read_text() not in PRECISIONS:
+            file.write_text(measure_route())
+        return file.read_text()
+
+
+def measure_route() -> str:
+    """Multiplies on both routes, and returns the better one."""
     before, time_factor = product_route(), 0.0
     try:
         for probe in draw_probes():
@@ -60,7 +83,7 @@ def choose_product_route(earlier: str = "") -> str:
             time_factor += probe.share * duration
     finally:
         set_product_route(before)
-    return "onednn" if earlier == "onednn" or time_factor <= TIME_FACTOR else "default"
+    return "onednn" if time_factor <= TIME_FACTOR else "default"
 
 
 def draw_probes() -> list[Probe]:

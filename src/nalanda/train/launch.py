@@ -1,6 +1,5 @@
 """Starts a run's processes, and lets them agree."""
 
-import contextlib
 import os
 import platform
 import shlex
@@ -21,7 +20,6 @@ from nalanda.common.products import choose_product_route, set_product_route
 from nalanda.config.schema import RunConfig
 from nalanda.data.workers import processors
 from nalanda.train.flops import DTYPES, matmul_flops
-from nalanda.train.log import read_facts
 
 BF16_GAIN = 1.25
 """On a CPU `train.precision: auto` asks so much more speed of bf16 products, since half-precision rounds."""
@@ -55,11 +53,8 @@ def launch(config: RunConfig) -> Accelerator:
         raise InputError(f"train.precision: auto is {' and '.join(chosen)} here; set one of them")
     if accelerator.device.type == "cpu":
         keep_freed_memory()
-        earlier = ""
-        with contextlib.suppress(InputError):  # of a damaged run.json, which is written anew
-            earlier = read_facts(Path(config.output_dir)).get("products", "")
         # One route in all processes, because Muon multiplies the same matrices in each.
-        routes = set(gather_object([choose_product_route(earlier)]))
+        routes = set(gather_object([choose_product_route()]))
         set_product_route(routes.pop() if len(routes) == 1 else "default")
     return accelerator
 
