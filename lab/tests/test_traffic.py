@@ -109,6 +109,13 @@ def test_nala_moves_at_most_60_percent_of_what_the_peer_moves(name):
         assert least < ours[part] <= 0.6 * theirs[part], (part, ours[part] / theirs[part])
 
 
+@pytest.mark.parametrize(("name", "forward", "backward"), [("flagship", 10_809, 24_049)])
+def test_bytes_by_token_and_head_do_not_rise(name, forward, backward):
+    count = traffic.totals(traffic.our_count(traffic.CASES[name], T=128))
+    assert count["forward"] <= forward + 1
+    assert count["backward"] <= backward + 1
+
+
 def test_limits_are_recorded_for_cases_that_exist():
     assert LIMITS.exists()
     assert set(limits()["peer_traffic"]) == set(traffic.CASES)

@@ -55,6 +55,25 @@ def load_chunk(start, count, i_c, BT: tl.constexpr):
 
 
 @triton.jit
+def load_half(
+    x,
+    half,
+    row,
+    real,
+    h,
+    H,
+    K: tl.constexpr,
+    HALVES: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """[BT, BK], one half of a tensor [tokens, H, HALVES · K]."""
+    c = tl.arange(0, BK)
+    p = x + ((row + tl.arange(0, BT)) * H + h)[:, None] * (K * HALVES) + half * K + c[None, :]
+    return tl.load(p, mask=real[:, None] & (c < K)[None, :], other=0.0)
+
+
+@triton.jit
 def load_features(
     x,
     row,
@@ -73,21 +92,16 @@ def load_features(
     swap: 1 exchanges stored halves.
     """
 
-    c = tl.arange(0, BK)
-    m = real[:, None] & (c < K)[None, :]  # [BT, BK]
-
     if MAP.name == "stored":
-        # x [tokens, H, halves · K]; with swap the second half is read as the first.
-        p = x + ((row + tl.arange(0, BT)) * H + h)[:, None] * (K * MAP.halves) + c[None, :]
-        f1 = tl.load(p + swap * K, mask=m, other=0.0)
+        # With swap the second half is read as the first.
+        f1 = load_half(x, swap, row, real, h, H, K, MAP.halves, BT, BK)
+        f2 = f1
         if MAP.halves == 2:
-            f2 = tl.load(p + (1 - swap) * K, mask=m, other=0.0)
-        else:
-            f2 = f1
+            f2 = load_half(x, 1 - swap, row, real, h, H, K, 2, BT, BK)
     else:
         # x [tokens, H, K] before the map, which needs fp32; the result is cast once, as torch's is.
-        p = x + ((row + tl.arange(0, BT)) * H + h)[:, None] * K + c[None, :]
-        raw = tl.load(p, mask=m, other=0.0)
+        raw = load_half(x, 0, row, real, h, H, K, 1, BT, BK)
+        m = real[:, None] & (tl.arange(0, BK) < K)[None, :]  # [BT, BK]
         g1, g2 = features(raw.to(tl.float32), m, MAP, IS_Q)
         f1 = g1.to(raw.dtype)
         f2 = g2.to(raw.dtype)
@@ -1173,9 +1187,11 @@ def input_gradients(
             state_products += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
     d_p = tl.load(square_at(d_scores, i_c, h, HV, BT))
 
-    k1, k2 = load_features(k, row, real, hk, H, K, MAP, False, BT, BK)
     if MAP.halves == 2:
-        k1 = tl.where(half == 0, k1, k2)
+        # Two halves are stored: their map is applied before this kernel.
+        k1 = load_half(k, half, row, real, hk, H, K, 2, BT, BK)
+    else:
+        k1, _ = load_features(k, row, real, hk, H, K, MAP, False, BT, BK)
 
     # The decays of QS, and of what K writes, at each token.
     dq *= (decay_in * scale)[:, None]
@@ -1198,10 +1214,11 @@ def input_gradients(
             dk = dk * b[:, None] - dk_read
 
     swap = swapped(h, READ)
-    q1, q2 = load_features(q, row, real, hk, H, K, MAP, True, BT, BK, swap)
     if MAP.halves == 2:
-        # q1 is half `half` of the queries as read, after a mirrored head's swap.
-        q1 = tl.where(half == 0, q1, q2)
+        # Half `half` of the queries as read, after a mirrored head's swap.
+        q1 = load_half(q, half ^ swap, row, real, hk, H, K, 2, BT, BK)
+    else:
+        q1, _ = load_features(q, row, real, hk, H, K, MAP, True, BT, BK)
 
     # g_t has a share of all that passes token t.
     if GATED:
