@@ -582,9 +582,9 @@ def _shorten_paths(names: list[str]) -> list[str]:
     return [str(Path(*path)) for path in paths]
 
 
-def print_perplexity(result: dict[str, Any], console: Console | None = None) -> None:
+def print_perplexity(result: dict[str, Any]) -> None:
     """Prints the totals, and perplexity by distance from the beginning."""
-    console = console or Console(highlight=False, emoji=False)
+    console = Console(highlight=False, emoji=False)
     console.print(f"perplexity of {result['text']}", style="bold", markup=False, soft_wrap=True)
     console.print(_totals_table(result["models"]), markup=False)
     for reason in incomparable(result["models"]):

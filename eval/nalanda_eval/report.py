@@ -1,5 +1,6 @@
 """Tables of results: one row a model, for the literature's tasks below published rows."""
 
+import csv
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,20 +24,6 @@ TABLE4 = (
     ("arc_easy", "acc", "ARC-e"),
     ("arc_challenge", "acc_norm", "ARC-c"),
 )
-# NaLaFormer, table 4; the row of DeltaNet with convolutions is from DeltaNet's paper. MALA's row and all of
-# LMB acc are from MALA's table 6, which has no perplexities, no ARC, and names Transformer++ Transformer.
-LITERATURE: dict[str, tuple[float | None, ...]] = {
-    "Transformer++": (28.39, 42.69, 31.0, 63.3, 34.0, 50.4, 44.5, 24.2),
-    "RetNet": (32.33, 49.19, 28.6, 63.5, 33.5, 52.5, 44.5, 23.4),
-    "Mamba": (28.39, 39.66, 30.6, 65.0, 35.4, 50.1, 46.3, 23.6),
-    "GLA": (28.65, 43.35, 30.3, 64.8, 34.5, 51.4, 45.1, 22.7),
-    "DeltaNet": (29.08, 50.87, None, 63.6, 33.6, 51.7, 46.0, 23.0),
-    "DeltaNet, own paper": (28.24, 37.37, None, 64.8, 34.3, 52.2, 45.8, 23.2),
-    "MALA": (None, None, 31.0, 65.0, 34.5, 51.9, None, None),
-    "NaLa + DeltaNet": (27.82, 49.77, None, 64.9, 34.3, 52.7, 46.5, 23.1),
-    "Gated DeltaNet": (26.59, 31.67, None, 65.8, 35.2, 50.8, 46.0, 23.5),
-    "NaLa + Gated DeltaNet": (25.89, 32.32, None, 65.6, 36.2, 53.2, 45.4, 23.8),
-}
 # Recall from the text that is read, as in Based's paper (arXiv 2402.18668) and later ones: the share of
 # continuations that contain the right answer. Three of the tasks are the harness's, three in `tasks/recall`.
 RECALL = (
@@ -47,19 +34,6 @@ RECALL = (
     ("based_nq", "contains", "NQ"),
     ("based_drop", "contains", "DROP"),
 )
-# Gated DeltaNet's paper (arXiv 2412.06464), table 4.
-RECALL_LITERATURE: dict[str, tuple[float | None, ...]] = {
-    "RetNet": (14.0, 28.5, 7.0, 54.4, 16.2, 17.3),
-    "HGRN2": (8.3, 25.3, 4.8, 51.2, 14.2, 16.9),
-    "Mamba": (9.8, 25.8, 3.7, 54.3, 14.9, 17.4),
-    "Mamba2": (19.1, 33.6, 25.3, 61.0, 20.8, 19.2),
-    "DeltaNet": (17.9, 30.9, 18.4, 53.9, 17.3, 18.6),
-    "Gated DeltaNet": (25.4, 34.8, 23.7, 60.0, 20.0, 19.8),
-    "Transformer++": (29.5, 38.0, 52.2, 58.3, 22.5, 21.6),
-    "Samba": (33.0, 39.2, 50.5, 57.7, 23.5, 20.2),
-    "Gated DeltaNet-H1": (35.6, 39.7, 52.0, 60.1, 24.6, 22.2),
-    "Gated DeltaNet-H2": (38.2, 40.4, 50.7, 63.3, 24.8, 23.3),
-}
 PERPLEXITIES = ("word_perplexity", "byte_perplexity", "perplexity", "bits_per_byte")
 SHARES = ("acc", "contains", "em", "exact_match", "f1")
 """Metrics from 0 to 1, or their first letters; they are shown in percent."""
@@ -73,7 +47,6 @@ class Suite:
 
     tasks: tuple[tuple[str, str, str], ...]
     """Each task, its metric and its column."""
-    published: dict[str, tuple[float | None, ...]]
     note: str
     """What the published rows are; `{}` is their number."""
     apart: tuple[str, ...] = ()
@@ -83,7 +56,6 @@ class Suite:
 SUITES = {
     "table4": Suite(
         TABLE4,
-        LITERATURE,
         "The first {} rows are published: 340 M parameters, 15 B tokens of SlimPajama. By its numbers, "
         "DeltaNet is the variant without short convolutions; its own paper's row has them. LMB acc is from "
         "MALA's paper, and not in avg.",
@@ -91,12 +63,25 @@ SUITES = {
     ),
     "recall": Suite(
         RECALL,
-        RECALL_LITERATURE,
         "The first {} rows of the recall tasks are published: 1.3 B parameters, 100 B tokens of FineWeb-Edu, "
         "texts cut to 2 k tokens around the answer. They are not comparable with other sizes, nor with texts "
         "that are not cut so.",
     ),
 }
+
+
+def read_published(name: str) -> dict[str, list[float | None]]:
+    """The published rows of a suite, from its table in `published/`.
+
+    table4.csv: NaLaFormer, table 4. The row of DeltaNet with convolutions is from DeltaNet's paper. MALA's row and all
+    of LMB acc are from MALA's table 6, which has no perplexities, no ARC, and names Transformer++ Transformer.
+    recall.csv: Gated DeltaNet's paper (arXiv 2412.06464), table 4.
+    """
+    text = Path(__file__).with_name("published").joinpath(f"{name}.csv").read_text(encoding="utf-8")
+    _, *rows = csv.reader(text.splitlines())
+    return {
+        model: [float(figure) if figure else None for figure in figures] for model, *figures in rows
+    }
 
 
 def suite(
@@ -113,9 +98,7 @@ def suite(
         return None
 
     header = ["model", *(title for _, _, title in table.tasks), "avg"]
-    published = [
-        _suite_row(table, name, list(figures)) for name, figures in table.published.items()
-    ]
+    published = [_suite_row(table, *row) for row in read_published(name).items()]
     ours = []
     for name, model in zip(_model_titles(results), results["models"], strict=True):
         # An empty name marks the row of standard errors.
@@ -164,7 +147,7 @@ def others(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] | None:
 def notes(results: dict[str, Any]) -> list[str]:
     """Notes on the tables: sources of the rows, tasks left out, a limit, each model's cost."""
     lines = [
-        table.note.format(len(table.published))
+        table.note.format(len(read_published(name)))
         for name, table in SUITES.items()
         if suite(results, name)
     ]
@@ -245,11 +228,11 @@ def markdown_table(header: list[str], lines: list[list[str]], left: int = 2) -> 
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def print_results(results: dict[str, Any], console: Console | None = None) -> None:
+def print_results(results: dict[str, Any]) -> None:
     """Print the tables, on the first process of a launch."""
     if not first_process():
         return
-    console = console or Console(emoji=False)
+    console = Console(emoji=False)
     for header, published, ours in filter(None, (suite(results, name) for name in SUITES)):
         table = _make_table([title.replace(" ", "\n") for title in header], left=1)
         for row in published:

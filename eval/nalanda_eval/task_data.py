@@ -204,30 +204,27 @@ def _letters(row: dict) -> list[str]:
     return choices["label"][: len(choices["text"])]
 
 
-RULES: dict[str, dict[str, Rule]] = {
+FIELD_RULES: dict[str, Rule] = {
+    "answerKey": _one_of(_letters),
+    "answers": _require_answers,
+    "correct_answer": _require_text,
+    "value": _require_answers,
+}
+"""The rules of fields that say which answer is right, where tasks agree. All other fields hold text."""
+
+TASK_RULES: dict[str, dict[str, Rule]] = {
     "lambada_openai": {"text": _require_context_and_word},
-    "sciq": {"correct_answer": _require_text},
     "drop": {"answer": _require_drop_answer},
     "piqa": {"label": _one_of((0, 1))},
     "hellaswag": {"label": _one_of(_endings)},
     "winogrande": {"answer": _one_of(("1", "2"))},
-    "arc_easy": {"answerKey": _one_of(_letters)},
-    "arc_challenge": {"answerKey": _one_of(_letters)},
     "boolq": {"label": _one_of((0, 1))},
-    "openbookqa": {"answerKey": _one_of(_letters)},
     "copa": {"label": _one_of((0, 1)), "question": _one_of(("cause", "effect"))},
     "social_iqa": {"label": _one_of(("1", "2", "3"))},
-    "commonsense_qa": {"answerKey": _one_of("ABCDE")},
     "triviaqa": {"answer": _require_answers},
     "nq_open": {"answer": _require_answers},
-    "swde": {"value": _require_answers},
-    "fda": {"value": _require_answers},
-    "squad_completion": {"value": _require_answers},
-    "based_triviaqa": {"answers": _require_answers},
-    "based_nq": {"answers": _require_answers},
-    "based_drop": {"answers": _require_answers},
 }
-"""The rules of each task's fields that say which answer is right. All other fields hold text."""
+"""The rules of single tasks' fields."""
 
 
 @dataclass(frozen=True)
@@ -344,7 +341,8 @@ def _read_row(source: TaskSource, line: str, location: str) -> dict:
     except (ValueError, TypeError, AttributeError) as error:
         raise InputError(f"{location} is broken: {error}") from error
 
-    rules = RULES.get(source.name, {})
+    rules = {name: rule for name, rule in FIELD_RULES.items() if name in document}
+    rules |= TASK_RULES.get(source.name, {})
     for name, rule in rules.items():
         try:
             document[name] = rule(row, row[name])

@@ -26,7 +26,7 @@ from nalanda_eval.cache import AnswerCache, model_identity
 from nalanda_eval.harness import _read_earlier, evaluate
 from nalanda_eval.perplexity import perplexity, print_perplexity
 from nalanda_eval.python_tasks import excerpts, python_tasks, write_python_tasks
-from nalanda_eval.task_data import GROUPS, PACKAGED, RULES, find_tasks, read_rows
+from nalanda_eval.task_data import GROUPS, PACKAGED, find_tasks, read_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -1232,7 +1232,7 @@ def read(folder, task: str, rows: list[dict]) -> list[dict]:
     return read_rows(dataclasses.replace(source, documents=file))
 
 
-@pytest.mark.parametrize("task", RULES)
+@pytest.mark.parametrize("task", LABELLED)
 def test_only_labelled_rows_are_scored(tmp_path, task):
     row, field = LABELLED[task]
     texts = ("lambada_openai", "sciq", "swde", "fda", "squad_completion")

@@ -19,6 +19,7 @@ from covering import slow_but_for
 from training import configured, outcome
 
 from nalanda.common.errors import InputError, NothingTrained, SourceUnavailable
+from nalanda.config.bounds import check_bounds
 from nalanda.config.schema import MIN_GOOD_STEPS, GuardConfig
 from nalanda.data.loader import PackedBatches
 from nalanda.train import build, checkpoint, guards, loop
@@ -96,7 +97,7 @@ def test_the_window_slides_comes_back_and_begins_late():
 )
 def test_settings_that_cannot_work(key, value):
     with pytest.raises(InputError, match=f"guard.{key}"):
-        GuardConfig(**{key: value}).check()
+        check_bounds(GuardConfig(**{key: value}), "guard")
 
 
 # ------------------------------ in the loop
@@ -446,7 +447,7 @@ def test_two_signals_that_save_together(recipe, tmp_path, monkeypatch, pair):
 
 
 def test_a_second_signal_of_the_same_kind_acts_as_usual():
-    with guards.interruptible() as signals:
+    with guards.Interruptions() as signals:
         signals.first = lambda: None
         signal.raise_signal(signal.SIGTERM)
         assert signals.received == [signal.SIGTERM]
@@ -457,7 +458,7 @@ def test_a_second_signal_of_the_same_kind_acts_as_usual():
 def test_nohup_keeps_a_run_going():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with guards.interruptible() as signals:
+        with guards.Interruptions() as signals:
             signals.first = lambda: None
             signal.raise_signal(signal.SIGHUP)
             assert signals.received == []

@@ -1,6 +1,7 @@
-"""Processes that work for another one."""
+"""Processes that work for another one, and the memory of this one."""
 
 import os
+import sys
 import threading
 from multiprocessing import parent_process
 
@@ -20,3 +21,13 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
+
+
+def peak_resident() -> int | None:
+    """The most bytes of host memory that this process held at a time; None on Windows."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

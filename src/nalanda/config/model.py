@@ -18,9 +18,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     PreTrainedConfig,
+    logging,
 )
 
-from nalanda.common.errors import InputError, out_of_memory
+from nalanda.common.errors import InputError, first_line, out_of_memory
 from nalanda.common.text import suggest
 from nalanda.config.model_folder import not_here
 from nalanda.config.schema import RunConfig
@@ -202,7 +203,17 @@ def in_one_line(where: str) -> Iterator[None]:
     ) as error:
         if out_of_memory(error):
             raise
-        lines = [line.strip() for line in str(error).strip().splitlines()]
-        # A first line that ends with a colon says nothing without the next.
-        problem = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
-        raise InputError(f"{where}: {problem}") from None
+        raise InputError(f"{where}: {first_line(error)}") from None
+
+
+@contextlib.contextmanager
+def silence_transformers() -> Iterator[None]:
+    """Silences the warnings and progress bars of transformers."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        logging.enable_progress_bar()

@@ -336,10 +336,6 @@ class ValidationConfig:
     batch_size: Annotated[int | None, at_least(1)] = None
     """Rows of one forward pass; null: `train.micro_batch_size`."""
 
-    def check(self) -> None:
-        """Raises `InputError` for settings that cannot work."""
-        check_bounds(self, "validation")
-
 
 @dataclass
 class GroupConfig:
@@ -428,10 +424,6 @@ class ScheduleConfig:
     # No field, so no key of a recipe: the recipe's warm-up, where `load_config` has shortened it.
     unshortened_warmup = cast(int | None, None)
 
-    def check(self) -> None:
-        """Raises `InputError` for settings that cannot work."""
-        check_bounds(self, "schedule")
-
 
 @dataclass
 class CheckpointConfig:
@@ -444,10 +436,6 @@ class CheckpointConfig:
     asynchronous: Literal[True, False, "auto"] = "auto"
     """Writing in a thread, from a copy in host memory. auto: where the copy takes at most half of the free
     memory."""
-
-    def check(self) -> None:
-        """Raises `InputError` for settings that cannot work."""
-        check_bounds(self, "checkpoint")
 
 
 MIN_GOOD_STEPS = 16
@@ -468,10 +456,6 @@ class GuardConfig:
     hang_timeout: Annotated[float | None, POSITIVE] = 1800.0
     """Seconds without progress until a process prints its stacks and ends; null: never."""
 
-    def check(self) -> None:
-        """Raises `InputError` for settings that cannot work."""
-        check_bounds(self, "guard")
-
 
 @dataclass
 class LogConfig:
@@ -484,10 +468,6 @@ class LogConfig:
     TRACKIO_SPACE_ID, …"""
     project: str = "nalanda"
     """Project at the tracker."""
-
-    def check(self) -> None:
-        """Raises `InputError` for settings that cannot work."""
-        check_bounds(self, "log")
 
 
 @dataclass
@@ -528,10 +508,6 @@ class DistillConfig:
     device: str | None = None
     """Device of the teacher, such as cuda:1; null: the model's."""
 
-    def check(self) -> None:
-        """Raises `InputError` for settings that cannot work."""
-        check_bounds(self, "distill")
-
 
 @dataclass
 class RunConfig:
@@ -567,8 +543,11 @@ class RunConfig:
         check_output(self.output_dir, "output_dir")
         # Every section alone, so that the combinations below compare sound values.
         for f in fields(self):
-            if is_dataclass(section := getattr(self, f.name)):
-                section.check()  # type: ignore[attr-defined]
+            section = getattr(self, f.name)
+            if hasattr(section, "check"):
+                section.check()
+            elif is_dataclass(section):
+                check_bounds(section, f.name)
         if self.schedule.warmup_steps > self.train.steps:
             raise InputError(
                 f"schedule.warmup_steps: {self.schedule.warmup_steps} is more than "

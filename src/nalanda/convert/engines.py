@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError
+from nalanda.config.model import silence_transformers
 
 PROMPT, CONTINUATION = 64, 32
 _EVERY = 32
@@ -257,12 +258,9 @@ def _special_of_gguf(file: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silences warnings of transformers about a CPU, and mlx-lm's output."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        transformers.logging.enable_progress_bar()
+    with (
+        silence_transformers(),
+        warnings.catch_warnings(action="ignore"),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        yield

@@ -39,7 +39,7 @@ from nalanda.train.build import finish_sums, open_data, prepare_tokenizer
 from nalanda.train.checkpoint_dir import latest_checkpoint
 from nalanda.train.distill import check_tokenizer
 from nalanda.train.flops import DTYPES
-from nalanda.train.guards import Interruptions, interruptible
+from nalanda.train.guards import Interruptions
 from nalanda.train.launch import launch
 from nalanda.train.log import RunLog
 from nalanda.train.loop import is_due
@@ -93,7 +93,7 @@ def fit_layers(config: RunConfig, model: str) -> list[Path]:
     accelerator = launch(config)
     if accelerator.num_processes > 1:
         raise InputError("linearize: one process fits all layers; the stages after it take several")
-    with lock_run_dir(run_dir), interruptible() as signals, ExitStack() as stack:
+    with lock_run_dir(run_dir), Interruptions() as signals, ExitStack() as stack:
         claim_folder(run_dir, config)
         folders = [run_dir / name for name in configs]
         fit, sums = start_fit(config, accelerator, teacher, configs, stack)

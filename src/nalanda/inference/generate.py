@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from nalanda.common.errors import InputError, output_file, output_folder
+from nalanda.common.processes import peak_resident
 from nalanda.common.progress import Progress
 from nalanda.common.text import size
 from nalanda.inference.load import bos_token, check_tokens, end_tokens, is_ours, load_model
@@ -195,10 +196,7 @@ def peak_memory(device: torch.device) -> str:
     """The process's peak GPU memory, or its peak resident memory on a CPU."""
     if device.type == "cuda":
         return f"{torch.cuda.max_memory_allocated(device) / 2**20:.0f} MiB of GPU memory at most"
-    import resource  # not on Windows
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = peak_resident() or 0
     return f"{peak / 2**20:.0f} MiB resident at most"
 
 

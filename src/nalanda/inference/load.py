@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from nalanda_kernels import keep_model_types, take_torch_path
 from transformers import (
     AutoModelForCausalLM,
@@ -20,6 +19,7 @@ from transformers import (
 
 from nalanda.common.errors import InputError, explained, first_line, out_of_memory
 from nalanda.common.products import choose_product_route, set_product_route
+from nalanda.config.model import silence_transformers
 from nalanda.model.context import Context
 from nalanda.train.resolve import resolve
 
@@ -50,7 +50,7 @@ def load_model(
         )
 
     keep_model_types()
-    with _silence_transformers():
+    with silence_transformers():
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(
                 resolved.tokenizer, trust_remote_code=trust_remote_code
@@ -81,18 +81,6 @@ def load_model(
             "tokenizer that it was trained with"
         )
     return model.eval(), tokenizer  # type: ignore[bad-return]
-
-
-@contextlib.contextmanager
-def _silence_transformers() -> Iterator[None]:
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        transformers.logging.enable_progress_bar()
 
 
 def _loading_error(name: str, error: Exception) -> InputError:

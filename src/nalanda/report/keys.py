@@ -35,14 +35,14 @@ def key_rows(pattern: str = "") -> list[dict[str, str]]:
     return [x for x in rows if expression.search(x["key"]) or expression.search(x["meaning"])]
 
 
-def print_keys(pattern: str = "", console: Console | None = None) -> None:
+def print_keys(pattern: str = "") -> None:
     """Prints the rows of `key_rows`. Raises `InputError` if there is none."""
     rows = key_rows(pattern)
     if not rows:
         raise InputError(
             f"no key's name or meaning has {pattern!r}; without a pattern all are listed"
         )
-    console = console or Console(highlight=False, emoji=False)
+    console = Console(highlight=False, emoji=False)
     for row in rows:
         value = "required" if row["default"] == "required" else f"= {row['default']}"
         console.print(f"[bold]{escape(row['key'])}[/]: {escape(row['type'])} {escape(value)}")

@@ -11,8 +11,8 @@ from nalanda.common.errors import InputError, output_file
 from nalanda.common.text import redact
 from nalanda.report.figures import COLOURS
 from nalanda.report.plot import TEXTS, smoothed
-from nalanda.report.runs import read_lines, read_recipe, read_run
-from nalanda.train.log import read_facts
+from nalanda.report.runs import read_recipe, read_run
+from nalanda.train.log import read_facts, read_metrics
 
 CURVES = {
     "loss": "Training loss, nats a token",
@@ -118,7 +118,7 @@ def read_page_run(folder: Path, number: int) -> PageRun:
         config = read_recipe(folder) if recipe.is_file() else {}
     except ValueError as error:
         raise InputError(f"{folder}: unreadable: {error}") from None
-    lines = [line for line in read_lines(folder) if "step" in line]
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "step" in line]
 
     return PageRun(
         name=folder.resolve().name,

@@ -12,8 +12,8 @@ from nalanda.common.errors import InputError, output_file
 from nalanda.common.text import si
 from nalanda.config.load import differences
 from nalanda.report.figures import Look, drawing, files, in_panels, log_axis, look
-from nalanda.report.runs import layers, read_lines, read_recipe
-from nalanda.train.log import with_hours
+from nalanda.report.runs import layers, read_recipe
+from nalanda.train.log import read_metrics, with_hours
 
 Point = tuple[float, float, float, float]
 """(step, tokens, hours of training, loss)"""
@@ -50,11 +50,10 @@ def curve(folder: str | Path) -> Curve:
         named = " ".join(str(run.parent) for run in runs[:3])
         raise InputError(f"{folder}: a folder of runs; name some of them, such as {named}")
     try:
-        lines = list(read_lines(folder))
         config = read_recipe(folder) if (folder / "config.yaml").is_file() else {}
         train, validation, events = [], [], []
         bits = None
-        for line, hours in with_hours(lines):
+        for line, hours in with_hours(read_metrics(file)):
             # A line is an event, a training loss, or a validation.
             step = line["step"]
             if "event" in line:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.table import Table
 
 from nalanda.common.errors import InputError, NothingTrained
 from nalanda.common.files import missing_folders, remove_new_folders
+from nalanda.common.processes import peak_resident
 from nalanda.common.progress import first_process
 from nalanda.common.stores import is_store, staging
 from nalanda.common.text import duration, size
@@ -130,12 +130,8 @@ def peak_bytes(device: str, before: int) -> int | None:
     """The most memory that this process held at a time: of its GPU, or of the host beyond `before`."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    try:
-        import resource
-    except ImportError:  # on Windows
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before
+    peak = peak_resident()
+    return None if peak is None else peak - before
 
 
 def print_rehearsal(figures: dict[str, Any]) -> None:

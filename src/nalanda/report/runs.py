@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from rich.table import Table
 from nalanda.common.errors import InputError
 from nalanda.common.text import si
 from nalanda.config.load import read_yaml
-from nalanda.train.log import last_metrics, read_facts, read_metrics
+from nalanda.train.log import last_metrics, read_facts
 
 SILENT = 3600.0
 """Seconds without new metrics after which a run on another machine counts as dead."""
@@ -185,19 +185,13 @@ def read_recipe(folder: Path) -> dict:
     return config
 
 
-def read_lines(folder: Path) -> Iterator[dict]:
-    file = folder / "metrics.jsonl"
-    return read_metrics(file) if file.is_file() else iter(())
-
-
 def _last_lines(folder: Path, validates: bool) -> tuple[int, dict]:
     """The step of the newest line of metrics, and the newest values of the losses. Reads only the end.
 
     validates: whether there may be validation losses to look for.
     """
-    file = folder / "metrics.jsonl"
     step, newest = 0, {}
-    for line in last_metrics(file) if file.is_file() else ():
+    for line in last_metrics(folder / "metrics.jsonl"):
         step = max(step, line["step"])
         if "event" not in line:
             # Lines come from the end: values that are there already are newer.

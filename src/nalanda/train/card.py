@@ -6,12 +6,11 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
 from nalanda.common.text import duration
 from nalanda.common.versions import list_versions
-from nalanda.train.log import read_metrics, with_hours
+from nalanda.train.log import read_metrics, stored_recipe, with_hours
 from nalanda.train.loss import describe_perplexity
 
 SHAPE_KEYS = (
@@ -50,9 +49,7 @@ def model_card(
     It has sizes, training data, losses and scores of `tasks`, and says how to train the model again and how to
     load it from `source`. facts: of run.json.
     """
-    recipe = {}
-    if (run_dir / "config.yaml").is_file():
-        recipe = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    recipe = stored_recipe(run_dir)
     shape = json.loads((path / "config.json").read_text())
     ours = shape.get("model_type") == "nalanda"
     masked = ours and not shape.get("is_decoder", True)
@@ -132,8 +129,7 @@ def training_rows(
     tokens = f"{state['tokens']:,} in {facts['step']:,} steps" if "tokens" in state else None
 
     # The hours of training, up to the exported step.
-    file = run_dir / "metrics.jsonl"
-    lines = list(read_metrics(file)) if file.is_file() else []
+    lines = list(read_metrics(run_dir / "metrics.jsonl"))
     hours = [hours for line, hours in with_hours(lines) if line["step"] <= facts["step"]]
     device = None
     if max(hours, default=0.0):

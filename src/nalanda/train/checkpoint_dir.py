@@ -31,6 +31,12 @@ def why_unusable(path: Path) -> str | None:
     return None if reason is None else f"unsound: {reason}"
 
 
+def describe_unusable(directory: Path) -> str:
+    """Why each checkpoint of the directory is unusable; "" if there is none."""
+    folders = checkpoint_folders(directory)
+    return "; ".join(f"{path.name} is {why_unusable(path)}" for path in folders)
+
+
 def unsound_reason(path: Path) -> str | None:
     """The reason that `mark_unsound` wrote, or None."""
     file = path / MARK

@@ -82,7 +82,10 @@ class SpikeDetector:
 
 
 class Interruptions:
-    """The signals of `SIGNALS` that this process received.
+    """The signals of `SIGNALS` that this process received: the loop can finish its step and save.
+
+    A second signal of the same kind ends the process at once. One of another kind does not: systemd sends
+    SIGTERM and then SIGHUP. SIGXCPU never does: the system repeats it. SIGHUP stays ignored under nohup.
 
     Attributes:
         received: their numbers.
@@ -121,15 +124,6 @@ class Interruptions:
                 os.write(2, b"\nfinishing the step, then saving; ctrl-C again ends at once\n")
         if len(self.received) == 1:
             self.first()
-
-
-def interruptible() -> Interruptions:
-    """A context that notes the signals of `SIGNALS`, so that the loop can finish its step and save.
-
-    A second signal of the same kind ends the process at once. One of another kind does not: systemd sends
-    SIGTERM and then SIGHUP. SIGXCPU never does: the system repeats it. SIGHUP stays ignored under nohup.
-    """
-    return Interruptions()
 
 
 class Watchdog:

@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
+from accelerate.utils import (
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    gather_object,
+    parse_flag_from_env,
+)
 
 from nalanda.common.allocator import keep_freed_memory
 from nalanda.common.errors import InputError
@@ -126,8 +131,7 @@ def choose_precision(asked: str) -> str:
 
 def on_card() -> bool:
     """Whether this process will train on a GPU."""
-    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "on")
-    return torch.cuda.is_available() and not on_cpu
+    return torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
 
 
 def has_bf16() -> bool:

@@ -200,16 +200,13 @@ class Tracker:
         write_atomically(run_dir / "tracker.json", json.dumps(record) + "\n")
         self.sent = record["step"]
 
-        recipe = {}
-        if (run_dir / "config.yaml").is_file():
-            recipe = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
         # wandb takes an id; a name alone would not continue its run.
         options = {"id": record["id"], "dir": str(run_dir)} if self.kind == "wandb" else {}
         try:
             self.module.init(
                 project=config.project,
                 name=f"{run_dir.resolve().name}-{record['id']}",  # trackio finds a run by its name
-                config=recipe,
+                config=stored_recipe(run_dir),
                 resume="allow",
                 **options,
             )
@@ -218,13 +215,13 @@ class Tracker:
 
     def _read_record(self, run_dir: Path) -> dict[str, Any]:
         """The contents of tracker.json, with the last step sent; new ones for another tracker."""
-        file, metrics = run_dir / "tracker.json", run_dir / "metrics.jsonl"
+        file = run_dir / "tracker.json"
         record: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
         if record.get("tracker") != self.kind:
             return {"tracker": self.kind, "id": secrets.token_hex(4), "step": 0}
         # All steps in metrics.jsonl were sent; the resume will cut that file.
-        lines = read_metrics(metrics) if metrics.is_file() else ()
-        record["step"] = max([record["step"], *(line.get("step", 0) for line in lines)])
+        sent = [line.get("step", 0) for line in read_metrics(run_dir / "metrics.jsonl")]
+        record["step"] = max([record["step"], *sent])
         return record
 
     def log(self, numbers: dict[str, float], step: int) -> None:
@@ -233,6 +230,12 @@ class Tracker:
 
     def finish(self) -> None:
         self.guarded(self.module.finish)
+
+
+def stored_recipe(run_dir: Path) -> dict:
+    """The recipe of a run as it stands in config.yaml; {} if there is none."""
+    file = run_dir / "config.yaml"
+    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def read_facts(run_dir: Path) -> dict:
@@ -256,13 +259,17 @@ def write_facts(run_dir: Path, facts: dict) -> None:
 
 def read_metrics(file: Path) -> Iterator[dict]:
     """The readable lines of a metrics.jsonl; a kill may leave a torn one. "nan", "inf" and "-inf" become
-    floats again."""
+    floats again. Without the file there are none."""
+    if not file.is_file():
+        return
     with file.open("rb") as stream:
         yield from filter(None, map(_values, stream))
 
 
 def last_metrics(file: Path) -> Iterator[dict]:
     """The lines of `read_metrics`, the newest first. A caller that stops early reads only the file's end."""
+    if not file.is_file():
+        return
     with file.open("rb") as stream:
         at, rest = stream.seek(0, os.SEEK_END), b""
         while at:

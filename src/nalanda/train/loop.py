@@ -26,7 +26,7 @@ from nalanda.train.checkpoint import random_state, set_random_state
 from nalanda.train.checkpoint_dir import step_of
 from nalanda.train.estimate import estimate_memory, time_left
 from nalanda.train.export import export
-from nalanda.train.guards import Interruptions, Watchdog, interruptible
+from nalanda.train.guards import Interruptions, Watchdog
 from nalanda.train.launch import advise_on_threads, from_main_process, launch
 from nalanda.train.log import RunLog, last_metrics, write_facts
 from nalanda.train.loss import describe_perplexity, mixer_metrics, validate
@@ -62,7 +62,7 @@ def train(config: RunConfig) -> Path:
         NothingTrained: every step was skipped.
         SystemExit: 128 + signal after a signal of `guards.SIGNALS` on any process. The step is finished and a
             checkpoint saved; the same command resumes from it. While the run is set up, it ends at once. So
-            does a second signal of the same kind (`guards.interruptible`).
+            does a second signal of the same kind (`guards.Interruptions`).
     """
     # The checks come first: they need neither processes nor a folder.
     config = at_home(config)
@@ -72,7 +72,7 @@ def train(config: RunConfig) -> Path:
     kind = parallel.choose_parallel(config.train.parallel, os.environ)
     with memory.explain_out_of_memory(config, kind):
         accelerator = launch(config)
-        with interruptible() as signals:
+        with Interruptions() as signals:
             if not accelerator.is_main_process:
                 return train_together(config, accelerator, kind, None, signals)
             if accelerator.device.type == "cpu":

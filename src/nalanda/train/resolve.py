@@ -10,9 +10,9 @@ from nalanda.common.progress import first_process
 from nalanda.config.model_folder import check_name
 from nalanda.train.checkpoint_dir import (
     checkpoint_folders,
+    describe_unusable,
     latest_checkpoint,
     step_of,
-    why_unusable,
 )
 from nalanda.train.log import read_facts
 
@@ -114,9 +114,7 @@ def _newest_model(run: Path) -> Path:
     else:
         model = latest_checkpoint(folder, lambda line: print(line, file=sys.stderr))
         if model is None:
-            folders = checkpoint_folders(folder)
-            problems = "; ".join(f"{path.name} is {why_unusable(path)}" for path in folders)
-            why = problems or "no checkpoint is saved"
+            why = describe_unusable(folder) or "no checkpoint is saved"
             raise InputError(
                 f"{run}: the run has no whole model yet: no final, and {why}; train it further"
             )

@@ -29,6 +29,7 @@ from nalanda.train import tensor_files
 from nalanda.train.checkpoint_dir import (
     MARK,
     checkpoint_folders,
+    describe_unusable,
     latest_checkpoint,
     mark_unsound,
     saved_between_bad_steps,
@@ -89,10 +90,9 @@ def rollback_message(step: int, why: str, back: Path | None, saved: Path | None)
 
 def no_checkpoint_message(run_dir: Path) -> str:
     """Says why none of a run's checkpoints can be resumed from, and what to do."""
-    folders = checkpoint_folders(run_dir / "checkpoints")
-    problems = "; ".join(f"{path.name} is {why_unusable(path)}" for path in folders)
+    problems = describe_unusable(run_dir / "checkpoints") or "none is left"
     return (
-        f"{run_dir}: no checkpoint can be resumed from ({problems or 'none is left'}). Put one back "
+        f"{run_dir}: no checkpoint can be resumed from ({problems}). Put one back "
         f"from a copy, or move {run_dir} away to start over; nothing was changed"
     )
 
@@ -310,15 +310,15 @@ def ever_saved(run_dir: Path, facts: dict) -> bool:
     """Whether the run has saved a checkpoint, by run.json or else by the last step in metrics.jsonl."""
     if "saved" in facts:
         return facts["saved"] > 0
-    file = run_dir / "metrics.jsonl"
-    if not file.is_file():
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    last_step = max((line["step"] for line in lines), default=0)
+    if not last_step:
         return False
     config = read_recorded_recipe(run_dir / "config.yaml").checkpoint
     if not config.every:
         return False
     # A line after step N means that the save of step N has returned. An asynchronous save is on the disk
     # once the next one begins.
-    last_step = max((line["step"] for line in read_metrics(file)), default=0)
     return last_step > config.every * (1 if config.asynchronous is False else 2)
 
 
