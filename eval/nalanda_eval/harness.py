@@ -239,7 +239,7 @@ def _score_model(
             "name": name,
             "place": _full_path(name),
             "fingerprint": scorer.identity["weights"],
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "parameters": model.num_parameters(),
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(model.device),
             "products": product_route(),

@@ -17,12 +17,12 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from nalanda.common.errors import output_file
-from nalanda.common.progress import track
 from nalanda.common.versions import list_versions, versions
 from nalanda.model import FEATURE_MAPS, build_feature_map
 from nalanda.model.feature_maps import EPS
 from nalanda.model.layers import direction
 from nalanda_lab.lra import show
+from nalanda_lab.track import track
 
 READOUTS = {"denominator 24": 24, "denominator 64": 64, "delta rule 24": 24}
 """Name to the number of keys."""

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from nalanda.common.errors import InputError, output_folder
 from nalanda.common.files import write_atomically
-from nalanda.common.progress import track
 from nalanda.common.text import suggest
 from nalanda.common.versions import versions
 from nalanda.config.schema import OptimConfig, ScheduleConfig
@@ -25,6 +24,7 @@ from nalanda.model import FEATURE_MAPS, MIXERS, NalandaCache, NalandaConfig, Nal
 from nalanda.model.graphs import decoding_graphs
 from nalanda.model.precision import STATE_DTYPES, pack_state, unpack_state
 from nalanda.train.optim import build_optimizer, learning_rate
+from nalanda_lab.track import track
 
 BYTES, SYMBOLS = 256, 32
 """Of text; of keys, and of values. The last NEEDLES keys are asked once, at the end of a stream."""

@@ -12,7 +12,7 @@ from nalanda.model.soft import (
     landmark_weights,
     newton_inverse,
     soft_attention,
-    soft_similarity,
+    soft_factors,
 )
 
 K, M = 16, 6
@@ -22,6 +22,12 @@ def draw(*shape: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
     return spread * torch.randn(
         *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     )
+
+
+def soft_similarity(q: torch.Tensor, **options) -> torch.Tensor:
+    """Ŝ `[B, H, T, T]` itself; q and options as for `soft_attention`."""
+    P, W = soft_factors(q, **options)
+    return P.mT @ W @ P
 
 
 def kernel(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:

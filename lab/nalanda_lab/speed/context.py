@@ -17,9 +17,9 @@ from rich.table import Table
 from torch import Tensor
 
 from nalanda.common.errors import output_file
-from nalanda.common.progress import track
 from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, NalandaForCausalLM, build_feature_map
 from nalanda.model.context import Context
+from nalanda_lab.track import track
 
 TINY: dict[str, Any] = {
     "vocab_size": 61,

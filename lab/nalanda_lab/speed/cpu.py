@@ -33,7 +33,6 @@ from nalanda.common.allocator import keep_freed_memory
 from nalanda.common.errors import InputError, output_folder
 from nalanda.common.files import write_atomically
 from nalanda.common.products import choose_product_route, product_route, set_product_route
-from nalanda.common.progress import track
 from nalanda.common.text import suggest
 from nalanda.common.versions import versions
 from nalanda.model import NalandaCache, NalandaConfig, NalandaForCausalLM, ops, sequences
@@ -50,6 +49,7 @@ from nalanda_lab.speed.decode import (
     timed_tokens,
 )
 from nalanda_lab.speed.train import build_llama, random_batch, training_step
+from nalanda_lab.track import track
 
 Shape = dict[str, Any]
 """Keys of a model's config."""

@@ -22,12 +22,12 @@ from torch.profiler import record_function
 
 from nalanda.common.errors import output_file
 from nalanda.common.products import product_route
-from nalanda.common.progress import track
 from nalanda.inference.generate import cache_bytes
 from nalanda.model import NalandaCache, NalandaConfig, NalandaForCausalLM
 from nalanda.model.graphs import decoding_graphs
 from nalanda.model.ops import by_kernel
 from nalanda.report.figures import REFERENCE, drawing, files, log_axis, look
+from nalanda_lab.track import track
 
 LAYERS, WIDTH, HEADS, HEAD_DIM, INNER, VOCABULARY = 8, 512, 4, 128, 1536, 4096
 CONTEXTS = (1024, 4096, 16384, 65536)

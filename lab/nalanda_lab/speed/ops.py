@@ -19,8 +19,8 @@ from rich.table import Table
 from nalanda.common.allocator import keep_freed_memory
 from nalanda.common.errors import InputError, output_file
 from nalanda.common.products import product_route
-from nalanda.common.progress import track
 from nalanda.model import ops
+from nalanda_lab.track import track
 
 CASES = ("gated delta rule", "delta rule", "linear attention")
 CHANNEL_CASES = ("KDA", "Gated DeltaNet 2")

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from nalanda.common.errors import output_file
-from nalanda.common.progress import track
 from nalanda.config.schema import OptimConfig
 from nalanda.model.context import Context
 from nalanda.report.info import describe_recipe
@@ -25,6 +24,7 @@ from nalanda.train import parallel
 from nalanda.train.flops import matmul_flops
 from nalanda.train.optim import build_optimizer
 from nalanda_lab.planner import UPDATE, Cluster, Split, count, predict
+from nalanda_lab.track import track
 
 RECIPE = "demo"
 MODELS = {

@@ -26,8 +26,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from nalanda.common.errors import InputError, output_file
-from nalanda.common.progress import track
 from nalanda.model import NalandaConfig, NalandaForCausalLM
+from nalanda_lab.track import track
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,

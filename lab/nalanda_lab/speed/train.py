@@ -23,13 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 from nalanda.common.errors import InputError, output_file
-from nalanda.common.progress import track
 from nalanda.config.schema import OptimConfig
 from nalanda.data.packing import Row, collate
 from nalanda.model import NalandaConfig, NalandaForCausalLM
 from nalanda.train import parallel
 from nalanda.train.loss import count_labels, summed_loss
 from nalanda.train.optim import build_optimizer
+from nalanda_lab.track import track
 
 try:
     from nalanda.common import products

@@ -6,12 +6,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
-from typing import Any, Self, TextIO, TypeVar
+from typing import Any, Self, TextIO
 
 from nalanda.common.text import duration
-
-T = TypeVar("T")
 
 FIRST, LAST = 10.0, 60.0
 """Seconds between two lines without a terminal: at the beginning, and after some minutes."""
@@ -185,11 +182,3 @@ class Progress:
 
 def _join_texts(*texts: str) -> str:
     return "  ".join(text for text in texts if text)
-
-
-def track(items: Collection[T], what: str, *, quiet: bool = False) -> Iterator[T]:
-    """The items, with a `Progress` over their count."""
-    with Progress(what, len(items), quiet=quiet) as progress:
-        for item in items:
-            yield item
-            progress.advance()

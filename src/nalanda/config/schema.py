@@ -324,7 +324,6 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
-        check_bounds(self, "train")
         if self.shard_size is not None and (self.parallel != "hybrid" or self.shard_size < 2):
             raise InputError("train.shard_size: 2 or more, and only with train.parallel=hybrid")
 
@@ -484,7 +483,6 @@ class LinearizeConfig:
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
-        check_bounds(self, "linearize")
         for name, keys in self.arms.items():
             if not re.fullmatch(r"[\w-]+", str(name)) or not isinstance(keys, dict):
                 raise InputError(
@@ -544,10 +542,10 @@ class RunConfig:
         # Every section alone, so that the combinations below compare sound values.
         for f in fields(self):
             section = getattr(self, f.name)
+            if is_dataclass(section):
+                check_bounds(section, f.name)
             if hasattr(section, "check"):
                 section.check()
-            elif is_dataclass(section):
-                check_bounds(section, f.name)
         if self.schedule.warmup_steps > self.train.steps:
             raise InputError(
                 f"schedule.warmup_steps: {self.schedule.warmup_steps} is more than "

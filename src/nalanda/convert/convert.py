@@ -291,8 +291,6 @@ def convert(
             parts, tensors_of(target, foreign | {"dtype": stored_as})(_shapes(config)), staging
         )
         copy_side_files(folder, staging)
-        pad_batches(staging)
-        keep_tokenizer(folder, staging)
         rounded = to_mlx(staging, dtype) if to == "mlx" else None
         # Proof that both compute the same.
         libraries = [_library_of(kind), to if to == "mlx" else _library_of(target)]
@@ -328,10 +326,13 @@ def find_leading_bos(folder: Path, config: NalandaConfig) -> int | None:
 
 
 def copy_side_files(folder: Path, staging: Path) -> None:
+    """Copies the tokenizer, see `pad_batches` and `keep_tokenizer`, and other files beside the weights."""
     for pattern in _SIDE_FILES:
         for path in folder.glob(pattern):
             copy = shutil.copytree if path.is_dir() else shutil.copy
             copy(path, staging / path.name)
+    pad_batches(staging)
+    keep_tokenizer(folder, staging)
 
 
 def keep_tokenizer(folder: Path, staging: Path) -> None:

@@ -15,13 +15,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from nalanda.common.errors import InputError
+from nalanda.config.load import differences
 from nalanda.config.model import written_out
 from nalanda.convert.convert import (
     FORMATS,
     Part,
     copy_side_files,
     find_leading_bos,
-    keep_tokenizer,
     match_tensors,
     read_config,
     refuse_unknown,
@@ -30,10 +30,7 @@ from nalanda.convert.convert import (
 )
 from nalanda.convert.formats import resolved
 from nalanda.model import MIXERS, NalandaConfig
-from nalanda.train.export import new_folder, pad_batches
-
-READABLE = ("llama", "qwen3", "nalanda")
-"""Model types of the teachers."""
+from nalanda.train.export import new_folder
 
 DEFAULT = {"pattern": ["gated_deltanet", "gated_deltanet", "gated_deltanet", "softmax"]}
 """`model.mixer` of a recipe without one: three recurrent layers to one that stays."""
@@ -74,10 +71,6 @@ def open_transformer(folder: Path) -> Transformer:
     kind = str(settings.get("model_type"))
     try:
         refuse_unknown(kind, settings)
-        if kind not in READABLE:
-            raise InputError(
-                f"model_type {kind!r}: only {', '.join(READABLE)} have attention to replace"
-            )
         ours = kind == "nalanda"
         config = NalandaConfig.from_pretrained(folder) if ours else FORMATS[kind].ours(settings)
         others = [name for name in config.layer_mixers if name != "softmax"]
@@ -103,58 +96,44 @@ def hybrid_config(teacher: NalandaConfig, keys: dict[str, Any]) -> NalandaConfig
         InputError: names the key that differs from the teacher's, or that no mixer takes.
     """
     fixed = {name: getattr(teacher, name) for name in OF_THE_TEACHER}
-    for name, value in fixed.items():
-        chosen = keys.get(name, value)
-        # Files may hold a number that was rounded to fp32.
-        if chosen != value and not (
-            isinstance(value, float) and math.isclose(chosen, value, rel_tol=1e-6)
-        ):
-            raise InputError(
-                f"model.{name}: {chosen!r}, but the teacher has {value!r}; leave it out"
-            )
-
     attention = resolved(teacher)["mixer_options"]["softmax"]
-    options = dict(keys.get("mixer_options") or {})
-    # Options stand under the names of mixers, or are for the one new mixer.
-    by_name = options if MIXERS.keys() & options.keys() else {}
-    for name, value in by_name.get("softmax", {}).items():
-        if attention.get(name) != value:
+    options = keys.get("mixer_options") or {}
+    repeated = {name: keys.get(name, value) for name, value in fixed.items()}
+    changes = differences(
+        fixed | {"mixer_options": {"softmax": attention}},
+        repeated | {"mixer_options": {"softmax": attention | options.get("softmax", {})}},
+    )
+    for key, (value, chosen) in changes.items():
+        # Files may hold a number that was rounded to fp32.
+        if not (isinstance(value, float) and math.isclose(chosen, value, rel_tol=1e-6)):
             raise InputError(
-                f"model.mixer_options.softmax.{name}: {value!r}, but the teacher's layers have "
-                f"{attention.get(name)!r}; leave it out"
+                f"model.{key}: {chosen!r}, but the teacher has {value!r}; leave it out"
             )
 
     values = written_out(teacher) | {"mixer": DEFAULT} | keys | fixed
-    values |= {name: getattr(teacher, name) for name in ("bos_token_id", "eos_token_id")}
-    values["max_position_embeddings"] = teacher.max_position_embeddings
+    for name in ("bos_token_id", "eos_token_id", "max_position_embeddings"):
+        values[name] = getattr(teacher, name)
     try:
         # First without the options, to learn the layers' mixers.
         names = NalandaConfig(**values | {"mixer_options": {}}).layer_mixers
-        values["mixer_options"] = options_by_name(teacher, dict.fromkeys(names), options, by_name)
-        return NalandaConfig(**values)
+        # Options stand under the names of mixers, or are for all new ones.
+        named = MIXERS.keys() & options.keys()
+        by_name = {name: options.get(name, {}) if named else options for name in names}
+        if "softmax" in by_name:
+            # The teacher's attention keeps its options, and its sizes.
+            sizes = {"num_heads": teacher.num_heads, "head_dim": teacher.head_dim}
+            stored = teacher.mixer_options
+            by_name["softmax"] = stored.get("softmax", stored) | sizes
+        return NalandaConfig(**values | {"mixer_options": by_name})
     except (TypeError, ValueError) as error:
         raise InputError(f"model: {error}") from None
 
 
-def options_by_name(
-    teacher: NalandaConfig, names: dict[str, None], options: dict, by_name: dict
-) -> dict[str, dict]:
-    """The options of the hybrid's mixers, by name. The teacher's attention keeps its own, and its sizes."""
-    new = {name: by_name.get(name, {}) for name in names if name != "softmax"}
-    if options and not by_name:
-        if len(new) > 1:
-            raise InputError("mixer_options: several new mixers; give options under their names")
-        new = dict.fromkeys(new, options)
-    if "softmax" not in names:
-        return new
-    sizes = {"num_heads": teacher.num_heads, "head_dim": teacher.head_dim}
-    stored = teacher.mixer_options
-    return new | {"softmax": stored.get("softmax", stored) | sizes}
-
-
 def build_hybrid(config: NalandaConfig, model: Any) -> Any:
-    """The hybrid in fp32, before any fitting. model: the teacher's, in fp32 on the CPU."""
+    """The hybrid in fp32, before any fitting. model: the teacher's, in fp32 on the CPU; None: copies nothing."""
     hybrid: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if model is None:
+        return hybrid
     replaced = replaced_layers(config)
     shared = {
         name: tensor
@@ -208,6 +187,4 @@ def write_hybrid(hybrid: Any, teacher: Transformer, out: Path) -> Path:
     with new_folder(out, replace=True) as staging:
         hybrid.save_pretrained(staging)
         copy_side_files(teacher.folder, staging)
-        pad_batches(staging)
-        keep_tokenizer(teacher.folder, staging)
     return out

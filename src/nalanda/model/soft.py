@@ -195,10 +195,3 @@ class PooledLandmarks(nn.Module):
 
     def extra_repr(self) -> str:
         return f"window={self.window}, ridge={self.ridge:g}, inverse={self.inverse}"
-
-
-def soft_similarity(q: Tensor, **options) -> Tensor:
-    """Ŝ `[B, H, T, T]` itself, for tests and analysis; q and options as for `soft_attention`."""
-    with no_autocast(q):
-        P, W = soft_factors(q, **options)
-        return P.mT @ W @ P
