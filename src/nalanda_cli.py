@@ -312,7 +312,7 @@ def linearize(model: opt.Transformer, recipe: opt.Recipe, overrides: opt.Overrid
     folders = fit_layers(config, model)
     for folder in folders:
         print(folder)
-    print_next("linearize", recipe=recipe, model=model, folder=folders[0])
+    print_next("linearize", recipe=recipe, model=model, run=config.output_dir, folder=folders[0])
 
 
 @command(app)
@@ -324,10 +324,10 @@ def runs(directory: opt.RunsFolder = "runs", as_json: opt.AsJson = False) -> Non
 
     Shows model, step, loss, speed and state, last changed first.
     """
-    from nalanda.report.runs import overview, print_runs, runs_to_json
+    from nalanda.report.runs import overview, print_runs
 
     rows = overview(directory)
-    print(runs_to_json(rows)) if as_json else print_runs(rows)
+    print_json([vars(run) for run in rows]) if as_json else print_runs(rows)
 
 
 @command(app)

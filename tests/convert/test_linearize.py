@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from training import contents
+from training import contents, start
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -33,8 +33,12 @@ from nalanda.convert.linearize import (
 )
 from nalanda.convert.llama import LLAMA
 from nalanda.model import MIXERS, NalandaConfig
+from nalanda.report.info import info
+from nalanda.report.runs import read_run
+from nalanda.report.verify import verify
 from nalanda.train.log import read_metrics
 from nalanda.train.loop import train
+from nalanda.train.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -259,6 +263,51 @@ def test_a_killed_fit_resumes_to_the_same_values(recipe, llama, tmp_path):
     assert outcome(run, ["plain", "delta"]) == outcome(tmp_path / "whole", ["plain", "delta"])
 
 
+@pytest.fixture(scope="module")
+def fitted(recipe, llama, tmp_path_factory):
+    """The folder of a finished fit of two arms."""
+    run = tmp_path_factory.mktemp("fitted") / "run"
+    fit_layers(settings(recipe, llama, run, ARMS), str(llama))
+    return run
+
+
+def test_commands_know_the_folder_of_a_fit(recipe, fitted, llama):
+    summary = read_run(fitted)
+    assert (summary.state, summary.model) == ("finished", "fit of plain, delta")
+    assert (summary.step, summary.steps) == (6, 6)
+    with pytest.raises(InputError, match=f"name a model in it, such as {fitted}/plain"):
+        resolve(str(fitted))
+    with pytest.raises(InputError, match="holds a fit of layers; choose another output_dir"):
+        train(settings(recipe, llama, fitted, ARMS))
+
+
+def test_the_checkpoints_of_a_fit_are_verified(fitted, tmp_path):
+    run = shutil.copytree(fitted, tmp_path / "run")
+    assert [verdict.good for verdict in verify(run)] == [True] * 3
+    file = run / "checkpoints" / "step-4" / "model.safetensors"
+    weights = load_file(file)
+    first = min(name for name in weights if name.startswith("delta."))
+    save_file(weights | {first: weights[first][:1]}, file)
+    verdict = next(verdict for verdict in verify(run) if verdict.step == 4)
+    assert verdict.whole != "yes"
+    assert f"a checkpoint of another shape: {first} is" in verdict.loadable
+
+
+def test_an_interrupted_fit_says_so(recipe, llama, tmp_path, monkeypatch):
+    step = fitting.fit_step
+
+    def interrupted(*inputs):
+        signal.raise_signal(signal.SIGTERM)
+        return step(*inputs)
+
+    monkeypatch.setattr(fitting, "fit_step", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        fit_layers(settings(recipe, llama, tmp_path / "run"), str(llama))
+    assert stop.value.code == 128 + signal.SIGTERM
+    summary = read_run(tmp_path / "run")
+    assert (summary.state, summary.step) == ("interrupted", 1)
+
+
 def test_another_fit_in_the_folder_is_refused(recipe, llama, tmp_path):
     fit_layers(settings(recipe, llama, tmp_path / "run"), str(llama))
     with pytest.raises(
@@ -325,6 +374,43 @@ def test_a_distillation_resumes_to_the_same_values(recipe, llama, hybrid, tmp_pa
         for name in ("whole", "run")
     ]
     assert divergences[0] == divergences[1]
+
+
+@pytest.mark.slow
+def test_the_divergence_is_the_mean_over_all_processes(recipe, llama, hybrid, tmp_path):
+    keys = f"distill.teacher={llama}", "train.steps=1", "log.every=1", "train.micro_batch_size=2"
+    train(distilled(recipe, hybrid, tmp_path / "one", *keys))
+    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"
+    file = tmp_path / "two.yaml"
+    file.write_text(distilled(recipe, hybrid, tmp_path / "two", *keys).to_yaml())
+    process = start(
+        file, tmp_path / "two", launcher=(sys.executable, *launcher), ACCELERATE_USE_CPU="true"
+    )
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr
+
+    one, two = (next(read_metrics(tmp_path / x / "metrics.jsonl")) for x in ("one", "two"))
+    assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
+    assert one["kl"] == pytest.approx(two["kl"], rel=1e-5)
+
+
+def test_the_memory_of_a_teacher_is_counted(recipe, llama, hybrid, tmp_path):
+    def figures(*overrides):
+        config = distilled(recipe, hybrid, tmp_path / "run", *overrides)
+        file = tmp_path / "recipe.yaml"
+        file.write_text(config.to_yaml())
+        return info(str(file), [])
+
+    teacher = f"distill.teacher={llama}"
+    weights = sum(x.numel() for x in load_file(llama / "model.safetensors").values())
+    alone, beside = figures(), figures(teacher)
+    assert alone["teacher_bytes"] == 0
+    assert beside["teacher_bytes"] == 4 * weights
+    for name in ("weights_and_optimizer_bytes", "memory_bytes_per_device"):
+        assert beside[name] - alone[name] == 4 * weights
+    # On a device of its own, its head alone is here.
+    apart = figures(teacher, "distill.precision=bf16", "distill.device=cuda:1")
+    assert apart["teacher_bytes"] == 2 * 257 * 32
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ NEXT = {
     "convert to fla": ("python -c {load}", "nalanda convert {folder} {folder}-back"),
     "convert": ("python -c {load}", "nalanda convert {folder} {folder}-back"),
     "linearize": (
-        "nalanda train {recipe} model={init} tokenizer={folder} distill.teacher={model} output_dir={folder}-distilled",
+        "nalanda train {recipe} model={init} tokenizer={folder} distill.teacher={model} output_dir={run}-distilled",
         "nalanda generate {folder} {prompt}",
     ),
     "save a state": ("nalanda generate {model} {prompt} --state {state}",),

@@ -45,7 +45,7 @@ from nalanda.train.log import RunLog
 from nalanda.train.loop import is_due
 from nalanda.train.optim import learning_rate
 from nalanda.train.parallel import Sharing
-from nalanda.train.run_dir import lock_run_dir, refuse_another_run
+from nalanda.train.run_dir import lock_run_dir, record_state, refuse_another_run
 
 IDENTITY = {
     *("model", "tokenizer", "data", "seed", "linearize", "distill"),
@@ -72,8 +72,8 @@ class Fit:
 def fit_layers(config: RunConfig, model: str) -> list[Path]:
     """Fits the recipe's hybrids to the transformer `model`; returns their folders, `output_dir/ARM`.
 
-    output_dir gets config.yaml, metrics.jsonl with each arm's relative error, and checkpoints. The same command
-    resumes from the newest, to the same values.
+    output_dir gets config.yaml, run.json, metrics.jsonl with each arm's relative error, and checkpoints. The same
+    command resumes from the newest, to the same values.
 
     Raises:
         InputError: the recipe, the transformer or the folder cannot work. Settings are checked before the
@@ -95,11 +95,17 @@ def fit_layers(config: RunConfig, model: str) -> list[Path]:
         raise InputError("linearize: one process fits all layers; the stages after it take several")
     with lock_run_dir(run_dir), Interruptions() as signals, ExitStack() as stack:
         claim_folder(run_dir, config)
-        folders = [run_dir / name for name in configs]
+        facts: dict[str, Any] = {"arms": list(configs)}
+        stack.enter_context(record_state(run_dir, facts))
+
         fit, sums = start_fit(config, accelerator, teacher, configs, stack)
         run_steps(fit, signals, stack)
         finish_sums(sums)
-        return list(write_arms(fit, teacher, configs, folders))
+        arms = fit.arms
+        del fit  # its teacher and moments make room for the teacher in fp32
+        folders = list(write_arms(arms, teacher, configs, run_dir))
+        facts["state"] = "finished"
+        return folders
 
 
 def arm_configs(config: RunConfig, teacher: NalandaConfig) -> dict[str, NalandaConfig]:
@@ -142,21 +148,11 @@ def start_fit(
 
     # In fp32 for the arms, which copy it; then where and as the teacher runs.
     model = teacher.load(torch.device("cpu"), torch.float32)
-    arms: Any = nn.ModuleDict()
-    for name, hybrid in configs.items():
-        # One seed for all: parts that two arms share begin equal.
-        set_seed(config.seed)
-        built = build_hybrid(hybrid, model)
-        layers = {str(i): built.model.layers[i].mixer for i in replaced_layers(hybrid)}
-        arms[name] = nn.ModuleDict(layers)
-    arms.to(accelerator.device).train()
+    arms, optimizer = build_arms(config, configs, model)
+    arms.to(accelerator.device)
     device = torch.device(config.distill.device or accelerator.device)
     model.to(device, DTYPES[config.distill.precision])
 
-    optim = config.optim
-    optimizer = torch.optim.AdamW(
-        arms.parameters(), config.linearize.lr, optim.betas, optim.eps, weight_decay=0.0
-    )
     fit = Fit(config, model, arms, optimizer, batches, accelerator)
     newest = latest_checkpoint(Path(config.output_dir) / "checkpoints")
     if newest:
@@ -164,6 +160,30 @@ def start_fit(
         fit.step = state["step"]
         batches.load_state_dict(data_state)
     return fit, sums
+
+
+def build_arms(
+    config: RunConfig, configs: dict[str, NalandaConfig], model: Any
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Each arm's new mixers, by the numbers of their layers, and their optimizer. model: of `build_hybrid`."""
+    arms = nn.ModuleDict()
+    for name, hybrid in configs.items():
+        # One seed for all: parts that two arms share begin equal.
+        set_seed(config.seed)
+        built = build_hybrid(hybrid, model)
+        layers = {str(i): built.model.layers[i].mixer for i in replaced_layers(hybrid)}
+        arms[name] = nn.ModuleDict(layers)
+    optim = config.optim
+    return arms, torch.optim.AdamW(
+        arms.parameters(), config.linearize.lr, optim.betas, optim.eps, weight_decay=0.0
+    )
+
+
+def empty_arms(config: RunConfig) -> tuple[Any, Any]:
+    """`build_arms` of a fit's recorded recipe, on the meta device. Raises `InputError` without its transformer."""
+    teacher = open_transformer(local_folder(str(config.distill.teacher)))
+    with torch.device("meta"):
+        return build_arms(config, arm_configs(config, teacher.config), None)
 
 
 def run_steps(fit: Fit, signals: Interruptions, stack: ExitStack) -> None:
@@ -183,12 +203,13 @@ def run_steps(fit: Fit, signals: Interruptions, stack: ExitStack) -> None:
         rate = learning_rate(fit.step + 1, steps, config.linearize.lr, schedule)
         errors = fit_step(fit, rate)
         fit.step += 1
-        tokens = fit.step * config.train.tokens_per_step
 
         last = fit.step == steps
         if last or is_due(fit.step, config.log.every):
             named = {f"error/{name}": error for name, error in errors.items()}
-            log.write(step=fit.step, tokens=tokens, lr=rate, **named)
+            log.write(
+                step=fit.step, tokens=fit.step * config.train.tokens_per_step, lr=rate, **named
+            )
         text = "  ".join(f"{name} {error:.4f}" for name, error in errors.items())
         log.progress.to(fit.step, f"relative error {text}", end=last)
 
@@ -199,7 +220,7 @@ def run_steps(fit: Fit, signals: Interruptions, stack: ExitStack) -> None:
                 model=fit.arms,
                 optimizer=fit.optimizer,
                 data_state=fit.batches.state_dict(),
-                trainer_state={"tokens": tokens},
+                trainer_state={},
             )
         if stop and not last:
             saver.wait()
@@ -265,12 +286,12 @@ def add_gradients(fit: Fit, batch: dict[str, Tensor], count: int) -> Iterator[tu
 
 
 def write_arms(
-    fit: Fit, teacher: Transformer, configs: dict[str, NalandaConfig], folders: list[Path]
+    arms: Any, teacher: Transformer, configs: dict[str, NalandaConfig], run_dir: Path
 ) -> Iterator[Path]:
     """Writes each arm's hybrid as a model folder."""
     source = teacher.load(torch.device("cpu"), torch.float32)
-    for (name, config), folder in zip(configs.items(), folders, strict=True):
+    for name, config in configs.items():
         hybrid = build_hybrid(config, source)
-        for i, mixer in fit.arms[name].items():
+        for i, mixer in arms[name].items():
             hybrid.model.layers[int(i)].mixer.load_state_dict(mixer.state_dict())
-        yield write_hybrid(hybrid, teacher, folder)
+        yield write_hybrid(hybrid, teacher, run_dir / name)

@@ -34,7 +34,7 @@ class Distillation:
         log_q = torch.log_softmax(target.div_(self.temperature), -1)
         log_p = torch.log_softmax(logits / self.temperature, -1)
         q = log_q.exp()
-        terms = (q * (log_q - log_p)).sum(-1, keepdim=True)
+        terms = log_q.sub_(log_p).mul_(q).sum(-1, keepdim=True)
         self.divergence += terms.masked_fill(ignored, 0).sum(dtype=torch.float64)
         return log_p.exp_().sub_(q).mul_(self.weight * self.temperature)
 

@@ -21,6 +21,7 @@ from nalanda.train.estimate import (
     micro_batch_of,
     run_time,
     shards,
+    teacher_bytes,
     time_range,
 )
 from nalanda.train.flops import PEAK_FLOPS, flops_per_token, known_peak, peak_flops
@@ -55,7 +56,7 @@ def info(
     processes = processes or parts
     accumulation = config.accumulation(processes)
     model_config: Any = model.config
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = model.num_parameters()
     embeddings = {  # tied ones count once
         id(m.weight): m.weight.numel()
         for m in (model.get_input_embeddings(), model.get_output_embeddings())
@@ -86,6 +87,7 @@ def info(
         "state_grows": stateful
         and model_config.state_bytes(2 * seq_len) > model_config.state_bytes(seq_len),
         "weights_and_optimizer_bytes": weights,
+        "teacher_bytes": teacher_bytes(config.distill),  # of these
         "activation_bytes": activations,
         "memory_bytes_per_device": None if activations is None else weights + activations,
         # the plan of the run
@@ -156,6 +158,8 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
     table.add_row(
         "weights and optimizer", held, "fp32 weights, gradients, moments; one process's share"
     )
+    if f["teacher_bytes"]:
+        table.add_row("  of these the teacher", size(f["teacher_bytes"]))
     if f["activation_bytes"] is not None:
         table.add_row(
             "activations", size(f["activation_bytes"]), "of a micro-batch, by the torch path"

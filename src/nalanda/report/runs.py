@@ -1,11 +1,10 @@
 """Lists runs, and reads the files in their folders."""
 
-import json
 import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -78,8 +77,10 @@ def read_run(folder: Path, name: str | None = None) -> RunSummary:
             raise ValueError("run.json is not a JSON object")
         validates = bool((config.get("validation") or {}).get("every", 1))
         newest, last = _last_lines(folder, validates)
-        run.model = _model_name(config["model"])
-        run.parameters, run.steps = facts.get("parameters"), config["train"]["steps"]
+        arms = facts.get("arms")  # of `nalanda linearize`
+        run.model = f"fit of {', '.join(arms)}" if arms else _model_name(config["model"])
+        steps = config["linearize" if arms else "train"]["steps"]
+        run.parameters, run.steps = facts.get("parameters"), steps
         run.loss, run.mfu = last.get("loss"), last.get("mfu")
         run.tokens_per_second = last.get("tokens_per_second")
         run.val_ppl, run.val_bpb = last.get("val_ppl"), last.get("val_bpb")
@@ -164,10 +165,6 @@ def narrowed(table: Table, console: Console, dispensable: Sequence[str]) -> Tabl
         columns = (column for column in table.columns if column.header != heading)
         table.columns = Table(*columns).columns  # which numbers them anew
     return table
-
-
-def runs_to_json(runs: Sequence[RunSummary]) -> str:
-    return json.dumps([asdict(run) for run in runs], indent=1, ensure_ascii=False)
 
 
 def read_recipe(folder: Path) -> dict:

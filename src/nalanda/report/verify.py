@@ -12,7 +12,8 @@ from nalanda.common.errors import first_line
 from nalanda.common.files import verify_manifest
 from nalanda.config.load import load_config
 from nalanda.config.model import language_model
-from nalanda.config.schema import OptimConfig
+from nalanda.config.schema import OptimConfig, RunConfig
+from nalanda.convert.fit import empty_arms
 from nalanda.train import checkpoint, tensor_files
 from nalanda.train.checkpoint_dir import checkpoints_of, step_of, unsound_reason
 from nalanda.train.export import load_model_config
@@ -46,13 +47,13 @@ def verify(run_dir: Path) -> Iterator[Verdict]:
     """
     checkpoints = checkpoints_of(run_dir)
     recipe = run_dir / "config.yaml"
-    optim = load_config(recipe).optim if recipe.is_file() else OptimConfig()
+    config = load_config(recipe) if recipe.is_file() else None
     for path in checkpoints:
         yield Verdict(
             step=step_of(path),
             whole=verify_manifest(path) or "yes",
             finite=_answer_of(_find_unsound, path),
-            loadable=_answer_of(_find_mismatch, path, optim),
+            loadable=_answer_of(_find_mismatch, path, config),
             marked=unsound_reason(path),
         )
 
@@ -74,11 +75,19 @@ def _find_unsound(path: Path) -> str | None:
     return None
 
 
-def _find_mismatch(path: Path, optim: OptimConfig) -> str | None:
-    """The problem that would prevent loading; allocates no model."""
+def _build(path: Path, config: RunConfig | None) -> tuple[Any, Any]:
+    """The model and optimizer that the checkpoint was saved from, on the meta device."""
+    if config and config.distill.teacher and not (path / "config.json").exists():
+        return empty_arms(config)  # of `nalanda linearize`, whose mixers have no config
     with torch.device("meta"):
-        config = load_model_config(path)
-        model = language_model(config).from_config(config, dtype=torch.float32)
+        stored = load_model_config(path)
+        model = language_model(stored).from_config(stored, dtype=torch.float32)
+    return model, build_optimizer(model, config.optim if config else OptimConfig())
+
+
+def _find_mismatch(path: Path, config: RunConfig | None) -> str | None:
+    """The problem that would prevent loading; allocates no model."""
+    model, optimizer = _build(path, config)
     record = json.loads((path / "trainer.json").read_text())
     for name in ("model", "optimizer"):
         source = tensor_files.tensor_source(path, name)
@@ -86,7 +95,6 @@ def _find_mismatch(path: Path, optim: OptimConfig) -> str | None:
         if name == "model":
             checkpoint.check_weights(source, saved, model)
         else:
-            optimizer = build_optimizer(model, optim)
             checkpoint.check_moments(source, saved, model, optimizer, record.get("without_moments"))
     for file in sorted(path.glob("rank-*.pt")):
         checkpoint.load_rank(file)

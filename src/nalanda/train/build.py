@@ -1,7 +1,5 @@
 """Sets up a run: the tokenizer, the data, the model, the optimizer, and the checkpoint to resume from."""
 
-import os
-import platform
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -68,7 +66,6 @@ def set_up(
 
     say("preparing the tokenizer")
     tokenizer = prepare_tokenizer(config, accelerator, sources)
-    teacher = load_teacher(config, tokenizer, accelerator.device)
 
     say("opening the data")
     batches, validation, sums = open_data(config, accelerator, sharing, tokenizer, sources)
@@ -79,6 +76,7 @@ def set_up(
     # Weights, gradients and one moment share a CPU's memory.
     bytes_each = 12 if accelerator.device.type == "cpu" and sharing.kind == "ddp" else 4
     model = build_model(config, tokenizer, weights=resume is None, bytes_each=bytes_each)
+    teacher = load_teacher(config.distill, tokenizer, model.config, accelerator.device)
     costs = count_flops(config, accelerator, model)  # of the bare model, before it is sharded
     build = partial(build_optimizer, model, config.optim)
     wrapped, optimizer = parallel.parallelize(accelerator, model, sharing, config.train, build)
@@ -232,7 +230,6 @@ def describe(run: Run, measured: dict[str, Any]) -> dict[str, Any]:
     config, model = run.config, run.model
     device, processes = run.accelerator.device, run.accelerator.num_processes
     return {
-        "state": "running",
         "step": run.at.step,
         "saved": run.saver.saved,
         "steps": config.train.steps,
@@ -247,8 +244,6 @@ def describe(run: Run, measured: dict[str, Any]) -> dict[str, Any]:
         "precision": config.train.precision,
         "compiled": parallel.compiles(config.train.compile, device),
         "versions": versions(),
-        "host": platform.node(),
-        "pid": os.getpid(),
     }
 
 

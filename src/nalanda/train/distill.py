@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from nalanda.common.errors import InputError
-from nalanda.config.model import build_model_config, in_one_line, is_encoder
-from nalanda.config.schema import DistillConfig, RunConfig
+from nalanda.config.model import in_one_line, is_encoder
+from nalanda.config.schema import DistillConfig
 from nalanda.data.tokenizer import tokenizer_fingerprint
 from nalanda.model.loss import Distillation
 from nalanda.train.flops import DTYPES
@@ -24,8 +25,8 @@ class Teacher:
         """device: the student's, where the logits of both are made, in blocks."""
         self.model, self.config, self.device = model, config, device
         self.head = model.get_output_embeddings().weight.detach().to(device)  # [vocabulary, D]
-        self.divergence = torch.zeros((), dtype=torch.float64, device=device)
-        self.labels = 0
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device)
+        """Σ KL and the number of labels on this process, since the last mean."""
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, batch: dict[str, Tensor]) -> Distillation:
@@ -34,40 +35,40 @@ class Teacher:
             # Positions that restart at 0 are packed documents to transformers.
             described = {"position_ids": batch["position_ids"].to(self.model.device)}
         hidden = self.hidden(tokens.to(self.model.device), **described)
-        self.labels += int((batch["labels"][:, 1:] != -100).sum())
+        self.sums[1] += int((batch["labels"][:, 1:] != -100).sum())
         return Distillation(
             hidden=hidden.to(self.device).flatten(0, 1),
             head=self.head,
             weight=self.config.weight,
             temperature=self.config.temperature,
-            divergence=self.divergence,
+            divergence=self.sums[0],
         )
 
     def hidden(self, tokens: Tensor, **described: Tensor) -> Tensor:
         """The last hidden states `[B, T, D]`, which the head reads."""
         return self.model.base_model(tokens, use_cache=False, **described).last_hidden_state
 
-    def mean_divergence(self) -> float:
-        """The mean KL of a label of this process since the last call."""
-        mean = self.divergence.item() / max(1, self.labels)
-        self.divergence.zero_()
-        self.labels = 0
-        return mean
+    def mean_divergence(self, accelerator: Accelerator) -> float:
+        """The mean KL of a label since the last call. A collective of all processes."""
+        total, labels = accelerator.reduce(self.sums).tolist()
+        self.sums.zero_()
+        return total / max(1, labels)
 
 
-def load_teacher(config: RunConfig, tokenizer: Any, device: torch.device) -> Teacher | None:
-    """Loads the teacher of the recipe, None without one. device: the student's.
+def load_teacher(
+    config: DistillConfig, tokenizer: Any, student: PreTrainedConfig, device: torch.device
+) -> Teacher | None:
+    """Loads the teacher of the recipe, None without one. student, device: the model's.
 
     Raises:
         InputError: its tokenizer or vocabulary is not the student's, which is found before its weights are
             read; or its logits are more than a product with its head.
     """
-    name = config.distill.teacher
+    name = config.teacher
     if name is None:
         return None
     where = f"distill.teacher: {name}"
     check_tokenizer(tokenizer, name, where)
-    student = build_model_config(config, tokenizer)
     with in_one_line(where):
         settings = AutoConfig.from_pretrained(name)
     if student.model_type != "nalanda" or is_encoder(student):
@@ -79,10 +80,9 @@ def load_teacher(config: RunConfig, tokenizer: Any, device: torch.device) -> Tea
         )
 
     with in_one_line(where):
-        dtype = DTYPES[config.distill.precision]
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-        model = model.to(config.distill.device or device).eval().requires_grad_(False)
-    teacher = Teacher(model, config.distill, device)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[config.precision])
+        model = model.to(config.device or device).eval().requires_grad_(False)
+    teacher = Teacher(model, config, device)
     check_head(teacher, where)
     return teacher
 

@@ -11,17 +11,18 @@ from unittest import mock
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from nalanda.common.errors import InputError
 from nalanda.common.text import duration, size
 from nalanda.config.model import (
     build_model_config,
     config_source,
+    in_one_line,
     language_model,
     padded_vocabulary,
 )
-from nalanda.config.schema import RunConfig
+from nalanda.config.schema import DistillConfig, RunConfig
 from nalanda.data.tokenizer import build_tokenizer, vocabulary_of
 from nalanda.model import NalandaConfig, chunk_forward, chunk_order, ops
 from nalanda.model.context import Context, Parts
@@ -62,13 +63,13 @@ def shards(config: RunConfig, processes: int, kind: str | None = None) -> int:
 
 
 def held_bytes(
-    model: nn.Module,
+    model: PreTrainedModel,
     config: RunConfig,
     processes: int,
     shards: int,
     accumulates: bool | None = None,
 ) -> int:
-    """Bytes of fp32 weights, gradients and moments on one device.
+    """Bytes of fp32 weights, gradients and moments on one device, and of a teacher (`teacher_bytes`).
 
     DDP adds its gradient buckets. FSDP2 adds the tensors gathered at a time: the root, two blocks, and a
     block's gradient. Where it accumulates, it also adds whole gradients.
@@ -80,9 +81,10 @@ def held_bytes(
     total = sum(
         p.numel() * (12 if g["kind"] == "muon" else 16) for g in groups for p in g["params"]
     )
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = model.num_parameters()
+    teacher = teacher_bytes(config.distill)
     if shards == 1:
-        return total + (4 * parameters if processes > 1 else 0)
+        return teacher + total + (4 * parameters if processes > 1 else 0)
     blocks = [sum(p.numel() for p in block.parameters()) for block in parallel.units(model)]
     if accumulates is None:
         accumulates = config.accumulation(processes) > 1
@@ -90,19 +92,33 @@ def held_bytes(
         # Until the last micro-batch they are summed on each device.
         total += shards * 4 * parameters
     # Whole in fp32: the root's parameters, and three times the largest block (two gathered, one gradient).
-    return total // shards + 4 * (parameters - sum(blocks)) + 3 * 4 * max(blocks, default=0)
+    return (
+        teacher + total // shards + 4 * (parameters - sum(blocks)) + 3 * 4 * max(blocks, default=0)
+    )
 
 
-def estimate_memory(config: RunConfig, facts: dict, model: nn.Module) -> str:
+def teacher_bytes(config: DistillConfig) -> int:
+    """Bytes of a teacher on the model's device: its weights, or its head if it has a device of its own."""
+    if config.teacher is None:
+        return 0
+    with in_one_line(f"distill.teacher: {config.teacher}"):
+        settings = AutoConfig.from_pretrained(config.teacher)
+    head = settings.vocab_size * settings.hidden_size
+    return DTYPES[config.precision].itemsize * (head if config.device else parameters(settings))
+
+
+def estimate_memory(config: RunConfig, facts: dict, model: PreTrainedModel) -> str:
     """Memory of a run, in a line. facts: the contents of run.json."""
     held, activations = memory_parts(config, facts, model)
     memory = f"{size(held)} a device for weights, gradients and moments"
+    if config.distill.teacher:
+        memory += " and the teacher"
     if activations is not None:
         memory += f", at most {size(activations)} for activations"
     return memory
 
 
-def memory_parts(config: RunConfig, facts: dict, model: nn.Module) -> tuple[int, int | None]:
+def memory_parts(config: RunConfig, facts: dict, model: PreTrainedModel) -> tuple[int, int | None]:
     """Bytes of a device for weights, gradients and moments, and for activations; None: not known.
 
     facts: `processes`, `parallel` and `device`, as in run.json; the last two may be missing.
@@ -115,7 +131,7 @@ def memory_parts(config: RunConfig, facts: dict, model: nn.Module) -> tuple[int,
     return held, activation_bytes(*batch, facts.get("device", "cpu"))
 
 
-def step_bytes(config: RunConfig, facts: dict, model: nn.Module) -> int:
+def step_bytes(config: RunConfig, facts: dict, model: PreTrainedModel) -> int:
     """Bytes that a step takes in all processes of this machine. facts: of `memory_parts`."""
     held, activations = memory_parts(config, facts, model)
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * (held + (activations or 0))
@@ -410,8 +426,7 @@ def parameters(config: PreTrainedConfig) -> int:
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             if not isinstance(config, NalandaConfig):
-                model = AutoModelForCausalLM.from_config(config)
-                return sum(p.numel() for p in model.parameters())
+                return AutoModelForCausalLM.from_config(config).num_parameters()
             names = config.layer_mixers
             blocks = {name: Block(config, names.index(name)) for name in dict.fromkeys(names)}
     except (OverflowError, RuntimeError) as error:

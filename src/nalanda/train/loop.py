@@ -41,6 +41,7 @@ from nalanda.train.run_dir import (
     last_good,
     lock_run_dir,
     make_newest,
+    record_recipe,
     record_state,
     refuse_other_data,
     removed_if_unused,
@@ -194,6 +195,7 @@ def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> 
     # Leaving goes from bottom to top: the log closes first, then a running save ends, then run.json gets the
     # state. The watchdog stops last, since a save may hang.
     config, main = run.config, run.accelerator.is_main_process
+    run_dir = Path(config.output_dir)
     run.speed, run.reading = TrainingSpeed(run.at.tokens), ReadingLog(run.batches)
     with contextlib.ExitStack() as stack:
         run.watchdog = stack.enter_context(
@@ -205,8 +207,8 @@ def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> 
         if main:
             if resume and "train.resume" in changes and config.train.resume is not None:
                 make_newest(resume)
-            state = record_state(Path(config.output_dir), run.facts, recipe, run.model.config)
-            stack.enter_context(state)
+            record_recipe(run_dir, recipe, run.model.config)
+            stack.enter_context(record_state(run_dir, run.facts))
         # From here on a signal lets the step end; before, it ended the process at once.
         run.signals.first = partial(note_stop, run)
         stack.push(lambda error, *_: run.leave(error))
@@ -434,7 +436,7 @@ def report(run: Run, step: Step, verdict: Judgement) -> None:
         if run.scaler.is_enabled():
             values["loss_scale"] = run.scaler.get_scale()
         if run.teacher:
-            values["kl"] = run.teacher.mean_divergence()
+            values["kl"] = run.teacher.mean_divergence(run.accelerator)
         run.log.write(step=step.number, tokens=tokens, **values)
         run.speed.restart(tokens)
         run.reading.report_left_out(run.log, step.number)

@@ -108,6 +108,8 @@ def _run_around(path: Path) -> Path | None:
 def _newest_model(run: Path) -> Path:
     """`final`, else the newest whole checkpoint. Says which."""
     facts = read_facts(run)
+    if arms := facts.get("arms"):
+        raise InputError(f"{run}: a fit of layers; name a model in it, such as {run / arms[0]}")
     final, folder = run / "final", run / "checkpoints"
     if (final / "config.json").is_file():
         step, model = read_facts(final).get("step", facts.get("step")), final

@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
+import platform
 import shlex
 import shutil
 from collections.abc import Container, Iterator
@@ -110,11 +112,8 @@ def is_exported(final: Path) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def record_state(run_dir: Path, facts: dict, recipe: RunConfig, model: Any) -> Iterator[None]:
-    """Writes `recipe` to config.yaml and `facts` to run.json; at the end writes the state there.
-
-    The state is then finished, interrupted or failed.
+def record_recipe(run_dir: Path, recipe: RunConfig, model: Any) -> None:
+    """Writes `recipe` to config.yaml.
 
     model: the model's config. The defaults of one of Nalanda's are written out: config.yaml then trains the
         same model under other defaults.
@@ -122,6 +121,15 @@ def record_state(run_dir: Path, facts: dict, recipe: RunConfig, model: Any) -> I
     if config_source(recipe.model) is NalandaConfig:
         recipe = dataclasses.replace(recipe, model=recorded_model(recipe.model, model))
     write_atomically(run_dir / "config.yaml", recipe.to_yaml())
+
+
+@contextlib.contextmanager
+def record_state(run_dir: Path, facts: dict) -> Iterator[None]:
+    """Writes `facts` to run.json, with its process, and again at the end.
+
+    The state is running, then finished, interrupted or failed; `finished` is set within.
+    """
+    facts |= {"state": "running", "host": platform.node(), "pid": os.getpid()}
     write_facts(run_dir, facts)
     try:
         yield
@@ -154,14 +162,16 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
         )
 
     # Nothing may be changed before the last refusal below.
-    changes = changes_since(file, config, saved)
-    if begun:
-        refuse_another_run(run_dir, changes)
     try:
         facts = read_facts(run_dir)
     except InputError as error:
         print(f"{error}; writing a new one", flush=True)
         facts = {}
+    if "arms" in facts:
+        raise InputError(f"{run_dir} holds a fit of layers; choose another output_dir")
+    changes = changes_since(file, config, saved)
+    if begun:
+        refuse_another_run(run_dir, changes)
 
     # `train.resume` counts once: a later start with the same value goes on from the newest.
     if config.train.resume is not None and ("train.resume" in changes or not saved):
