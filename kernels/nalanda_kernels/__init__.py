@@ -77,6 +77,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "block_attention": {"triton": _triton("block_attention:block_attention")},
     "short_convs": {"triton": _triton("short_conv:short_convs")},
     "step": {"triton": _triton("step:step"), "cpu": _cpu("step:step")},
+    "fused_step": {"triton": _triton("step:step")},
     "linear_rows": {"cpu": _cpu("step:linear_rows")},
     "token": {"cpu": _cpu("token:begin_token")},
     "glu_rows": {"triton": _triton("glu:glu_rows")},

@@ -15,7 +15,7 @@ from nalanda_kernels.triton import short_conv as conv_module
 from nalanda_kernels.triton import step as step_module
 
 from nalanda import NalandaConfig, NalandaForCausalLM
-from nalanda.model import graphs
+from nalanda.model import base, graphs
 from nalanda.model.base import convolve
 from nalanda.model.layers import ShortConv
 from nalanda.model.mixers import build_mixer
@@ -56,7 +56,7 @@ def served(monkeypatch):
 
             return call
 
-    rows = {op: {"triton": Recorded(op)} for op in ("short_convs", "step")}
+    rows = {op: {"triton": Recorded(op)} for op in ("short_convs", "fused_step")}
     monkeypatch.setattr(nalanda_kernels, "KERNELS", rows)
     return served
 
@@ -294,8 +294,25 @@ STEPS = {
         **WIDE,
     },
     "nala": {"conv_size": 0},
+    "nala, wide": WIDE,
+    "nala, one head": {"num_heads": 1, "head_dim": 12, "use_gate": False},
+    "nala, narrow": {"head_dim": 5},
     "retention": {"head_dim": 20},
     "gla": WIDE,
+    "mamba2": {"mixer_options": {"num_v_heads": 4}},
+    "mamba2, wide": {"feature_map": "nala", "conv_size": 0, **WIDE},
+    "mamba2, ungated": {"use_gate": False},
+    "mala": WIDE,
+    "mala, inverse_t": {"mixer_options": {"scale": "inverse_t"}, "feature_map": "nala"},
+    "mala, literal": {"mixer_options": {"scale": "literal"}, "value_conv": 3},
+    "pola": {},
+    "pola, wide": {
+        "mixer_options": {"gate_first": True},
+        "feature_map_options": {"scale": False},
+        "head_dim": 20,
+    },
+    "linear_attention, pola": {"feature_map": "pola", "value_conv": 2, **WIDE},
+    "deltanet, pola": {"feature_map": "pola", "value_conv": 3},
 }
 
 
@@ -303,7 +320,7 @@ def build(name, dtype=torch.float32):
     torch.manual_seed(0)
     mixer = name.split(",")[0]
     config = NalandaConfig(
-        vocab_size=8, hidden_size=32, num_heads=2, mixer=mixer, **STEPS.get(name, {})
+        **{"vocab_size": 8, "hidden_size": 32, "num_heads": 2, "mixer": mixer} | STEPS.get(name, {})
     )
     return drawn(build_mixer(mixer, config, 0), 0.5).to(DEVICE, dtype)
 
@@ -339,7 +356,7 @@ def check_steps(name, batch, dtype, tolerance, served):
             near(t, wide[n], tolerance)
             assert torch.equal(state[n], before[n])  # the old state can still be used
         state = new
-    assert served.count("step") == 2
+    assert served.count("fused_step") == 2
     assert not any(t.any() for t in step_module._tickets.values())
 
 
@@ -372,9 +389,22 @@ def test_steps(name, served):
     check_steps(name, 1 if "wide" in name else 2, torch.float32, 5e-6, served)
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet, nala", "linear_attention", "nala"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gated_deltanet, nala", "linear_attention", "nala", "kda, nala", "gla"),
+        *("retention", "mamba2", "mala", "pola", "mala, literal", "deltanet, pola"),
+    ],
+)
 def test_steps_in_bf16(name, served):
-    check_steps(name, 3 if name == "nala" else 1, torch.bfloat16, 2**-6, served)
+    batch = {"nala": 3, "kda, nala": 8, "mamba2": 8, "pola": 5}.get(name, 1)
+    check_steps(name, batch, torch.bfloat16, 2**-6, served)
+
+
+@pytest.mark.parametrize("name", ["kda, nala", "gla"])
+def test_large_second_matrices_are_products_of_their_own(name, served, monkeypatch):
+    monkeypatch.setattr(base, "MOST_READ", 0)
+    check_steps(name, 2, torch.float32, 5e-6, served)
 
 
 def empty(module, batch):
@@ -404,7 +434,7 @@ def test_sequences_of_their_own_lengths_and_zeros(served):
         state["recurrent"] += 1
         _, new = module(zero, Sequences(), state)
         assert new["recurrent"].abs().max() < 1e-10
-    assert served == ["step"] * 3
+    assert served == ["fused_step"] * 3
 
 
 @pytest.mark.filterwarnings("ignore:short_convs. triton cannot serve")
@@ -420,16 +450,15 @@ def test_where_the_step_does_not_serve(served):
             assert module(x, seq, state)[0].requires_grad
         y, _ = module(x, Sequences(torch.tensor([0, 1])), state)
         near(y, expected, 5e-6)
-        assert "step" not in served
-        for kernelless in ("mala", "pola", "soft"):
-            module = build(kernelless)
-            module(x, seq, empty(module, 1))
+        assert "fused_step" not in served
+        module = build("soft")
+        module(x, seq, empty(module, 1))
         module = build("deltanet").double()
         state = {name: t.double() for name, t in empty(module, 1).items()}
         nalanda_kernels._warn_once.cache_clear()
-        with pytest.warns(UserWarning, match="step: triton cannot serve float64 outputs"):
+        with pytest.warns(UserWarning, match="fused_step: triton cannot serve float64 outputs"):
             module(x.double(), seq, state)
-    assert "step" not in served
+    assert "fused_step" not in served
 
 
 @pytest.mark.parametrize("name", ["gated_deltanet, nala", "linear_attention, wide", "nala"])
@@ -451,7 +480,7 @@ def test_a_step_into_given_buffers(name, served):
                 assert torch.equal(out[n], expected_state[n])
                 assert torch.equal(state[n], before[n])
     held = step_module._tickets_of_buffers
-    tiles_share_a_norm = name == "gated_deltanet, nala"
+    tiles_share_a_norm = name != "linear_attention, wide"
     assert [out["recurrent"] in held for out in (new, third)] == [tiles_share_a_norm] * 2
     assert not any(t.any() for t in held.values())
 
@@ -487,7 +516,7 @@ def test_generation_is_that_of_the_torch_path(served):
         out = model.generate(tokens, **options)
     assert torch.equal(out.sequences, expected.sequences)
     near(torch.stack(out.logits), torch.stack(expected.logits), 2e-5)
-    assert served.count("step") == 2 * 3  # the prefill gives the first of the four
+    assert served.count("fused_step") == 2 * 3  # the prefill gives the first of the four
     assert served.count("short_convs") == 2
 
 

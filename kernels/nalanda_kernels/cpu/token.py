@@ -98,7 +98,8 @@ class Program:
     def step(self, state: dict[str, Tensor], o: Tensor, **options: Any) -> Step:
         """The rule of a token, as `describe_step` takes it, with the new state in place of the old one."""
         token = Token(**{name: x for name, x in options.items() if name in Token._fields})
-        fields = {name: x for name, x in options.items() if name not in Token._fields}
+        names = [name for name, *_ in Step._fields_]
+        fields = {name: x for name, x in options.items() if name in names}
         counts = {"positions": self.lengths, "written": self.written_rows}
         described = describe_step(token, fields | counts, state, state, o)
         self.steps.append(described)

@@ -172,6 +172,14 @@ def nala_angle(x, factor):
 
 
 @triton.jit
+def halves(M, x, MAP: tl.constexpr):
+    """Magnitudes M, normed if MAP.l2, in the half of x's sign, and 0 in the other."""
+    if MAP.l2:
+        M *= inverse_length(M)
+    return tl.where(x > 0, M, 0.0), tl.where(x < 0, M, 0.0)
+
+
+@triton.jit
 def features(x, m, MAP: tl.constexpr, IS_Q: tl.constexpr):
     """φ(x) as two tiles, normed if MAP.l2; the same tile twice if MAP.halves is 1. Not for Pola.
 
@@ -182,13 +190,12 @@ def features(x, m, MAP: tl.constexpr, IS_Q: tl.constexpr):
         b, over, _, _ = nala_base(x, r, MAP, IS_Q)
         # [BT, BK]
         M = over * b
-        if MAP.l2:
-            # Σφ² = ΣM² in either frame, so M is normed before it is split.
-            M *= inverse_length(M)
-
         if MAP.angle == "relu_split":
-            f1, f2 = tl.where(x > 0, M, 0.0), tl.where(x < 0, M, 0.0)
+            f1, f2 = halves(M, x, MAP)
         else:
+            if MAP.l2:
+                # Σφ² = ΣM², so M is normed before it is turned.
+                M *= inverse_length(M)
             sin, cos, _ = nala_angle(x, nala_factor(r, MAP))
             f1, f2 = M * cos, M * sin
     else:
@@ -321,10 +328,7 @@ def forward_part(
 
     if MAP.name == "pola":
         b, over, _, _, _ = pola_base(raw, p, unit, h, K, MAP, BK)
-        M = over * b
-        if MAP.l2:
-            M *= inverse_length(M)
-        f1, f2 = tl.where(raw > 0, M, 0.0), tl.where(raw < 0, M, 0.0)
+        f1, f2 = halves(over * b, raw, MAP)
     else:
         f1, f2 = features(raw, m, MAP, IS_Q)
 

@@ -3,9 +3,9 @@
 A program has BV columns of one head's state. It reads the state once and writes it once, to a new tensor, so
 callers may keep the old one. At batch 1 the flagship's six heads are 96 programs. All programs of a head need
 its q and k after convolution, map and norm; each computes them from the L2 cache (4 KB; the state is 32 KB).
-Only the RMSNorm needs a whole head: every program stores its columns of o and takes a ticket, and the program
-with the last ticket applies norm and gate. One program per head would leave 126 of an H200's 132
-multiprocessors idle while six move 3 MB; a second launch for the norm would wait for the first to end.
+Only the norm needs a whole head, or all heads. Every program stores its columns of o and of the gate and takes a
+ticket; the program with the last ticket applies the norm. One program per head would leave 126 of an
+H200's 132 multiprocessors idle while six move 3 MB; a second launch for the norm would wait for the first to end.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,23 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nalanda_kernels import Unsupported
 from nalanda_kernels.one_token import Token
 from nalanda_kernels.triton.common import name_of, power_of_two, rows_of
-from nalanda_kernels.triton.feature_maps import EPS, describe, features
+from nalanda_kernels.triton.epilogues import DTYPES, WIDEST
+from nalanda_kernels.triton.feature_maps import (
+    EPS,
+    describe,
+    features,
+    guarded_log,
+    halves,
+    over_base,
+)
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-COLUMNS = ("q", "k", "v", "b", "w", "a", "gate")  # inputs that may be columns of wider rows
+COLUMNS = ("q", "k", "v", "b", "w", "a", "g", "gate")  # inputs that may be columns of wider rows
+
+
+@triton.jit
+def load(p, m):
+    """Entries at p in fp32, 0 where not m."""
+    return tl.load(p, mask=m, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -37,27 +50,81 @@ def softplus(x):
 
 
 @triton.jit
-def convolved(x, stride, weight, past, new, n, c, m, owns, D: tl.constexpr, W: tl.constexpr):
-    """Channels c [BD] of x [N, D] after the convolution Σ_i w_i x_{t−W+1+i}, in fp32; W = 0 is none.
+def convolved(y, conv, taps, n, c, m, owns, D: tl.constexpr, W: tl.constexpr):
+    """Channels c [BD] of the token's own x, y, after the convolution Σ_i w_i x_{t−W+1+i}; W = 0 is none.
 
-    x has rows `stride` apart. past, new: its last W − 1 inputs [N, W−1, D]; new is stored if `owns`.
+    conv: the weight, and the last W − 1 inputs [N, W−1, D] before and after the token; the new ones are stored
+    if `owns`. taps: the channels' rows of the weight.
     """
-    last = tl.load(x + n * stride + c, mask=m, other=0.0)
-    y = last.to(tl.float32)
     if W > 0:
+        weight, past, new = conv
+        last = y.to(new.dtype.element_ty)
         # The last tap is the token's own; the others read the state.
-        y *= tl.load(weight + c * W + (W - 1), mask=m, other=0.0).to(tl.float32)
+        y *= load(weight + taps * W + (W - 1), m)
         # Taps from the oldest input on.
         for i in tl.static_range(W - 1):
             p = (n * (W - 1) + i) * D + c
-            before = tl.load(past + p, mask=m, other=0.0)
-            y += before.to(tl.float32) * tl.load(weight + c * W + i, mask=m, other=0.0).to(
-                tl.float32
-            )
+            before = load(past + p, m)
+            y += before * load(weight + taps * W + i, m)
             if i > 0:  # the new state has moved on by one token
                 tl.store(new + p - D, before.to(new.dtype.element_ty), mask=m & owns)
-        tl.store(new + (n * (W - 1) + W - 2) * D + c, last.to(new.dtype.element_ty), mask=m & owns)
+        tl.store(new + (n * (W - 1) + W - 2) * D + c, last, mask=m & owns)
     return y
+
+
+@triton.jit
+def rotated(x, pair, position, frequencies, f, PAIRS: tl.constexpr):
+    """Features f of the pairs (x_i, x_{i+PAIRS}), rotated by angles of the position.
+
+    pair: of each feature the other one of its pair.
+    """
+    angle = position * tl.load(frequencies + f % PAIRS)
+    # Whole turns off in two parts, so that the hardware's sine and cosine are exact enough.
+    turns = tl.floor(angle * 0.15915494 + 0.5)
+    angle = (angle - turns * 6.28125) - turns * 0.0019353072
+    return x * tl.cos(angle) + tl.where(f < PAIRS, -pair, pair) * tl.sin(angle)
+
+
+@triton.jit
+def load_input(source, n, row, m):
+    """Entries `row` of an input of sequence n, or with a second matrix of W x + bias, in fp32.
+
+    source: rows of x and their stride; W [·, R] or None, its bias or None, and R.
+    """
+    x, stride, weight, bias, R = source
+    x += n * stride
+    if weight is None:
+        y = load(x + row, m)
+    else:
+        y = tl.zeros_like(row).to(tl.float32)
+        for start in range(0, R, 32):
+            c = start + tl.arange(0, 32)
+            # [BK, 32]
+            both = m[:, None] & (c < R)[None, :]
+            w = load(weight + row[:, None] * R + c[None, :], both)
+            x_c = load(x + c, c < R)
+            y += tl.sum(w * x_c[None, :], 1)
+        if bias is not None:
+            y += load(bias + row, m)
+        # Rounded as a product of its own would be.
+        y = y.to(x.dtype.element_ty).to(tl.float32)
+    return y
+
+
+@triton.jit
+def mapped(x, row, powers, units, h, MAP: tl.constexpr, IS_Q: tl.constexpr, K: tl.constexpr):
+    """φ of the row x [1, BK] of head h, as columns [BK, 1] beside S. powers, units: of Pola, [H, K]."""
+    BK: tl.constexpr = x.shape[1]
+    if MAP.name == "pola":
+        at = h * K + tl.arange(0, BK)[None, :]
+        p = 1 + MAP.alpha * tl.sigmoid(load(powers + at, row))
+        b = x
+        if MAP.scaled:
+            b /= softplus(load(units + at, row))
+        f1, f2 = halves(over_base(b, guarded_log(b), p) * b, x, MAP)
+    else:
+        f1, f2 = features(x, row, MAP, IS_Q)
+    return column(f1, BK), column(f2, BK)
 
 
 @triton.jit
@@ -67,48 +134,51 @@ def column(f, BK: tl.constexpr):
 
 
 @triton.jit
-def load_sigmoid(logits, p, m):
-    """σ of logits, in fp32."""
-    return tl.sigmoid(tl.load(logits + p, mask=m, other=0.0).to(tl.float32))
+def decay_of(g, a, A_log, dt_bias, temperature, n, h_v, f, m, G: tl.constexpr, DECAY: tl.constexpr):
+    """e^g of a head (G = 1), or of its channels f, [BK, 1].
 
-
-@triton.jit
-def decay_of(g, a, A_log, dt_bias, i, h_v, f, m, G: tl.constexpr, DECAY: tl.constexpr):
-    """e^g of a head (G = 1), or of its channels f, [BK, 1]. a: of the head's sequence.
-
-    g is "given", or −exp(A_log) softplus(a + dt_bias).
+    g is "given", −exp(A_log) softplus(a + dt_bias), log σ(a) / temperature, or that of retention.
     """
     # One entry for the head: a scalar instead of a tile.
     if G == 1:
         f, m = 0, True
     if DECAY == "given":
-        log = tl.load(g + i.to(tl.int64) * G + f, mask=m, other=0.0).to(tl.float32)
+        decay = tl.exp(load_input(g, n, h_v * G + f, m))
+    elif DECAY == "retention":
+        decay = 1 - tl.exp2(-5.0 - h_v)
+    elif DECAY == "sigmoid":
+        decay = tl.exp(-softplus(-load_input(a, n, h_v * G + f, m)) / temperature)
     else:
-        dt = tl.load(a + h_v * G + f, mask=m, other=0.0).to(tl.float32)
-        dt += tl.load(dt_bias + h_v * G + f, mask=m, other=0.0).to(tl.float32)
-        log = -tl.exp(tl.load(A_log + h_v).to(tl.float32)) * softplus(dt)
-    decay = tl.exp(log)
+        dt = load_input(a, n, h_v * G + f, m)
+        dt += load(dt_bias + h_v * G + f, m)
+        decay = tl.exp(-tl.exp(tl.load(A_log + h_v).to(tl.float32)) * softplus(dt))
     if G > 1:
         decay = decay[:, None]
     return decay
 
 
 @triton.jit
-def gated(o, gate, p, m, GATE: tl.constexpr):
-    """o times its gate's σ or SiLU, or o itself."""
+def share_of(gate, n, p, m, GATE: tl.constexpr):
+    """The factor of an output: its gate, or σ or SiLU of that; 1 without a gate."""
+    share = 1.0
     if GATE != "none":
-        g = tl.load(gate + p, mask=m, other=0.0).to(tl.float32)
-        o *= tl.sigmoid(g)
+        share = load_input(gate, n, p, m)
         if GATE == "silu":
-            o *= g
-    return o
+            share *= tl.sigmoid(share)
+        elif GATE == "sigmoid":
+            share = tl.sigmoid(share)
+    return share
 
 
 @triton.jit
-def normed(o, weight, c, m, eps, V: tl.constexpr):
-    """RMSNorm of a head's output o, 0 outside its V columns: o / √(mean o² + ε) ⊙ weight."""
-    root = tl.rsqrt(tl.sum(o * o, 0) / V + eps)
-    return o * root * tl.load(weight + c, mask=m, other=0.0).to(tl.float32)
+def normed(o, weight, bias, c, m, eps, V: tl.constexpr):
+    """RMSNorm of V outputs o, 0 elsewhere: o / √(mean o² + ε) ⊙ weight. With a bias LayerNorm."""
+    if bias is not None:
+        o = tl.where(m, o - tl.sum(o, 0) / V, 0.0)
+    o *= tl.rsqrt(tl.sum(o * o, 0) / V + eps) * load(weight + c, m)
+    if bias is not None:
+        o += load(bias + c, m)
+    return o
 
 
 @triton.jit
@@ -116,45 +186,44 @@ def step_kernel(
     q,
     k,
     v,
-    q_weight,
-    k_weight,
-    v_weight,
-    q_past,
-    k_past,
-    v_past,
-    q_new,
-    k_new,
-    v_new,
+    q_conv,
+    k_conv,
+    v_conv,
+    local_conv,
     b,
     w,
     a,
     A_log,
     dt_bias,
     g,
+    skip,
     positions,
+    frequencies,
+    powers,
+    units,
     state,
     new_state,
+    value_sum,
+    new_sum,
     norm_weight,
+    norm_bias,
     gate,
     o,
     o_raw,
     tickets,
-    q_stride,
-    k_stride,
-    v_stride,
-    b_stride,
-    w_stride,
-    a_stride,
-    gate_stride,
     position_stride,
     scale,
     beta_scale,
+    temperature,
+    magnitude,
     eps,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     W: tl.constexpr,
+    LOCAL_W: tl.constexpr,
+    LOCAL: tl.constexpr,
     MAP: tl.constexpr,
     STEPS: tl.constexpr,
     DELTA: tl.constexpr,
@@ -162,9 +231,12 @@ def step_kernel(
     DECAY: tl.constexpr,
     G: tl.constexpr,
     DENOMINATOR: tl.constexpr,
+    BY_COUNT: tl.constexpr,
+    SWAPPED: tl.constexpr,
     SILU: tl.constexpr,
-    NORM: tl.constexpr,
+    NORMED: tl.constexpr,
     GATE: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     ALL: tl.constexpr,
@@ -174,7 +246,8 @@ def step_kernel(
         S ← Diag(e^g) S;    for each step of the rule  S ← S + φ(k) u⊤;    o = gate ⊙ norm(scale · S⊤φ(q))
 
     where u is v (linear attention), β (v − S⊤φ(k)) (delta rule), or σ(w) ⊙ v − S⊤(σ(b) ⊙ φ(k)) (ERASE).
-    q, k and v are taken after their convolutions. F = HALVES · K features, ALL ≥ V columns of a whole head.
+    q, k and v are taken after their convolutions. F = HALVES · K features. NORMED: outputs of a norm, 0 for
+    none, V for a head or HV · V for all; ALL ≥ NORMED. LOCAL: filters of the convolution of v in o.
     """
     i, i_v = tl.program_id(0), tl.program_id(1)  # the second axis ends at 65 535
     # Axis 0 has sequences × heads of v, which may be many.
@@ -191,60 +264,79 @@ def step_kernel(
     # State [N, HV, F, COLUMNS].
     tile = i.to(tl.int64) * (F * COLUMNS) + f[:, None] * COLUMNS + c[None, :]
     m = in_K[:, None] & in_V[None, :]
-    s1 = tl.load(state + tile, mask=m, other=0.0)
+    s1 = load(state + tile, m)
     if HALVES == 2:
-        s2 = tl.load(state + tile + K * COLUMNS, mask=m, other=0.0)
+        s2 = load(state + tile + K * COLUMNS, m)
     else:
         s2 = s1
+    if positions is not None:
+        position = tl.load(positions + n * position_stride)
 
     # q of the head; its features are formed after the loop, which needs the registers.
     row = in_K[None, :]
     owns = (i_v == 0) & (h_v % GROUP == 0)  # one program of a head stores its convolution's state
-    x_q = convolved(q, q_stride, q_weight, q_past, q_new, n, h * K + f, in_K, owns, H * K, W)
+    at_q = h * K + f
+    x_q = load_input(q, n, at_q, in_K)
+    x_q = convolved(x_q, q_conv, at_q, n, at_q, in_K, owns, H * K, W)
+    if frequencies is not None:
+        # Mixers that rotate have no convolution.
+        at_pair = h * K + (f + K // 2) % K
+        x_q = rotated(x_q, load_input(q, n, at_pair, in_K), position, frequencies, f, K // 2)
 
     # For each step of the rule: read by k (delta rule) and write. The decay precedes the first.
     decay1, decay2 = 1.0, 1.0
     for j in tl.static_range(STEPS):
         # Step j's heads follow those of the steps before, [steps, heads, columns].
         at_k, at_v = (j * H + h) * K + f, (j * HV + h_v) * V + c
-        x_k = convolved(k, k_stride, k_weight, k_past, k_new, n, at_k, in_K, owns, STEPS * H * K, W)
+        x_k = load_input(k, n, at_k, in_K)
+        x_k = convolved(x_k, k_conv, at_k, n, at_k, in_K, owns, STEPS * H * K, W)
+        if frequencies is not None:
+            x_k = rotated(x_k, load_input(k, n, at_pair, in_K), position, frequencies, f, K // 2)
+
         # Every program has columns of v of its own, so each stores their past.
-        u = convolved(v, v_stride, v_weight, v_past, v_new, n, at_v, in_V, in_V, STEPS * HV * V, W)
+        u = load_input(v, n, at_v, in_V)
+        u = convolved(u, v_conv, at_v, n, at_v, in_V, in_V, STEPS * HV * V, W)
         if SILU:
             u *= tl.sigmoid(u)
-        # Features as [1, BK], as rows of a tile; then as columns [BK, 1] beside S.
-        k1, k2 = features(x_k[None, :], row, MAP, False)
-        k1, k2 = column(k1, BK), column(k2, BK)
+        value = u
+        # Features as a row [1, BK]; then as columns [BK, 1] beside S.
+        k1, k2 = mapped(x_k[None, :], row, powers, units, h, MAP, False, K)
 
         if j == 0 and DECAY != "none":
-            a_n = a + n * a_stride if DECAY == "softplus" else a
-            decay1 = decay_of(g, a_n, A_log, dt_bias, i, h_v, f, in_K, G, DECAY)
+            decay1 = decay_of(g, a, A_log, dt_bias, temperature, n, h_v, f, in_K, G, DECAY)
             s1 *= decay1
             if HALVES == 2:
                 # One decay a head serves both halves; decays by channel have F entries.
                 decay2 = decay1
                 if G > 1:
-                    decay2 = decay_of(g, a_n, A_log, dt_bias, i, h_v, K + f, in_K, G, DECAY)
+                    decay2 = decay_of(
+                        g, a, A_log, dt_bias, temperature, n, h_v, K + f, in_K, G, DECAY
+                    )
                 s2 *= decay2
 
         if DELTA:
             # `held`: the value that S stores under the key, [BV].
             erased1, erased2 = k1, k2
             # β has an entry a head, erase one for each of F features.
-            at_b = n * b_stride + (j * HV + h_v) * (F if ERASE else 1)
+            at_b = (j * HV + h_v) * (F if ERASE else 1)
             if ERASE:
-                erased1 *= beta_scale * load_sigmoid(b, at_b + f, in_K)[:, None]
+                erased1 *= beta_scale * tl.sigmoid(load_input(b, n, at_b + f, in_K))[:, None]
                 if HALVES == 2:
-                    erased2 *= beta_scale * load_sigmoid(b, at_b + K + f, in_K)[:, None]
+                    erased2 *= (
+                        beta_scale * tl.sigmoid(load_input(b, n, at_b + K + f, in_K))[:, None]
+                    )
             held = tl.sum(erased1 * s1, 0)
             if HALVES == 2:
                 held += tl.sum(erased2 * s2, 0)
             if ERASE:
                 # u = σ(w) ⊙ v − S⊤(σ(b) ⊙ φ(k))
-                u = u * load_sigmoid(w, n * w_stride + at_v, in_V) - held
+                u = u * tl.sigmoid(load_input(w, n, at_v, in_V)) - held
             else:
                 # u = β (v − S⊤φ(k))
-                u = (u - held) * (beta_scale * load_sigmoid(b, at_b, True))
+                u = (u - held) * (beta_scale * tl.sigmoid(load_input(b, n, at_b, True)))
+        elif skip is not None:
+            # The step Δ of the head multiplies v.
+            u *= softplus(load_input(a, n, h_v, True) + tl.load(dt_bias + h_v))
 
         # S + φ(k) u⊤
         s1 += k1 * u[None, :]
@@ -253,50 +345,78 @@ def step_kernel(
 
     # The readout, [BV].
     tl.store(new_state + tile, s1, mask=m)
-    q1, q2 = features(x_q[None, :], row, MAP, True)
-    q1, q2 = column(q1, BK), column(q2, BK)
+    q1, q2 = mapped(x_q[None, :], row, powers, units, h, MAP, True, K)
+    if SWAPPED:
+        # A head's second half of v reads the query with its signs swapped.
+        odd, q0 = h_v % 2 == 1, q1
+        q1, q2 = tl.where(odd, q2, q1), tl.where(odd, q0, q2)
     y = tl.sum(q1 * s1, 0)
     if HALVES == 2:
         tl.store(new_state + tile + K * COLUMNS, s2, mask=m)
         y += tl.sum(q2 * s2, 0)
     y *= scale
 
+    at = i.to(tl.int64) * V + c
     if DENOMINATOR:  # the state's last column, Σφ(k): all programs read it, the first writes it
         p = i.to(tl.int64) * (F * COLUMNS) + f[:, None] * COLUMNS + V
         # k1 is that of the last step: denominators come with linear attention of one step.
-        z = tl.load(state + p, mask=in_K[:, None], other=0.0) * decay1 + k1
+        z = load(state + p, in_K[:, None]) * decay1 + k1
         tl.store(new_state + p, z, mask=in_K[:, None] & (i_v == 0))
         total = tl.sum(tl.sum(q1 * z, 0), 0)
         if HALVES == 2:
-            z = tl.load(state + p + K * COLUMNS, mask=in_K[:, None], other=0.0) * decay2 + k2
+            z = load(state + p + K * COLUMNS, in_K[:, None]) * decay2 + k2
             tl.store(new_state + p + K * COLUMNS, z, mask=in_K[:, None] & (i_v == 0))
             total += tl.sum(tl.sum(q2 * z, 0), 0)
-        count = (tl.load(positions + n * position_stride) + 1).to(tl.float32)
+        total *= scale
+        count = (position + 1).to(tl.float32)
         # scale cancels, except beside ε t.
-        y /= total * scale + EPS * count
+        r, y = y, y / (total + EPS * count)
+        if value_sum is not None:
+            # MALA: r/z + c (r − z v̄), v̄ the mean value of the tokens seen.
+            values = load(value_sum + at, in_V) + value
+            tl.store(new_sum + at, values, mask=in_V)
+            y += (magnitude / count if BY_COUNT else magnitude) * (r - total * values / count)
 
-    # Norm and gate. A program with all columns of the head applies them itself.
-    heads, gates = i.to(tl.int64) * V, n * gate_stride + h_v * V
-    if not NORM:
-        y = gated(y, gate, gates + c, in_V, GATE)
-        tl.store(o + heads + c, y.to(o.dtype.element_ty), mask=in_V)
-    elif BV >= V:
-        y = gated(normed(y, norm_weight, c, in_V, eps, V), gate, gates + c, in_V, GATE)
-        tl.store(o + heads + c, y.to(o.dtype.element_ty), mask=in_V)
-    else:
+    if skip is not None:
+        y += tl.load(skip + h_v) * value
+
+    # The gate, around the convolution of v where there is one.
+    at_gate = h_v * V + c
+    share = share_of(gate, n, at_gate, in_V, GATE)
+    if GATE_FIRST:
+        y *= share
+    if LOCAL_W > 0:
+        taps = at_gate % LOCAL
+        y += convolved(value, local_conv, taps, n, at_gate, in_V, in_V, HV * V, LOCAL_W)
+
+    # The norm. A program with all its columns applies it itself.
+    if NORMED > V or NORMED > BV:
         # Else the program with the last ticket does, for the columns of all.
-        tl.store(o_raw + heads + c, y, mask=in_V)
+        shares = o_raw + tl.num_programs(0).to(tl.int64) * V
+        LATER: tl.constexpr = GATE != "none" and not GATE_FIRST
+        tl.store(o_raw + at, y, mask=in_V)
+        if LATER:
+            tl.store(shares + at, share, mask=in_V)
         tl.debug_barrier()  # all threads have stored before the ticket
+        unit, of_unit = i // (NORMED // V), tl.num_programs(1) * (NORMED // V)
         # Release publishes this program's columns; acquire shows the last one those of all.
-        if tl.atomic_add(tickets + i, 1, sem="acq_rel") == tl.num_programs(1) - 1:
+        if tl.atomic_add(tickets + unit, 1, sem="acq_rel") == of_unit - 1:
             all_c = tl.arange(0, ALL)
-            in_all = all_c < V
+            in_all = all_c < NORMED
+            all_at = unit.to(tl.int64) * NORMED + all_c
             # Past L1, which may hold old lines: other processors wrote these.
-            y_all = tl.load(o_raw + heads + all_c, mask=in_all, other=0.0, cache_modifier=".cg")
-            y_all = normed(y_all, norm_weight, all_c, in_all, eps, V)
-            y_all = gated(y_all, gate, gates + all_c, in_all, GATE)
-            tl.store(o + heads + all_c, y_all.to(o.dtype.element_ty), mask=in_all)
-            tl.store(tickets + i, 0)  # for the next launch
+            y_all = tl.load(o_raw + all_at, mask=in_all, other=0.0, cache_modifier=".cg")
+            y_all = normed(y_all, norm_weight, norm_bias, all_c, in_all, eps, NORMED)
+            if LATER:
+                y_all *= tl.load(shares + all_at, mask=in_all, other=0.0, cache_modifier=".cg")
+            tl.store(o + all_at, y_all.to(o.dtype.element_ty), mask=in_all)
+            tl.store(tickets + unit, 0)  # for the next launch
+    else:
+        if NORMED > 0:
+            y = normed(y, norm_weight, norm_bias, c, in_V, eps, V)
+        if not GATE_FIRST:
+            y *= share
+        tl.store(o + at, y.to(o.dtype.element_ty), mask=in_V)
 
 
 # ---------------------------------------------------------------------------------------------------- launch
@@ -346,8 +466,9 @@ def step(
         with as many entries and `decay` = (A_log `[HV]`, dt_bias), g = −exp(A_log)·softplus(a + dt_bias).
         Denominator: positions, int64 `[N or 1, 1]`, from 0. Output gate: gate `[N, 1, HV·V]`, before its
         activation. q, k, v, b, w, a and gate may be columns of wider rows.
+        a may also be `[N, 1, R]` with a_up `[HV·F, R]` and a_bias or None, whose product is a; and so gate.
     state: recurrent `[N, HV, F, V]` in fp32, with a denominator V + 1 columns, the last one Σφ(k); with
-        filters also conv_q, conv_k, conv_v `[N, W−1, ·]`. It is not changed.
+        filters also conv_q, conv_k, conv_v `[N, W−1, ·]`; of MALA value_sum `[N, HV, 1, V]`. It is not changed.
     options: the fields of `Token`.
 
     Returns o `[N, 1, HV, V]`, and the new state under the same names.
@@ -355,40 +476,55 @@ def step(
     """
     token = Token(**options)
     MAP, parameters = describe(token.feature_map, token.qk_norm, token.key_dim)
-    if parameters:
-        raise Unsupported(f"the parameters of the feature map {MAP.name!r}")
     _check_sizes(token, state["recurrent"].dtype)
+    powers, units = (*parameters, None, None)[:2]
+    HV, K, V = token.num_v_heads, token.key_dim, token.value_dim
 
-    # Rows [N, columns] of each projection.
-    x = {name: _rows_or_tensor(name, y) for name, y in inputs().items()}
-    old = state["recurrent"].contiguous()
-    convolutions, new = _convolution_arguments(token.filters or {}, state, x)
-    new = token.out or {**new, "recurrent": torch.empty_like(old)}
+    x = inputs()
+    sources = {name: _source(name, x) for name in COLUMNS}
+    N, narrow = len(x["v"]), x["v"].dtype
+    positions = x.get("positions")
 
-    N, HV, K, V = len(x["q"]), token.num_v_heads, token.key_dim, token.value_dim
-    o = x["q"].new_empty(N, 1, HV, V, dtype=token.dtype)
+    old = {name: y.contiguous() for name, y in state.items()}
+    new = token.out or {
+        # The convolutions' inputs, and the recurrence in fp32.
+        name: torch.empty_like(y, dtype=narrow if name.startswith("conv") else None)
+        for name, y in old.items()
+    }
+    o = x["v"].new_empty(N, 1, HV, V, dtype=token.dtype)
     blocks = tiles(N, HV, K, V, MAP.halves)
     # Only states that the caller keeps have tickets that last.
     buffer = new["recurrent"] if token.out else None
+    normed = 0 if token.norm is None else token.norm[0].numel()
 
     kernel: Any = step_kernel
     kernel[(N * HV, triton.cdiv(V, blocks["BV"]))](
-        # the projections, and their rows' strides
-        **{name: x.get(name) for name in (*COLUMNS, "g", "positions")},
-        **_stride_arguments(x),
+        **sources,
+        positions=positions,
+        # One position for all sequences has stride 0.
+        position_stride=int(positions is not None and len(positions) > 1),
         # steps around the rule
-        **convolutions,
-        **{f"{name}_new": new.get(f"conv_{name}") for name in "qkv"},
-        **_decay_arguments(x, token.decay, HV),
-        **_norm_arguments(token.norm, o, blocks["BV"], buffer),
+        **_convolution_arguments(token.filters or {}, old, new),
+        **_decay_arguments(sources, token),
+        **_norm_arguments(token, o, blocks["BV"], buffer),
         GATE=token.gate_activation if "gate" in x else "none",
+        GATE_FIRST=token.gate_first,
         SILU=token.silu,
         # the state and the output
-        state=old,
+        state=old["recurrent"],
         new_state=new["recurrent"],
+        value_sum=old.get("value_sum"),
+        new_sum=new.get("value_sum"),
         o=o,
         # the rule
         MAP=MAP,
+        powers=powers,
+        units=units,
+        frequencies=token.frequencies,
+        skip=token.skip,
+        magnitude=float(token.magnitude),
+        BY_COUNT=token.by_count,
+        SWAPPED=token.swapped,
         scale=float((K * MAP.halves) ** -0.5 if token.scale is None else token.scale),
         beta_scale=float(token.beta_scale),
         STEPS=token.steps,
@@ -400,7 +536,8 @@ def step(
         GROUP=HV // token.num_heads,
         K=K,
         V=V,
-        ALL=power_of_two(V),
+        NORMED=normed,
+        ALL=power_of_two(normed),
         **blocks,
     )
     return o, new
@@ -412,61 +549,58 @@ def _check_sizes(token: Token, state: torch.dtype) -> None:
     K, V = token.key_dim, token.value_dim
     if K > 256 or V > 512:
         raise Unsupported(f"heads of {K} keys and {V} values: at most 256 and 512")
+    if token.norm is not None and token.norm[0].numel() > WIDEST:
+        raise Unsupported(f"a norm of {token.norm[0].numel()} outputs: at most {WIDEST}")
 
 
-def _rows_or_tensor(name: str, x: Tensor) -> Tensor:
-    """An input as the kernel reads it: columns of wider rows stay where they are."""
-    return rows_of(x, x.numel() // len(x)) if name in COLUMNS else x.contiguous()
+def _source(name: str, x: dict[str, Tensor]) -> tuple | None:
+    """An input as `load_input` reads it: columns of wider rows stay where they are."""
+    if name not in x:
+        return None
+    y, up = x[name], x.get(f"{name}_up")
+    y = rows_of(y, y.numel() // len(y))
+    return y, y.stride(0), up, x.get(f"{name}_bias"), 0 if up is None else up.shape[1]
 
 
 def _convolution_arguments(
-    filters: dict[str, Tensor], state: dict[str, Tensor], x: dict[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The kernel's arguments for convolutions of W taps, 0 for none, and empty tensors for their new states."""
-    arguments: dict[str, Any] = {
-        f"{name}_{kind}": None for name in "qkv" for kind in ("weight", "past")
-    }
-    arguments["W"] = 0
-    new = {}
+    filters: dict[str, Tensor], old: dict[str, Tensor], new: dict[str, Tensor]
+) -> dict[str, Any]:
+    """The kernel's arguments for convolutions of W taps, and LOCAL_W of v in o; 0 for none."""
+    arguments: dict[str, Any] = {f"{name}_conv": None for name in (*"qkv", "local")}
+    arguments |= {"W": 0, "LOCAL_W": 0, "LOCAL": len(filters.get("local", (0,)))}
     for name, weight in filters.items():
-        past = state[f"conv_{name}"].contiguous()  # [N, W−1, ·]
-        new[f"conv_{name}"] = torch.empty_like(past, dtype=x[name].dtype)
-        arguments |= {f"{name}_weight": weight.contiguous(), f"{name}_past": past}
-        arguments["W"] = weight.shape[-1]
-    return arguments, new
+        past = f"conv_{name}"  # [N, W−1, ·]
+        arguments[f"{name}_conv"] = weight.contiguous(), old[past], new[past]
+        arguments["LOCAL_W" if name == "local" else "W"] = weight.shape[-1]
+    return arguments
 
 
-def _stride_arguments(x: dict[str, Tensor]) -> dict[str, int]:
-    """Entries between rows of the inputs, and between positions; 0 where there is one for all sequences."""
-    strides = {f"{name}_stride": x[name].stride(0) if name in x else 0 for name in COLUMNS}
-    # One position for all sequences has stride 0.
-    return strides | {"position_stride": int(len(x.get("positions", ())) > 1)}
-
-
-def _decay_arguments(
-    x: dict[str, Tensor], decay: tuple[Tensor, Tensor] | None, num_v_heads: int
-) -> dict[str, Any]:
-    """The kernel's arguments for the decay: where it comes from, and its G entries for each head."""
-    kind = "given" if "g" in x else "none"
-    if decay is not None:
+def _decay_arguments(sources: dict[str, Any], token: Token) -> dict[str, Any]:
+    """The kernel's arguments for the decay: its kind, and its G entries for each head."""
+    kind, G = token.decay_kind, 1
+    A_log, dt_bias = token.decay or (None, None)
+    if token.decay is not None:
         kind = "softplus"
-    A_log, dt_bias = decay or (None, None)
-    gates = x.get("g", x.get("a"))
-    # 1, or F with decays by channel.
-    G = 1 if gates is None else gates.numel() // len(gates) // num_v_heads
-    return {"A_log": A_log, "dt_bias": dt_bias, "DECAY": kind, "G": G}
+    if sources["g"] is not None:
+        kind = "given"
+    source = sources["g"] or sources["a"]
+    if source is not None:
+        y, _, up, *_ = source
+        # 1, or F with decays by channel.
+        G = (y.shape[1] if up is None else len(up)) // token.num_v_heads
+    arguments = {"A_log": A_log, "dt_bias": dt_bias, "temperature": float(token.temperature)}
+    return arguments | {"DECAY": kind, "G": G}
 
 
-def _norm_arguments(
-    norm: tuple[Tensor, float] | None, o: Tensor, BV: int, buffer: Tensor | None
-) -> dict[str, Any]:
-    """The kernel's arguments for the norm. Programs that share a head store o apart and take tickets.
+def _norm_arguments(token: Token, o: Tensor, BV: int, buffer: Tensor | None) -> dict[str, Any]:
+    """The kernel's arguments for the norm. Programs that share one store o apart and take tickets.
 
     o: `[N, 1, HV, V]`. buffer: as in `tickets_of`.
     """
-    weight, eps = norm or (None, 0.0)
-    arguments = {"NORM": norm is not None, "norm_weight": weight, "eps": float(eps)}
-    if norm is None or o.shape[3] <= BV:
+    weight, eps = token.norm or (None, 0.0)
+    arguments = {"norm_weight": weight, "norm_bias": token.norm_bias, "eps": float(eps)}
+    if weight is None or weight.numel() == o.shape[3] <= BV:
         return arguments | {"o_raw": None, "tickets": None}
-    tickets = tickets_of(o, o.shape[0] * o.shape[2], buffer)
-    return arguments | {"o_raw": torch.empty_like(o, dtype=torch.float32), "tickets": tickets}
+    tickets = tickets_of(o, o.numel() // weight.numel(), buffer)
+    # The outputs before their norm, and their gates.
+    return arguments | {"o_raw": o.new_empty(2, *o.shape, dtype=torch.float32), "tickets": tickets}

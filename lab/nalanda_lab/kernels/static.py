@@ -26,10 +26,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from nalanda_kernels import KERNELS, interpreting
 from nalanda_kernels.triton.common import PROCESSORS  # the peer asks for it, too
+
+from nalanda import NalandaConfig
+from nalanda.model import base
+from nalanda.model.mixers import build_mixer
+from nalanda.model.sequences import Sequences
 
 from . import hazards
 
@@ -79,6 +85,9 @@ class Case:
         return 2 * self.K if self.map in ("nala", "pola") else self.K
 
 
+# Mixers whose whole token is a case, each with its map.
+TOKENS = [("kda", "nala"), ("gated_deltanet2", "silu"), ("gla", None), ("nala", "nala")]
+TOKENS += [("retention", None), ("mamba2", "silu"), ("mala", "elu1"), ("pola", "pola")]
 DELTA = {"op": "delta_rule", "norm": "l2"}
 LINEAR = {"op": "linear_attention", "K": 128, "H": 8}
 CASES = {
@@ -126,6 +135,10 @@ CASES = {
         "step", 128, 128, 8, map="silu", norm="l2", gated=True, channels=True, erase=True
     ),
     "step delta_product": Case("step", 128, 128, 8, map="silu", norm="l2", options=(("steps", 4),)),
+    **{
+        f"token {x}": Case("fused_step", 128, 128, 8, map=y, options=(("mixer", x),))
+        for x, y in TOKENS
+    },
     "swiglu": Case("swiglu", 2816, 2816, 1),
     "head loss": Case("cross_entropy", 2048, 32_000, 1),
     "glu of a token": Case("glu_rows", 1024, 2816, 1),
@@ -209,6 +222,8 @@ def ours(case: Case, B: int = 2, T: int = 2048) -> Call:
         )
     if case.op == "step":
         return lambda: _step(op, case, B)
+    if case.op == "fused_step":
+        return lambda: _token(op, case, B)
     if case.op == "cross_entropy":
         logits, labels = torch.zeros(case.K, case.V, dtype=case.dtype), torch.zeros(case.K).long()
         return lambda: (op(logits, labels, -100, 0.0, True),)
@@ -252,6 +267,28 @@ def _step(op: Callable, case: Case, N: int) -> tuple[torch.Tensor, ...]:
         gate_activation="sigmoid" if case.channels else "silu",
         **options,
     )[:1]
+
+
+@torch.no_grad()
+def _token(op: Callable, case: Case, N: int) -> tuple[torch.Tensor, ...]:
+    """One token of N sequences through a mixer."""
+    name = dict[str, Any](case.options)["mixer"]
+    sizes = {"head_dim": case.K, "expand_v": case.V / case.K, "num_heads": case.H}
+    config = NalandaConfig(hidden_size=1024, mixer=name, feature_map=case.map, **sizes)
+    mixer = build_mixer(name, config, 0).to(case.dtype)
+    state = {
+        part: torch.zeros(N, *shape, dtype=dtype or case.dtype)
+        for part, (shape, dtype) in mixer.state_spec(1).items()
+    }
+    x, seq = torch.zeros(N, 1, 1024, dtype=case.dtype), Sequences(past=torch.zeros(N).long())
+
+    def call(name: str, backend: str, like: torch.Tensor, *inputs: Any, **options: Any) -> Any:
+        return op(*inputs, **options)
+
+    with mock.patch.object(base, "by_kernel", call):
+        served = mixer.fused_step(x, seq, state)
+    assert served is not None
+    return served[:1]
 
 
 def _glu_rows(op: Callable, case: Case, rows: int) -> tuple[torch.Tensor, ...]:

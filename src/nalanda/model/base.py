@@ -47,12 +47,13 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from .epilogues import norm_gate, swiglu
 from .feature_maps import build_feature_map
 from .layers import LayerNorm, RMSNorm, ShortConv
 from .ops import by_kernel
-from .projections import FusedLinears, apply_linear
+from .projections import FusedLinears, apply_linear, matrix_of
 from .sequences import Sequences
 from .step import StepLayer, StepRule, step
 
@@ -113,6 +114,15 @@ def convolve(
     return outputs, [state for _, state in results] if carry else None
 
 
+MOST_READ = 2**20
+"""Sequences of a token times entries of a second matrix, up to which the step's kernel multiplies by it."""
+
+
+def any_offloaded(options: dict[str, Any]) -> bool:
+    """Whether a tensor of a step is in memory only while its own module runs."""
+    return any(x.is_meta for x in tree_leaves(options) if isinstance(x, Tensor))
+
+
 class Mixer(FusedLinears):
     """Mixes tokens over time in three steps: `heads`, `mix`, `read_out`; the contract is at the top.
 
@@ -164,7 +174,11 @@ class Mixer(FusedLinears):
         class's `conv_size`, but none in encoders."""
         super().__init__()
         # Read here, because sharding wrappers make a module's class a subclass.
-        self._states_rule = "step_rule" in vars(type(self))
+        stated = vars(type(self))
+        self._states_rule = "step_rule" in stated
+        self._states_token = "token_rule" in stated or (
+            self._states_rule and type(self).token_rule is Mixer.token_rule
+        )
         self.bidirectional = not config.is_decoder
         self.layer_idx = layer_idx
         self.num_heads, self.num_v_heads = config.num_heads, v_heads or config.num_heads
@@ -361,14 +375,13 @@ class Mixer(FusedLinears):
 
         None if the mixer states no rule of a token.
         """
+        fused = self.fused_step(x, seq, state)
         rule = self.rule_of_a_token()
-        if rule is None or self.value_conv:
-            return None
+        if fused is not None or rule is None or self.value_conv:
+            return fused
         layer = self.step_layer(x, state)
-        filters = () if layer.filters is None else layer.filters.values()
-        norm = () if layer.norm is None else layer.norm[:1]
-        if any(weight.is_meta for weight in (*filters, *(rule.decay or ()), *norm)):
-            return None  # offloaded: in memory only while its own module runs
+        if any_offloaded(layer._asdict() | rule._asdict()):
+            return None
 
         by_head = self.norm in ("head", None)  # the kernel norms heads, not all of them together
         rest: Heads = {}
@@ -391,6 +404,43 @@ class Mixer(FusedLinears):
         o, new = step(inputs, state, rule, layer) if served is None else served
         y = apply_linear(self.o_proj, o.flatten(-2)) if by_head else self.read_out(o, rest, x)
         return y, new
+
+    def fused_step(
+        self, x: Tensor, seq: Sequences, state: LayerState
+    ) -> tuple[Tensor, LayerState] | None:
+        """`step` by one kernel, with norms and gates of all heads; None if none serves."""
+        # Without a recurrent state the mixer is attention.
+        rule = self.token_rule() if self._states_token and "recurrent" in state else None
+        if rule is None:
+            return None
+        options = self.step_layer(x, state)._asdict() | rule | {"dtype": x.dtype}
+        if self.norm is not None:
+            norm: Any = self.o_norm
+            if not isinstance(norm, RMSNorm | LayerNorm):
+                return None
+            options |= {"norm": (norm.weight, norm.eps), "norm_bias": getattr(norm, "bias", None)}
+        if any_offloaded(options):
+            return None
+
+        def inputs() -> Heads:
+            heads = super(Mixer, self).project(x)
+            for name, layer in self.second_linears().items():
+                weight = matrix_of(layer, biased=True)
+                # Each program reads its rows of the matrix: with many, a product of its own is faster.
+                if weight is None or len(x) * weight.numel() > MOST_READ:
+                    heads[name] = apply_linear(layer, heads[name])
+                else:
+                    # The kernel multiplies by the second matrix itself.
+                    heads |= {f"{name}_up": weight, f"{name}_bias": layer.bias}
+            if rule.get("denominator") or "frequencies" in rule:
+                heads["positions"] = seq.positions(1, x.device)
+            return heads
+
+        served = by_kernel("fused_step", "auto", x, inputs, state, **options)
+        if served is None:
+            return None
+        o, new = served
+        return apply_linear(self.o_proj, o.flatten(-2)), new
 
     def rule_of_a_token(self) -> StepRule | None:
         """The class's `step_rule`, if its own body states one and the layers around it are as it expects."""

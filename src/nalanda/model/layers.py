@@ -1,5 +1,6 @@
 """Layers of the mixers and the decoder: norms, rotary positions, the short convolution."""
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -157,6 +158,12 @@ def rotary_angles(
     if scaling:
         frequencies = slow_down(frequencies, **scaling)
     return positions[..., None].to(wide) * frequencies
+
+
+@functools.cache
+def rotary_frequencies(size: int, theta: float, device: torch.device) -> Tensor:
+    """`rotary_angles` of position 1 `[size/2]`, kept: a decoded token launches nothing for it."""
+    return rotary_angles(torch.ones((), device=device), size, theta, torch.float32)
 
 
 def slow_down(

@@ -13,7 +13,7 @@ from .context import recurrence
 from .delta import Decay
 from .epilogues import swiglu
 from .feature_maps import EPS, opposite
-from .layers import RMSNorm, at_least_fp32, no_autocast, place_angles, rotary_angles, rotate
+from .layers import RMSNorm, at_least_fp32, no_autocast, place_angles, rotary_frequencies, rotate
 from .ops import by_kernel, linear_attention_flops, map_features
 from .options import check_names, check_types
 from .sequences import Sequences
@@ -539,9 +539,9 @@ class Retention(LinearRecurrence):
         return self.heads(x, seq, {}, None)
 
     def token_rule(self) -> dict[str, Any]:
-        return {
-            "frequencies": rotary_angles(torch.ones(()), self.K, self.rope_theta, torch.float32)
-        }
+        device = self.o_proj.weight.device
+        frequencies = rotary_frequencies(self.K, self.rope_theta, device)
+        return {"frequencies": frequencies, "decay_kind": "retention"}
 
     def add_inputs(self, program: Any, h: Tensor) -> Heads:
         g = program.array("retention", self.num_heads, torch.float32)
@@ -570,14 +570,20 @@ class GLA(LinearRecurrence):
             )
         super().__init__(config, layer_idx)
         self.temperature = float(gate_temperature)
-        self.gk_proj = nn.Sequential(
+        self.gk_proj: Any = nn.Sequential(
             nn.Linear(config.hidden_size, gate_rank, bias=False),
             nn.Linear(gate_rank, self.num_heads * self.K),
         )
 
+    def linears(self) -> dict[str, nn.Linear]:
+        return super().linears() | {"a": self.gk_proj[0]}
+
+    def second_linears(self) -> dict[str, nn.Linear]:
+        return {"a": self.gk_proj[1]}
+
     def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
-        gates = at_least_fp32(self.gk_proj(x)).unflatten(-1, (-1, self.K))
         heads = super().heads(x, seq, state, new)
+        gates = at_least_fp32(heads["a"]).unflatten(-1, (-1, self.K))
         # log α: the root of the decay divides its logarithm.
         return heads | {"g": F.logsigmoid(gates) / self.temperature}
 
@@ -588,12 +594,7 @@ class GLA(LinearRecurrence):
         return self.heads(x, seq, {}, None)
 
     def token_rule(self) -> dict[str, Any]:
-        return {"temperature": self.temperature}
-
-    def add_inputs(self, program: Any, h: Tensor) -> Heads:
-        down, up = self.gk_proj
-        gates = program.linear(program.linear(h, down, "gk_rank"), up, "gk")
-        return super().add_inputs(program, h) | {"a": gates}
+        return {"temperature": self.temperature, "decay_kind": "sigmoid"}
 
     def gate_parameters(self) -> Iterator[nn.Parameter]:
         yield from super().gate_parameters()
@@ -657,7 +658,8 @@ class Mamba2(LinearRecurrence):
     def token_rule(self) -> dict[str, Any]:
         of = self.discretization
         rule = {"decay": (of.A_log, of.dt_bias), "skip": of.D, "scale": 1.0}
-        return rule | {"silu": bool(self.conv_size)}
+        # The norm over all heads follows the gate.
+        return rule | {"silu": bool(self.conv_size), "gate_first": True}
 
     def mix(
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None

@@ -206,15 +206,23 @@ class FusedLinears(nn.Module):
         return self.__dict__ | {"_joined": None}  # copies and pickles have the weights alone
 
 
-def matrix_of(layer: nn.Linear) -> Tensor | None:
-    """The weight if a call of the layer is nothing but a product with it, in memory; else None."""
+def matrix_of(layer: nn.Linear, biased: bool = False) -> Tensor | None:
+    """The weight if a call of the layer is nothing but a product with it, in memory; else None.
+
+    biased: whether a bias may be added.
+    """
     if type(layer) is not nn.Linear:
         return None
     fields = layer.__dict__  # a module's own lookups would take longer than a product for one token
     hooks = fields["_forward_hooks"] or fields["_forward_pre_hooks"] or fields["_backward_hooks"]
     # Replicas of DataParallel, FSDP1 and pruning keep the weight elsewhere.
     weight, bias = fields["_parameters"].get("weight"), fields["_parameters"].get("bias")
-    if hooks or fields["_backward_pre_hooks"] or "forward" in fields or bias is not None:
+    if (
+        hooks
+        or fields["_backward_pre_hooks"]
+        or "forward" in fields
+        or not (biased or bias is None)
+    ):
         return None
     return weight if type(weight) in (nn.Parameter, Tensor) else None
 
