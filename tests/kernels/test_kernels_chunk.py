@@ -186,7 +186,7 @@ def test_a_map_under_decays_per_key_channel():
 @pytest.mark.parametrize("length", [32, 64])
 @pytest.mark.parametrize("kind", ["vector_gdn2_delta", "vector_linear"])
 def test_longer_chunks_under_decays_per_key_channel(kind, length, monkeypatch):
-    table = copy.deepcopy(common._table())
+    table = copy.deepcopy(common._shipped())
     table["sm_80"]["chunk_channels"] = [{"itemsize": 4, "features": 512, "BT": length}]
     monkeypatch.setattr(common, "_table", lambda: table)
     hold(with_resets(one_head(100, kind), *RESETS), tolerance=2e-6)
@@ -236,7 +236,7 @@ def scheduled(monkeypatch):
     """Sets the width of the sequential passes' blocks and the chunks of a segment; records all launches."""
 
     def choose(width=None, segments=0):
-        table = copy.deepcopy(common._table())
+        table = copy.deepcopy(common._shipped())
         for kernel, rows in itertools.product(("states", "state_gradients"), table.values()):
             rows[kernel] = [
                 row | {"segments": segments} for row in rows[kernel] if width in (None, row["BV"])
@@ -310,13 +310,30 @@ def test_segments_are_as_exact_as_whole_sequences(scheduled):
     assert all(split[n] <= 1.1 * whole[n] for n in right), errors
 
 
-@pytest.mark.parametrize("width", [64, 32, 16])
+@pytest.mark.parametrize("width", [128, 64, 32, 16])
 @pytest.mark.parametrize("kind", ["gated_delta", "linear"])
 def test_every_width_of_block(kind, width, scheduled):
     launched = scheduled(width)
     hold(one_head(70, kind, k_dim=16, v_dim=72), torch.bfloat16)
     found = [sizes["BV"] for _, sizes in launched if "BV" in sizes]
     assert set(found) == {width}
+
+
+@interpreted_only
+@pytest.mark.parametrize("kind", ["gated_delta", "linear"])
+def test_a_width_changes_no_value(kind, scheduled):
+    """Columns of V are independent, so narrower blocks give the same outputs, states and gradients."""
+    inputs = one_head(70, kind, k_dim=16, v_dim=72)
+
+    def run_with(width):
+        launched = scheduled(width)
+        results = run(inputs, "chunk", torch.bfloat16, function=on_device)
+        assert {sizes["BV"] for _, sizes in launched if "BV" in sizes} == {width}
+        return results
+
+    wide, *others = [run_with(width) for width in (128, 64, 32, 16)]
+    for narrow, name in itertools.product(others, wide):
+        assert torch.equal(narrow[name], wide[name]), name
 
 
 @pytest.mark.parametrize(
@@ -336,9 +353,34 @@ def test_every_width_of_block(kind, width, scheduled):
 def test_schedule(sequences, length, heads, F, V, expected, monkeypatch):
     monkeypatch.setattr(common, "processors", lambda: 132)
     widths = 64, 32, 16
-    width, segments = common.schedule(widths, length, sequences * length * heads, V, F, F / 64)
+    programs, chunks = sequences * heads, sequences * length * heads
+    width, segments = common.schedule(widths, programs, length, chunks, V, F, F / 64)
     assert (widths[width], segments) == expected
-    assert common.schedule(widths, length, sequences * length * heads, V, F, None)[1] == 0
+    assert common.schedule(widths, programs, length, chunks, V, F, None)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("sequences", "chunks", "heads", "processors", "width"),
+    [
+        # 192 programs of 64 columns use 73 % of two waves; 96 of 128 fit in one.
+        (8, 32, 6, 132, 128),
+        (16, 32, 6, 132, 128),
+        # 48 programs of 64 columns are 36 % of a wave; 24 would be too few.
+        (2, 128, 6, 132, 64),
+        (1, 128, 6, 132, 32),
+        (8, 32, 6, 1, 128),
+    ],
+)
+def test_waves_choose_the_width(sequences, chunks, heads, processors, width):
+    """Of the flagship with V = 256, for any number of processors."""
+    widths, programs = (128, 64, 32, 16), sequences * heads
+    arguments = widths, programs, chunks, programs * chunks, 256, 256, None, processors
+    assert common._schedule(*arguments) == (widths.index(width), 0)
+
+
+def test_a_last_wave_that_is_nearly_empty_costs_a_whole_run():
+    """Segments of 32 chunks: 192 programs of the first pass, 60 of them in a wave that is under half full."""
+    assert common._schedule((64, 32, 16), 2, 512, 1024, 128, 256, 4.0, 132) == (0, 64)
 
 
 def test_a_map_of_ones_own_is_formed_in_fp32_under_autocast():

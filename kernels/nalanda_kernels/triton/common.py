@@ -227,46 +227,59 @@ def processors() -> int:
 
 
 def schedule(
-    widths: tuple[int, ...], longest: int, chunks: int, V: int, M: int, composing: float | None
-) -> tuple[int, int]:
-    """Which of the block widths a sequential pass takes, and the chunks of a segment, or 0 for no segments.
-
-    It is the choice of the least time, counted in steps. A step is a chunk in a block of 64 columns. With BV
-    columns it counts (64 + BV) / 128, as its instructions and bytes do: the part for k and (I + L)⁻¹ stays.
-    A pass takes as many steps as its longest run of chunks has, or as all chunks share among half of the
-    processors, which memory can feed. Segments take two passes, the first with M more columns, then
-    `composing` steps for each segment of the longest sequence, and 8 for two more launches. They must save a
-    fifth: a count is no measurement.
-
-    longest: chunks of the longest sequence. chunks: of all sequences and heads. composing: None forbids
-    segments.
-    """
-    return _schedule(widths, longest, chunks, V, M, composing, processors() / 2)
-
-
-@functools.lru_cache(maxsize=256)
-def _schedule(
     widths: tuple[int, ...],
+    programs: int,
     longest: int,
     chunks: int,
     V: int,
     M: int,
     composing: float | None,
-    fed: float,
 ) -> tuple[int, int]:
-    def steps(run: int, columns: int, BV: int) -> float:
-        return (64 + BV) / 128 * max(run, chunks * -(-columns // BV) / fed)
+    """Which of the block widths a sequential pass takes, and the chunks of a segment, or 0 for no segments.
+
+    It is the choice of the least time, counted in steps. A step is a chunk in a block of 64 columns. With BV
+    columns it counts (64 + BV) / 128, as its instructions and bytes do: the part for k and (I + L)⁻¹ stays.
+    Programs run in waves, one a processor. Memory feeds half of the processors, so a full wave takes twice the
+    steps of a program. The last wave takes as many as its longest program, or more if over half run.
+    Segments take two passes, the first with M more columns, then `composing` steps for each segment of the
+    longest sequence, and 8 for two more launches. They must save a fifth: a count is no measurement.
+
+    programs: sequences times heads. longest: chunks of the longest sequence. chunks: of all sequences and
+    heads. composing: None forbids segments.
+    """
+    return _schedule(widths, programs, longest, chunks, V, M, composing, processors())
+
+
+@functools.lru_cache(maxsize=256)
+def _schedule(
+    widths: tuple[int, ...],
+    programs: int,
+    longest: int,
+    chunks: int,
+    V: int,
+    M: int,
+    composing: float | None,
+    processors: int,
+) -> tuple[int, int]:
+    def steps(programs: int, run: int, columns: int, BV: int) -> float:
+        tiles = -(-columns // BV)
+        # The last wave has at least one program.
+        full, rest = divmod(max(programs * tiles, 1) - 1, processors)
+        mean = chunks / max(programs, 1)  # chunks of a program
+        last = max(run, mean * 2 * (rest + 1) / processors)
+        return (64 + BV) / 128 * (2 * full * mean + last)
 
     # (steps, which width, chunks of a segment): first without segments, then with each length.
     # Least of (steps, index, 0): on a tie the first width.
-    unsplit = min((steps(longest, V, BV), i, 0) for i, BV in enumerate(widths))
+    unsplit = min((steps(programs, longest, V, BV), i, 0) for i, BV in enumerate(widths))
     if composing is None:
         return unsplit[1:]
     split = []
     for length in [4 << i for i in range(longest.bit_length()) if 4 << i < longest]:
+        segments = max(programs, chunks // length)
         for i, BV in enumerate(widths):
             # [U, M] over V + M columns, then the outputs over V.
-            passes = steps(length, V + M, BV) + steps(length, V, BV)
+            passes = steps(segments, length, V + M, BV) + steps(segments, length, V, BV)
             cost = passes + composing * -(-longest // length) + 8
             split.append((cost, i, length))
 

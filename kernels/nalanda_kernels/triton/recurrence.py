@@ -380,8 +380,8 @@ def _choose_segments(kernel, form: Form, chunks: Chunks) -> tuple[dict[str, int]
 
     rows = variants(kernel.__name__, form.itemsize, form.features)
     widths = tuple(min(row["BV"], power_of_two(form.V)) for row in rows)
-    total = chunks.total * form.HV
-    choice, length = schedule(widths, chunks.longest, total, form.V, M, composing)
+    programs, total = chunks.sequences * form.HV, chunks.total * form.HV
+    choice, length = schedule(widths, programs, chunks.longest, total, form.V, M, composing)
 
     sizes = rows[choice]
     # A row that names its segments overrides the schedule.
