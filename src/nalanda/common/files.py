@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from nalanda.common.errors import InputError, output_folder
+
 
 def verify_manifest(path: Path) -> str | None:
     """The problem of a folder that has a manifest, in one line, or None."""
@@ -90,7 +92,8 @@ def write_manifest(folder: Path) -> None:
 
 def write_atomically(file: Path, content: str | bytes) -> None:
     """Replaces the content of `file`: whenever the machine stops, it has the old content or the new."""
-    temporary = file.with_name(f".tmp-{file.name}")
+    # A name of its own: several processes may write the file at once.
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     rename_synced(temporary, file)
 
@@ -146,3 +149,40 @@ def remove_new_folders(folders: list[Path]) -> None:
     for folder in folders[1:]:
         with contextlib.suppress(OSError):  # another run lies there
             folder.rmdir()
+
+
+def refuse_existing(out: Path, kind: str = "folder") -> None:
+    """Raises `InputError` if something lies at `out`, a dangling link included."""
+    if os.path.lexists(out):
+        raise InputError(f"{out} exists; choose another {kind}")
+
+
+@contextlib.contextmanager
+def new_folder(out: Path, replace: bool = False) -> Iterator[Path]:
+    """Yields a folder to fill. It becomes `out` when the block ends, and is removed if the block fails.
+
+    Raises:
+        InputError: `out` exists and `replace` is False.
+    """
+    if not replace:
+        refuse_existing(out)
+    output_folder(out.parent, "the folder to make:")
+    new, old = out.with_name(f".tmp-{out.name}"), out.with_name(f".tmp-{out.name}-old")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        yield new
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+    # Complete on the disk before it gets its name; the old folder stays until then.
+    for file in new.rglob("*"):
+        sync(file)
+    sync(new)
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        out.rename(old)
+    new.rename(out)
+    sync(out.parent)
+    shutil.rmtree(old, ignore_errors=True)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import shutil
 import sys
@@ -19,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import custom_object_save
 
 from nalanda.common.errors import InputError
+from nalanda.common.files import new_folder, refuse_existing
 from nalanda.config.model_folder import weight_files
 from nalanda.convert import fla, kimi_linear, llama, qwen3_5
 from nalanda.convert.certificate import Certificate, card, compare, unchecked
@@ -27,7 +27,7 @@ from nalanda.convert.formats import Config, Tensors, attention_interval, unsuppo
 from nalanda.convert.mlx import check_mlx, check_order, check_rounded, keep_rounded, to_mlx
 from nalanda.data.hub import is_hub_id
 from nalanda.model import NalandaConfig
-from nalanda.train.export import export, hub_errors, new_folder, pad_batches
+from nalanda.train.export import export, hub_errors, pad_batches
 from nalanda.train.resolve import resolve
 
 LIBRARIES = {
@@ -252,8 +252,7 @@ def convert(
     """
     # Settings and shapes are checked before the first file is written.
     out, folder = Path(destination), local_folder(source)
-    if os.path.lexists(out):
-        raise InputError(f"{out} exists; choose another folder")
+    refuse_existing(out)
     settings = read_config(folder)
     kind = str(settings.get("model_type"))
     kind = _MULTIMODAL.get(kind, kind)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from nalanda.common.errors import InputError, explained, first_line
-from nalanda.common.files import rename_synced
+from nalanda.common.files import refuse_existing, rename_synced
 from nalanda.convert.certificate import compare, unchecked
 from nalanda.convert.convert import local_folder, read_config
 from nalanda.convert.engines import end_ids, quiet
@@ -62,8 +62,7 @@ def write_gguf(
     # Refusals that need no model.
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    if os.path.lexists(out):
-        raise InputError(f"{out} exists; choose another file")
+    refuse_existing(out, "file")
     title, source = Path(source).resolve().name, local_folder(os.fspath(source))
     for name in ("config.json", "tokenizer.json"):
         if not (source / name).is_file():

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from nalanda.common.errors import InputError
+from nalanda.common.files import new_folder
 from nalanda.config.load import differences
 from nalanda.config.model import written_out
 from nalanda.convert.convert import (
@@ -30,7 +31,6 @@ from nalanda.convert.convert import (
 )
 from nalanda.convert.formats import resolved
 from nalanda.model import MIXERS, NalandaConfig
-from nalanda.train.export import new_folder
 
 DEFAULT = {"pattern": ["gated_deltanet", "gated_deltanet", "gated_deltanet", "softmax"]}
 """`model.mixer` of a recipe without one: three recurrent layers to one that stays."""

@@ -569,7 +569,7 @@ class Corpus:
             return digest(shard.text) if isinstance(shard, TextShard) else ""
 
         limit, sample = self.hashed
-        if ":" in like and not is_stated(like):  # older hashes do not say how they were made
+        if like and not is_stated(like):
             sample = sample_of(like)
         elif shard.size <= limit:
             sample = WHOLE
@@ -595,7 +595,8 @@ class DocumentStream:
         self.permuted = all(shard.single for shard in corpus.shards)
         self.ordered = corpus.ordered
         self.buffer_size = 0 if self.permuted or self.ordered else buffer_size
-        self.load_state_dict({"epoch": 0, "shard": 0, "cursor": None, "documents": 0, "buffer": []})
+        start = {"epoch": 0, "shard": 0, "cursor": None, "digest": "", "documents": 0, "buffer": []}
+        self.load_state_dict(start)
 
     def state_dict(self) -> dict:
         """Plain JSON: the epoch, the position in it, and the documents in the buffer."""
@@ -618,8 +619,7 @@ class DocumentStream:
         self.buffer = [Document(*pair) for pair in state["buffer"]]
         self.left = left_out(state)  # in all epochs, by kind
         self.order = state.get("order")
-        # An earlier version's state within a shard has no digest. None: it is not known until the next shard.
-        self.digest: str | None = state.get("digest", "" if self.cursor is None else None)
+        self.digest = state["digest"]
 
     @property
     def skipped(self) -> int:
@@ -664,7 +664,7 @@ class DocumentStream:
                     continue
                 read += 1
                 # Of all rows, also those of the other split: a resume reads the file without the choice.
-                if self.digest is not None and isinstance(shard, FileShard):
+                if isinstance(shard, FileShard):
                     self.digest = digest_rows(self.digest, cursor, document.text)
                 if (text := self.corpus.part(document.text)) is None:
                     blank += not not_blank(document.text)

@@ -155,8 +155,7 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
             saved = describe_tokenizer(load_tokenizer(directory / "tokenizer"))
         except (OSError, ValueError):
             saved = {}
-        # The index of an earlier version has fewer facts; those that it has must agree.
-        if not index["tokenizer"].items() <= saved.items():
+        if index["tokenizer"] != saved:
             problems.append(
                 f"{directory / 'tokenizer'}: not the tokenizer that the index names; copy it again"
             )

@@ -32,18 +32,10 @@ from nalanda.data.hashes import FileHashes
 from nalanda.data.packing import STREAM_GROUP, Mixture, StreamRows, TokenSetRows, batched, pack
 from nalanda.data.peers import Peers
 from nalanda.data.records import describe_left
-from nalanda.data.resume import (
-    ADVICE,
-    Files,
-    Hashing,
-    check_all_same,
-    check_not_cut,
-    go_on,
-    in_turn,
-)
+from nalanda.data.resume import ADVICE, Files, Hashing, check_all_same, go_on, in_turn
 from nalanda.data.sources import Source, Sources
 from nalanda.data.token_set import SPLITS, TokenSet
-from nalanda.data.tokenizer import describe_tokenizer, encoder, load_tokenizer, padding_of
+from nalanda.data.tokenizer import describe_tokenizer, encoder, padding_of
 from nalanda.data.workers import ReadAhead, Tokenisers
 
 if TYPE_CHECKING:
@@ -288,9 +280,7 @@ class PackedBatches:
 
     def _find_position(self, state: dict) -> dict:
         """The position of a saved state, over the files as they are now."""
-        # Earlier versions saved hashes alone, in the order of the listing.
-        earlier = state["identity"].get("contents", {})
-        saved = state.get("files") or {name: {"hashes": hashes} for name, hashes in earlier.items()}
+        saved = state.get("files", {})
         streams = self._text_rows()
         # A corpus whose files were saved may change: they are compared one by one.
         self._check_identity(state["identity"], but=saved.keys() & streams.keys())
@@ -300,13 +290,10 @@ class PackedBatches:
         states = self._by_component(position)
         self.changes = []
         for name, files in (self.files or self._list_files(FileHashes())).items():
-            # A state without "end" is from an earlier version, which read a lone text as one document.
-            if name in streams and states[name]["rows"] and "end" not in states[name]["documents"]:
-                check_not_cut(streams[name].corpus)
             if name not in saved:
                 continue
-            # Listings of no text component, or without names, allow no change.
-            if name not in streams or "names" not in saved[name]:
+            # Listings of no text component allow no change.
+            if name not in streams:
                 check_all_same(name, saved[name], files)
                 continue
 
@@ -326,9 +313,7 @@ class PackedBatches:
         """Raises `InputError` if a setting differs from the saved one, or a corpus that is not in `but`."""
         corpora = {f"{name}: corpus" if name else "corpus" for name in but}
         for key, value in self.identity.items():
-            if key in corpora or (key in ("bos_id", "eos_id") and key not in saved):
-                continue  # earlier versions saved no ids
-            if saved.get(key) != value:
+            if key not in corpora and saved.get(key) != value:
                 raise InputError(
                     f"data: changed since the checkpoint was saved: {key} was {saved.get(key)!r} and is "
                     f"{value!r}; {ADVICE}"
@@ -614,7 +599,7 @@ def _matching_set(source: Source, tokenizer: dict[str, Any], split: str) -> Toke
         )
 
     # The same vocabulary may name another token as bos or eos.
-    ends = tokens.ends or _saved_ends(tokens, tokenizer)
+    ends = tokens.ends
     for end in ("bos", "eos"):
         if getattr(data, end) and ends[end] != tokenizer[end]:
             raise InputError(
@@ -626,9 +611,3 @@ def _matching_set(source: Source, tokenizer: dict[str, Any], split: str) -> Toke
             f"data.documents: joined reads files, and {location} is a token set; give its source"
         )
     return tokens
-
-
-def _saved_ends(tokens: TokenSet, tokenizer: dict[str, Any]) -> dict[str, Any]:
-    """The ids of bos and eos for a set of an earlier version, whose index has none."""
-    folder = tokens.directory.parent / "tokenizer"
-    return describe_tokenizer(load_tokenizer(folder)) if folder.is_dir() else tokenizer

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nalanda.common.errors import InputError, first_line, local_output
-from nalanda.common.files import verify_manifest, write_manifest
+from nalanda.common.files import new_folder, verify_manifest, write_atomically, write_manifest
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.prepare_run import ShardWriter, write_whole
+from nalanda.data.prepare_run import ShardWriter
 from nalanda.data.text_bytes import text_bytes
 from nalanda.data.token_set import (
     FORMAT,
@@ -152,26 +152,11 @@ class MegatronSet:
             start = end
 
 
-@contextlib.contextmanager
-def _new_folder(directory: Path) -> Iterator[Path]:
-    """Yields a folder to fill, which becomes `directory` when the block ends, and goes if it fails.
-
-    Raises:
-        InputError: the directory holds something.
-    """
+def _new_set(directory: Path) -> contextlib.AbstractContextManager[Path]:
+    """`new_folder` in place of `directory`. Raises `InputError` if that holds something."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InputError(f"{directory}: exists; name another directory, or remove it")
-
-    folder = directory.with_name(f".tmp-{directory.name}")
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        folder.mkdir(parents=True)
-        yield folder
-        if directory.exists():
-            directory.rmdir()
-        folder.rename(directory)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return new_folder(directory, replace=True)
 
 
 # ------------------------------ Megatron's → ours
@@ -201,7 +186,7 @@ def read_megatron(data: DataConfig, tokenizer: TokenizerConfig, directory: str |
         raise InputError(f"{source}: damaged, {problem}; copy it again")
     sets = {split: MegatronSet(prefix) for split, prefix in splits.items()}
 
-    with _new_folder(directory) as folder:
+    with _new_set(directory) as folder:
         for split in SPLITS:
             (folder / split).mkdir()
         saved = folder / "tokenizer"
@@ -239,7 +224,9 @@ def _write_set(
         "sources": [""],
         **{split: totals(entries) for split, entries in shards.items()},
     }
-    write_whole(directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False).encode())
+    write_atomically(
+        directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False).encode()
+    )
     return index
 
 
@@ -324,7 +311,7 @@ def write_megatron(token_set: str | Path, directory: str | Path) -> dict[str, tu
 
     index = read_index(token_set)
     code = 8 if index["tokenizer"]["vocab_size"] < SMALL else 4
-    with _new_folder(directory) as folder:
+    with _new_set(directory) as folder:
         shutil.copytree(token_set / "tokenizer", folder / "tokenizer")
         for split in SPLITS:
             if index[split]["documents"]:

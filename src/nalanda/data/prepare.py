@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 
 from nalanda.common.errors import DiskFull, InputError, first_line, local_output, no_room
+from nalanda.common.files import write_atomically
 from nalanda.common.plugins import imported
 from nalanda.common.progress import Progress
 from nalanda.common.text import duration, redact
@@ -37,7 +38,6 @@ from nalanda.data.prepare_plan import (
     sources_of,
     token_settings,
     usual_shard_bytes,
-    without_secrets,
 )
 from nalanda.data.prepare_run import (
     HASHES,
@@ -47,7 +47,6 @@ from nalanda.data.prepare_run import (
     make_in_processes,
     read_json_if_whole,
     tidy,
-    write_whole,
 )
 from nalanda.data.token_set import SPLITS, is_token_set, read_index, token_dtype
 from nalanda.data.tokenizer import build_tokenizer, describe_tokenizer, encoder, load_tokenizer
@@ -202,14 +201,10 @@ def begin(
     shard_bytes = shard_bytes or earlier.shard_bytes or usual_shard_bytes(sources.values())
     settings = token_settings(data, tokenizer, prints, shard_bytes)
     _refuse_other_settings(directory, earlier.settings, settings)
-    # A set of an earlier version has no units to compare, only the fingerprints of all files.
-    if earlier.is_older and earlier.index["settings"]["corpus"] == prints:
-        tidy(directory, earlier.index)
-        return None
 
     # The tokenizer. That of a finished set is in its index, and is built only if there is work to do.
     save_tokenizer = partial(_save_tokenizer, data, tokenizer, directory, settings, train, say)
-    if earlier.is_resumable:
+    if earlier.index:
         described = earlier.index["tokenizer"]
     else:
         for line in (describe_files(data, train.counts), train.note):
@@ -223,13 +218,13 @@ def begin(
     records = earlier.records(version)
     earlier_units = earlier.units()
     jobs, names = _plan_jobs(directory, sources, shard_bytes, records, earlier_units)
-    if earlier.is_resumable and names == [*earlier.index["records"]]:
+    if earlier.index and names == [*earlier.index["records"]]:
         tidy(directory, earlier.index)
         return None
 
-    if line := _changes_line(earlier, earlier_units, jobs, names):
+    if line := _changes_line(earlier_units, jobs, names):
         say(line)
-    if earlier.is_resumable and save_tokenizer() != described:
+    if earlier.index and save_tokenizer() != described:
         raise InputError(
             f"{directory / 'tokenizer'}: not the tokenizer that the index names; copy it again"
         )
@@ -286,18 +281,13 @@ def _plan_jobs(
 
 
 def _changes_line(
-    earlier: EarlierWork, earlier_units: list[Unit], jobs: list[list[Unit]], names: list[str | None]
+    earlier_units: list[Unit], jobs: list[list[Unit]], names: list[str | None]
 ) -> str:
     """A line about shards that are made again, or ""."""
     changes = describe_changes(earlier_units, itertools.chain(*jobs)) if earlier_units else ""
-    if changes:
-        return f"{names.count(None)} of {len(jobs)} shards are made again: {changes}"
-    if earlier.is_older:
-        return (
-            f"{earlier.directory}: changed since it was prepared, and its index names no files; "
-            "all is made again"
-        )
-    return ""
+    if not changes:
+        return ""
+    return f"{names.count(None)} of {len(jobs)} shards are made again: {changes}"
 
 
 def _write_plan(directory: Path, data: DataConfig, plan: dict[str, Any]) -> None:
@@ -311,7 +301,7 @@ def _write_plan(directory: Path, data: DataConfig, plan: dict[str, Any]) -> None
     for split in SPLITS:
         (directory / split).mkdir(exist_ok=True)
     work = directory / "preparing"
-    write_whole(work / "plan.json", json.dumps(plan).encode())
+    write_atomically(work / "plan.json", json.dumps(plan).encode())
     (work / URLS).unlink(missing_ok=True)
     if redacted != sources:
         with open(os.open(work / URLS, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
@@ -334,16 +324,6 @@ class EarlierWork(NamedTuple):
             return EarlierWork(directory, index, index["settings"])
         settings = read_json_if_whole(directory / "preparing" / "settings.json")
         return EarlierWork(directory, {}, settings)
-
-    @property
-    def is_resumable(self) -> bool:
-        """Whether this is a finished set whose index names the units of each shard."""
-        return "records" in self.index
-
-    @property
-    def is_older(self) -> bool:
-        """Whether this is a finished set of an earlier version, whose index names no units."""
-        return bool(self.index) and not self.is_resumable
 
     @property
     def shard_bytes(self) -> int | None:
@@ -369,21 +349,16 @@ class EarlierWork(NamedTuple):
 
     def names(self) -> set[str]:
         """The names of the shards of a finished set, also of those without a document."""
-        names = set(self.index.get("records", ()))
-        for split in SPLITS if self.index else ():
-            names |= {shard["name"] for shard in self.index[split]["shards"]}
-        return names
+        return set(self.index.get("records", ()))
 
     def units(self) -> list[Unit]:
         """The units of the finished set, or else of the plan that was begun."""
         if self.index:
-            records = self.index.get("records", {}).values()
+            records = self.index["records"].values()
             return [Unit.of(key) for record in records for key in record["units"]]
 
         plan = read_json_if_whole(self.directory / "preparing" / "plan.json") or {}
-        if "names" not in plan:
-            return []
-        return [Unit(*unit) for job in plan["jobs"] for unit in job]
+        return [Unit(*unit) for job in plan.get("jobs", ()) for unit in job]
 
 
 # ------------------------------ what is refused
@@ -425,7 +400,6 @@ def _refuse_other_settings(
     """Raises `InputError` if the set was begun with other settings. The source's files may differ."""
     if recorded is None:
         return
-    recorded = without_secrets(recorded, settings)
     for key in settings | recorded:
         if key != "corpus" and recorded.get(key) != settings.get(key):
             raise InputError(
@@ -472,7 +446,7 @@ def _save_tokenizer(
             f"tokenizer: not the one in {saved}; restore it, or name another directory"
         )
     # Settings first: a directory with a tokenizer alone would be refused as not empty.
-    write_whole(work / "settings.json", json.dumps(settings).encode())
+    write_atomically(work / "settings.json", json.dumps(settings).encode())
     if new:
         folder.replace(saved)
     return described

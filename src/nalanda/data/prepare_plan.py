@@ -316,14 +316,3 @@ def change_urls(change: Callable[[str], str], source: Any) -> Any:
     if isinstance(source, list):
         return [change_urls(change, each) for each in source]
     return change(source) if is_url(source) else source
-
-
-def without_secrets(recorded: dict, settings: dict) -> dict:
-    """The settings of an earlier version, which stored URLs as they were given."""
-    sources = {key: recorded.get(key) for key in ("source", "validation_source")}
-    changed = {
-        key: change_urls(identity_of, source)
-        for key, source in sources.items()
-        if source != settings[key]
-    }
-    return recorded | changed

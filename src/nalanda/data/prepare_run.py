@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from nalanda.common.errors import InputError, first_line
-from nalanda.common.files import rename_synced
+from nalanda.common.files import rename_synced, write_atomically
 from nalanda.common.plugins import import_plugins
 from nalanda.common.processes import end_with_parent
 from nalanda.config.schema import DataConfig
@@ -54,7 +54,7 @@ URLS = "urls.json"
 signature. `prepare` removes it when the work ends, `Preparation.seal` with the plan."""
 
 LEFTOVER = re.compile(r"\.(\d+(\.docs)?|index\.json)\.\d+")
-"""A file that a killed process left (`ShardWriter`, `write_whole`)."""
+"""A file that a killed process left (`ShardWriter`, `write_atomically`)."""
 
 SHARD_FILE = re.compile(r"\d+\.(tokens|docs)")
 
@@ -93,9 +93,9 @@ def _read_lines(shard: FileShard, start: int, stop: int) -> Iterator[Document | 
         for line, size in lines:
             if position >= stop:
                 return
-            if line is None and shard.fields.skip:  # None: longer than a document may be
-                yield Left.OVERSIZED
-            elif line is None or line.strip():
+            if isinstance(line, Left) and shard.fields.skip:  # longer than a document may be
+                yield line
+            elif isinstance(line, Left) or line.strip():
                 try:
                     document = document_in(line or b"", shard.fields, "")
                 except ValueError:  # the file's own reader names the line
@@ -170,7 +170,7 @@ class ShardWriter:
         self.file.close()
         docs = np.array(self.ends, "<i8").tobytes() + np.array(self.sources, "<u2").tobytes()
         # The tokens get their name last: a shard with tokens is whole.
-        write_whole(self.path.with_suffix(".docs"), docs)
+        write_atomically(self.path.with_suffix(".docs"), docs)
         rename_synced(self.partial, self.path.with_suffix(".tokens"))
 
         return {
@@ -191,13 +191,6 @@ class ShardWriter:
             self.file.close()  # writes what is left, which a full disk refuses
         finally:
             self.partial.unlink(missing_ok=True)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """`files.write_atomically` for a file that several processes may write at once."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_bytes(content)
-    rename_synced(partial, path)
 
 
 # ------------------------------ the planned work
@@ -327,7 +320,7 @@ class Preparation:
         record |= {"made": self.made, "units": [unit.key for unit in units]}
         record |= documents_left_out
         # Written last: a shard with a record is finished.
-        write_whole(self._record_path(number), json.dumps(record).encode())
+        write_atomically(self._record_path(number), json.dumps(record).encode())
         return record
 
     def _write_units(
@@ -380,7 +373,7 @@ class Preparation:
         by_name = {name: record for name, record in zip(self.names, records, strict=True) if record}
         index = self._build_index(by_name)
         content = json.dumps(index, indent=1, ensure_ascii=False).encode()
-        write_whole(self.directory / "index.json", content)
+        write_atomically(self.directory / "index.json", content)
         tidy(self.directory, index)
         return index
 

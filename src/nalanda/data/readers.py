@@ -231,30 +231,23 @@ class _Piece:
         return content
 
 
-def split_lines(blocks: Iterable[bytes], fields: Fields) -> Iterator[tuple[bytes | None, int]]:
+def split_lines(blocks: Iterable[bytes], fields: Fields) -> Iterator[tuple[bytes | Left, int]]:
     """Yields lines without their ends, and their lengths in bytes.
 
-    A line above `fields.max_bytes` is None, and no more than that of it is held. It is the last line, unless
-    lines too long are skipped.
+    A line above `fields.max_bytes` is not held. It is the last, unless lines too long are skipped.
     """
-    parts, size = [], 0
+    piece = _Piece(fields)
     for block in blocks:
         *ends, rest = block.split(b"\n")
         for end in ends:
             # The first line end completes what earlier blocks began.
-            size += len(end)
-            yield b"".join([*parts, end]) if size <= fields.max_bytes else None, size
-            parts, size = [], 0
-        size += len(rest)
-        if size <= fields.max_bytes:
-            parts.append(rest)
-        # The size counts on, so that the end of the line yields None.
-        elif fields.skip:
-            parts.clear()
-        else:
+            piece.add(end)
+            size = piece.size
+            yield piece.take(), size
+        if not piece.add(rest):
             break
-    if size:
-        yield b"".join(parts) if size <= fields.max_bytes else None, size
+    if size := piece.size:
+        yield piece.take(), size
 
 
 _STRING_END = re.compile(rb'["\\]')
@@ -433,10 +426,7 @@ def _decode_text(content: bytes, fields: Fields, where: str, line: str = "") -> 
 
 def read_jsonl(path: Path, fields: Fields, start: int) -> Documents:
     """JSON Lines: an object a line."""
-    lines = (
-        Left.OVERSIZED if line is None else line
-        for line, _ in split_lines(read_blocks(path, fields), fields)
-    )
+    lines = (line for line, _ in split_lines(read_blocks(path, fields), fields))
     return _parse_pieces(path, lines, fields, start, "line", _parse_line)
 
 

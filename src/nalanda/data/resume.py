@@ -24,7 +24,6 @@ from nalanda.common.text import redact
 from nalanda.data.corpus import Corpus, DocumentStream, digest_rows
 from nalanda.data.documents import Document, FileShard
 from nalanda.data.hashes import FileHashes, is_stated
-from nalanda.data.hold_out import CutFile, CutShard
 
 ADVICE = "restore it, or choose another output_dir for other data"
 
@@ -65,9 +64,9 @@ class Files:
             self.hashes[number] = self.corpus.content(number, self._record, self.likes[number])
         return self.hashes[number]
 
-    def is_same(self, number: int, size: int | None, saved: str) -> bool:
-        """Whether a file has that size and hash; None and "": not known. Raises `InputError`."""
-        if size is not None and self.sizes[number] != size:
+    def is_same(self, number: int, size: int, saved: str) -> bool:
+        """Whether a file has that size and hash; "": not known. Raises `InputError`."""
+        if self.sizes[number] != size:
             return False
         if not saved:
             return True
@@ -76,8 +75,7 @@ class Files:
         present = self.hashes[number]
         if is_stated(saved) != is_stated(present):
             return True  # the corpus was moved between a disk and a store, whose checksums do not compare
-        # Earlier versions did not write how a hash was made, which stands before the colon.
-        return saved in (present, present.partition(":")[2])
+        return saved == present
 
     def path(self, number: int) -> str:
         shard = self.corpus.shards[number] if self.corpus else None
@@ -134,19 +132,9 @@ def check_all_same(name: str, saved: dict[str, list], files: Files) -> None:
             f"data: changed since the checkpoint was saved: {name or 'the corpus'} had {count} files and has "
             f"{len(files.names)}; {ADVICE}"
         )
-    # Earlier versions saved no sizes.
-    sizes = saved.get("sizes") or [None] * count
-    _check_each(range(count), lambda i: files.is_same(i, sizes[i], saved["hashes"][i]), files.path)
-
-
-def check_not_cut(corpus: Corpus) -> None:
-    """Raises `InputError` for a lone text, which earlier versions read as one document."""
-    for shard in corpus.shards:
-        if isinstance(shard, CutFile | CutShard):
-            raise InputError(
-                f"data: {shard.identity}: was one document when the checkpoint was saved, and is cut into "
-                "several now; start a new run from the checkpoint's weights with model.init_from"
-            )
+    _check_each(
+        range(count), lambda i: files.is_same(i, saved["sizes"][i], saved["hashes"][i]), files.path
+    )
 
 
 def go_on(
@@ -254,12 +242,7 @@ def _check_each(
 
 
 def _check_begun(
-    files: Files,
-    number: int | None,
-    saved: dict[str, list],
-    old: int,
-    cursor: Any,
-    digest: str | None,
+    files: Files, number: int | None, saved: dict[str, list], old: int, cursor: Any, digest: str
 ) -> bool:
     """Whether the file that was read up to `cursor` has changed after it. Raises `InputError` if it changed
     before it.
@@ -269,8 +252,8 @@ def _check_begun(
         raise InputError(f"{saved['names'][old]}: is missing, and is read in part; {ADVICE}")
     size, saved_hash = saved["sizes"][old], saved["hashes"][old]
     shard = files.corpus.shards[number] if files.corpus else None
-    # Rows can be compared in a local file with a known digest; any other must be the same as a whole.
-    if not isinstance(shard, FileShard) or digest is None:
+    # Rows can be compared in a local file; any other must be the same as a whole.
+    if not isinstance(shard, FileShard):
         if not files.is_same(number, size, saved_hash):
             raise InputError(f"{files.path(number)}: {OTHER_CONTENT}; {ADVICE}")
         return False

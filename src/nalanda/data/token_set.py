@@ -88,7 +88,7 @@ class TokenSet:
         by_source: name → (documents, tokens).
         files: the files, with the sizes and sums in the index.
         settings: the settings that the tokens depend on: bos, eos, tokenizer (its fingerprint), vocab_size, …
-        ends: the ids of bos and eos; {} in the index of an earlier version.
+        ends: the ids of bos and eos.
     Raises:
         InputError: the set or split does not exist, or a file's size is not that of the index.
     """
@@ -115,7 +115,7 @@ class TokenSet:
             "vocab_size": tokenizer["vocab_size"],
             "dtype": index["dtype"],
         }
-        self.ends = {name: tokenizer[name] for name in ("bos", "eos") if name in tokenizer}
+        self.ends = {name: tokenizer[name] for name in ("bos", "eos")}
         self.by_source = {name: tuple(counts) for name, counts in index[split]["sources"].items()}
         self.sources = list(self.by_source)
 
@@ -510,7 +510,9 @@ def read_index(path: str | os.PathLike) -> dict:
 
 
 def _check_totals(path: Path, index: dict) -> None:
-    """Raises `ValueError`, or another error, if the index is not the sum of its shards."""
+    """Raises `ValueError`, or another error, if the index is not the sum of its shards, or lacks bos and eos."""
+    if not {"bos", "eos"} <= index["tokenizer"].keys():
+        raise ValueError("its tokenizer names no bos and eos")
     for split in SPLITS:
         entries = [entry.stated for entry in shard_entries(path, index, split)]
         if index[split] != totals(entries):

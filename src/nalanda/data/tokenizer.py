@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from nalanda.common.errors import InputError, explained, first_line, no_room
-from nalanda.common.files import sync, verify_manifest, write_manifest
+from nalanda.common.files import new_folder, verify_manifest, write_manifest
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.corpus import Corpus, DocumentStream, open_corpus
 from nalanda.data.sentencepiece import convert_sentencepiece
@@ -155,19 +154,9 @@ def load_tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase:
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Writes the tokenizer to `directory` with its sums, synced, or leaves `directory` unchanged."""
-    new = directory.with_name(f".tmp-{directory.name}")
-    old = directory.with_name(f".tmp-{directory.name}-old")
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-    tokenizer.save_pretrained(new)
-    write_manifest(new)
-    # A folder cannot be replaced in one step: the old one is moved aside, then removed.
-    if directory.exists():
-        directory.rename(old)
-    new.rename(directory)
-    sync(directory.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    with new_folder(directory, replace=True) as folder:
+        tokenizer.save_pretrained(folder)
+        write_manifest(folder)
 
 
 def is_whole(directory: Path) -> bool:

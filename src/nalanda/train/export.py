@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -14,8 +13,8 @@ from huggingface_hub import HfApi, get_token
 from nalanda_kernels import import_fla, keep_model_types
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from nalanda.common.errors import InputError, SourceUnavailable, first_line, output_folder
-from nalanda.common.files import sync
+from nalanda.common.errors import InputError, SourceUnavailable, first_line
+from nalanda.common.files import new_folder, refuse_existing
 from nalanda.common.retry import transient
 from nalanda.common.text import redact
 from nalanda.config.load import load_config
@@ -130,36 +129,6 @@ def pad_batches(folder: Path, side: str = "left", *, token_types: bool = True) -
 
 
 @contextlib.contextmanager
-def new_folder(out: Path, replace: bool = False) -> Iterator[Path]:
-    """Yields a folder to fill. It becomes `out` when the block ends, and is removed if the block fails.
-
-    Raises:
-        InputError: `out` exists and `replace` is False.
-    """
-    if os.path.lexists(out) and not replace:
-        raise InputError(f"{out} exists; choose another folder")
-    output_folder(out.parent, "the folder to make:")
-    new, old = out.with_name(f".tmp-{out.name}"), out.with_name(f".tmp-{out.name}-old")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    try:
-        yield new
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-
-    # Complete on the disk before it gets its name; the old folder stays until then.
-    for file in new.rglob("*"):
-        sync(file)
-    sync(new)
-    shutil.rmtree(old, ignore_errors=True)
-    if out.exists():
-        out.rename(old)
-    new.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-@contextlib.contextmanager
 def hub_errors(what: str) -> Iterator[None]:
     """Converts the errors of calls to the Hugging Face hub.
 
@@ -200,8 +169,7 @@ def push(
 
     # Refusals come first, so that they cost no work.
     find_checkpoint(path, step)
-    if os.path.lexists(out):
-        raise InputError(f"{out} exists; choose another folder")
+    refuse_existing(out)
     api = HfApi()
     with hub_errors(repo):
         api.create_repo(repo, private=private, exist_ok=True)
