@@ -82,11 +82,12 @@ def test_lines_are_split_alike_wherever_blocks_end(limit):
         expected = content.split(b"\n")
         expected = expected if expected[-1] else expected[:-1]
         found = list(split_lines(iter(blocks), FIELDS._replace(max_bytes=limit, skip=True)))
-        assert found == [(line if len(line) <= limit else None, len(line)) for line in expected]
+        kept = [line if len(line) <= limit else Left.OVERSIZED for line in expected]
+        assert found == [(line, len(text)) for line, text in zip(kept, expected, strict=True)]
         refused = list(split_lines(iter(blocks), FIELDS._replace(max_bytes=limit)))
         first = next((i for i, line in enumerate(expected) if len(line) > limit), len(expected))
         assert [line for line, _ in refused[:first]] == expected[:first]
-        assert all(line is None for line, _ in refused[first : first + 1])
+        assert all(line is Left.OVERSIZED for line, _ in refused[first : first + 1])
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt"])

@@ -1,6 +1,5 @@
 """A prepared source that has changed: its own shards are made again."""
 
-import json
 import os
 from pathlib import Path
 
@@ -151,26 +150,6 @@ def test_a_changed_set_refuses_the_run_that_read_it(tmp_path, tokenizer, byte_to
     prepare(DataConfig(source=str(source)), byte_tokenizer, out)
     with pytest.raises(InputError, match="changed since the checkpoint was saved: corpus"):
         PackedBatches(data, tokenizer, split="train", batch_size=1).load_state_dict(state)
-
-
-def test_a_set_of_an_earlier_version(tmp_path, byte_tokenizer):
-    """Its index names no files: unchanged it is finished, and changed it is all made again."""
-    source, out = corpus(tmp_path / "in", rows=20), tmp_path / "out"
-    data = DataConfig(source=str(source), validation_share=0.2)
-    index = prepare(data, byte_tokenizer, out, shard_bytes=1500)
-    del index["records"], index["made"]
-    (out / "index.json").write_text(json.dumps(index))
-    before, said = sums(out), []
-    prepare(data, byte_tokenizer, out, say=said.append)
-    assert "prepared already" in said[-1]
-    assert sums(out) == before
-    mend_a_line(source)
-    prepare(data, byte_tokenizer, out, say=said.append)
-    assert any("its index names no files; all is made again" in line for line in said)
-    prepare(data, byte_tokenizer, tmp_path / "fresh", shard_bytes=1500)
-    assert content_of(out) == content_of(tmp_path / "fresh")
-    prepare(data, byte_tokenizer, out, say=said.append)
-    assert "prepared already" in said[-1]
 
 
 def test_a_damaged_file_that_is_mended_costs_its_own_shards(tmp_path, byte_tokenizer, monkeypatch):

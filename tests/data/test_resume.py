@@ -376,59 +376,6 @@ def test_validation_files_stay_as_they_were(folder, tmp_path, tokenizer):
     assert list(new().files) == [""]
 
 
-# ------------------------------ earlier checkpoints
-
-
-def earlier(state: dict) -> dict:
-    """A state as versions before this rule wrote it: hashes in the order of the listing."""
-    files = state.pop("files")
-    for key in ("end", "digest"):
-        state["documents"].pop(key)
-    for key in ("bos_id", "eos_id"):
-        state["identity"].pop(key)
-    contents = {
-        part: [text.rpartition(":")[2] for text in found["hashes"]] for part, found in files.items()
-    }
-    state["identity"]["contents"] = contents
-    return state
-
-
-@pytest.mark.parametrize("sampled", [True, False])
-def test_a_checkpoint_of_an_earlier_version_needs_all_files_as_they_were(
-    folder, tokenizer, monkeypatch, sampled
-):
-    if sampled:
-        monkeypatch.setattr(corpus, "AT_ONCE", 10)
-        monkeypatch.setattr(corpus, "SMALLEST", 16)
-    data = settings(folder)
-    whole = given(opened(data, tokenizer), tokenizer)
-    batches = opened(data, tokenizer)
-    given(batches, tokenizer, 30)
-    state = earlier(saved(batches))
-    resumed = opened(data, tokenizer)
-    resumed.load_state_dict(state)
-    assert given(resumed, tokenizer) == whole[30:]
-    path = folder / "c.jsonl"
-    before = path.read_text()
-    path.write_text(before.replace("0000", "1000", 1))
-    with pytest.raises(
-        InputError, match=r"c\.jsonl: other content than when the checkpoint was saved"
-    ):
-        opened(data, tokenizer).load_state_dict(state)
-    path.write_text(before)
-    write(folder, "x", texts("x"))
-    with pytest.raises(InputError, match="the corpus had 6 files and has 7"):
-        opened(data, tokenizer).load_state_dict(state)
-    (folder / "x.jsonl").unlink()
-    del state["identity"]["contents"]
-    opened(data, tokenizer).load_state_dict(state)
-    write(folder, "x", texts("x"))
-    with pytest.raises(
-        InputError, match="data: changed since the checkpoint was saved: corpus was"
-    ):
-        opened(data, tokenizer).load_state_dict(state)
-
-
 # ------------------------------ hashes and listings
 
 

@@ -1,7 +1,5 @@
 """URLs with a password or a signature: neither is stored."""
 
-import json
-
 import pytest
 from corpora import lines, records
 
@@ -61,12 +59,6 @@ def test_no_password_or_signature_is_stored(tmp_path, byte_tokenizer, server):
     assert not [
         path for path in out.rglob("*") if path.is_file() and b"geheim" in path.read_bytes()
     ]
-    index = json.loads((out / "index.json").read_bytes())
-    index["settings"]["source"] = [url]  # as earlier versions stored it
-    (out / "index.json").write_text(json.dumps(index))
-    said = []
-    prepare(data, byte_tokenizer, out, say=said.append)
-    assert "prepared already" in said[-1]
     data.source = [url.replace("part=1", "part=2")]
     with pytest.raises(InputError, match="was prepared with") as caught:
         prepare(data, byte_tokenizer, out)

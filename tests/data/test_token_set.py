@@ -116,16 +116,18 @@ def test_another_eos_of_the_same_vocabulary_is_refused(tmp_path, tokenizer, byte
     file = tmp_path / "out/index.json"
     index = json.loads(file.read_bytes())
     assert index["tokenizer"].keys() == {"fingerprint", "vocab_size", "bos", "eos"}
+    PackedBatches(data, tokenizer, split="train", batch_size=2)
+    with pytest.raises(
+        InputError, match=r"its eos is token 0, and the tokenizer's is \d+; set tokenizer"
+    ):
+        PackedBatches(data, other, split="train", batch_size=2)
+    with pytest.raises(InputError, match="its eos is token 0"):
+        validation_batches(data, other, batch_size=2)
+
     del index["tokenizer"]["bos"], index["tokenizer"]["eos"]
-    for _ in ("in the index", "in the tokenizer beside it"):
-        PackedBatches(data, tokenizer, split="train", batch_size=2)
-        with pytest.raises(
-            InputError, match=r"its eos is token 0, and the tokenizer's is \d+; set tokenizer"
-        ):
-            PackedBatches(data, other, split="train", batch_size=2)
-        with pytest.raises(InputError, match="its eos is token 0"):
-            validation_batches(data, other, batch_size=2)
-        file.write_text(json.dumps(index))  # as earlier versions wrote it
+    file.write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"names no bos and eos\); copy or prepare it again"):
+        TokenSet(tmp_path / "out", "train")
 
 
 def test_more_shards_than_files_may_be_open(tmp_path, byte_tokenizer):

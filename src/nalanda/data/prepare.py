@@ -218,7 +218,7 @@ def begin(
     records = earlier.records(version)
     earlier_units = earlier.units()
     jobs, names = _plan_jobs(directory, sources, shard_bytes, records, earlier_units)
-    if earlier.index and names == [*earlier.index["records"]]:
+    if earlier.index and names == [*earlier.index.get("records", ())]:
         tidy(directory, earlier.index)
         return None
 
@@ -354,7 +354,7 @@ class EarlierWork(NamedTuple):
     def units(self) -> list[Unit]:
         """The units of the finished set, or else of the plan that was begun."""
         if self.index:
-            records = self.index["records"].values()
+            records = self.index.get("records", {}).values()
             return [Unit.of(key) for record in records for key in record["units"]]
 
         plan = read_json_if_whole(self.directory / "preparing" / "plan.json") or {}

@@ -93,15 +93,20 @@ def _read_lines(shard: FileShard, start: int, stop: int) -> Iterator[Document | 
         for line, size in lines:
             if position >= stop:
                 return
-            if isinstance(line, Left) and shard.fields.skip:  # longer than a document may be
-                yield line
-            elif isinstance(line, Left) or line.strip():
+            if isinstance(line, Left):  # longer than a document may be
+                yield line if shard.fields.skip else _document_at(shard, position)
+            elif line.strip():
                 try:
-                    document = document_in(line or b"", shard.fields, "")
-                except ValueError:  # the file's own reader names the line
-                    document = next(shard.read(_count_lines(shard.path, position)))[0]
+                    document = document_in(line, shard.fields, "")
+                except ValueError:
+                    document = _document_at(shard, position)
                 yield document
             position += size + 1
+
+
+def _document_at(shard: FileShard, position: int) -> Document | Left:
+    """The document of the line at a byte, by the file's own reader, whose errors name the line."""
+    return next(shard.read(_count_lines(shard.path, position)))[0]
 
 
 def _count_lines(path: Path, stop: int) -> int:
