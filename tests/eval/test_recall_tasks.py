@@ -13,6 +13,9 @@ from nalanda_eval.fetch import fetch_tasks
 from nalanda_eval.harness import evaluate, most_tokens
 from nalanda_eval.needles import KINDS, NEEDLES, NeedleTask, haystack, needle_rows
 from nalanda_eval.task_data import GROUPS, LOCAL, find_tasks, read_rows
+from nalanda_kernels import Unsupported
+from nalanda_kernels.cpu import build
+from nalanda_kernels.cpu.token import Program
 from tiny_models import save
 
 from nalanda.common.errors import InputError
@@ -124,6 +127,31 @@ def test_answers_are_generated_from_the_state_whatever_the_batch(checkpoint, mon
         InputError, match=r"up to 12 tokens, the model sees 12 at once: raise --max-length"
     ):
         scorer.generate_until(asked)
+
+
+def test_answers_are_decoded_in_cpp(checkpoint, monkeypatch):
+    from lm_eval.api.instance import Instance
+    from nalanda_eval.adapter import ENDLESS, HarnessModel
+
+    try:
+        build.library()
+    except Unsupported as reason:
+        pytest.skip(f"no C++ compiler: {reason}")
+    runs = []
+
+    def recorded(self, first, end, run=Program.run):
+        runs.append(self.batch)
+        run(self, first, end)
+
+    monkeypatch.setattr(Program, "run", recorded)
+    model, tokenizer = load_model(checkpoint)
+    scorer = HarnessModel(model, tokenizer, batch_size=3, max_length=ENDLESS)
+    options = {"until": [], "max_gen_toks": 12, "eos_token_id": None}
+    contexts = ["the mill " * n + "grinds" for n in (1, 2, 5, 9)]
+    scorer.generate_until(
+        [Instance("generate_until", {}, (context, options), 0) for context in contexts]
+    )
+    assert runs == [3] * 12 + [1] * 12
 
 
 def test_recall_stands_below_the_published_rows(checkpoint, data):

@@ -177,6 +177,23 @@ def test_states_continue_and_do_not_change(options, runs):
 
 
 @pytest.mark.parametrize("mixer", ["gated_deltanet", "softmax"])
+def test_a_single_token_is_read_in_cpp(mixer, runs):
+    """The last piece of a text, and the next token of a state, which does not change."""
+    model, tokens = tiny(mixer=mixer), ids(2, 12)
+    state = model.read(tokens[:, :6], chunk_size=4)
+    assert len(runs) == 1
+    once, *_, last = [model.read(tokens[:, i : i + 1], state=state) for i in (6, 7, 6)]
+    assert len(runs) == 4
+    whole = model.read(tokens[:, :7])
+    assert len(runs) == 4
+    for read in (once, last):
+        assert torch.equal(read.lengths, whole.lengths)
+        for a, b in zip(read.cache.states, whole.cache.states, strict=True):
+            for name, x in a.items():
+                near(x, b[name])
+
+
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "softmax"])
 def test_two_caches_in_turns(mixer):
     """Each has its states in place for a token, and gets them back before the other's come."""
     model, prompts = tiny(mixer=mixer), [ids(1, 5, seed=i) for i in range(2)]

@@ -207,10 +207,14 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             input_ids = input_ids[:, shared:]  # the rest, which cannot be cut equally
 
         # All but the last token: reading that one predicts the next.
-        for start in range(0, input_ids.shape[1] - 1, chunk_size):
-            piece = slice(start, min(start + chunk_size, input_ids.shape[1] - 1))
-            mask = None if attention_mask is None else attention_mask[:, piece]
-            self.model(input_ids=input_ids[:, piece], attention_mask=mask, past_key_values=cache)
+        with decoding_graphs(self):
+            for start in range(0, input_ids.shape[1] - 1, chunk_size):
+                piece = slice(start, min(start + chunk_size, input_ids.shape[1] - 1))
+                ids = input_ids[:, piece]
+                mask = None if attention_mask is None else attention_mask[:, piece]
+                # A piece of one token is read as `generate` decodes it.
+                if self._decode_by_graph(ids, mask, cache) is None:
+                    self.model(input_ids=ids, attention_mask=mask, past_key_values=cache)
         return State(self, cache, last_token)
 
     def _read_parts(
