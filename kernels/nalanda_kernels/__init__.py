@@ -20,7 +20,8 @@ class Unsupported(Exception):
     """A backend cannot serve a call. The text names the cause, such as "float64 inputs".
 
     The user reads it as "delta_rule: triton cannot serve float64 inputs; trying the next backend". A second
-    text stands for the op's name: a cause that is the same for many ops is then told once.
+    text stands for the op's name: a cause that is the same for many ops is then told once. It holds for the
+    process, so no later call tries that backend.
     """
 
 
@@ -145,9 +146,9 @@ def backends_for(op: str, backend: str, device_type: str) -> list[str]:
     if name not in kernels and any(name in others for others in KERNELS.values()):
         name = "auto"  # a backend chosen for the process may lack some ops
 
-    kernels = {x: kernel for x, kernel in kernels.items() if (op, x) not in _too_large}
+    kernels = {x: kernel for x, kernel in kernels.items() if (op, x) not in _left_out}
     serving = [x for x, kernel in kernels.items() if kernel.serves(device_type)]
-    if name == "auto" or (op, name) in _too_large:
+    if name == "auto" or (op, name) in _left_out:
         return serving
 
     usable = [x for x, kernel in kernels.items() if _runs_if_named(kernel, device_type)]
@@ -189,7 +190,11 @@ def serve(op: str, backend: str, device_type: str, *inputs, **options):
         try:
             return getattr(_loaded, f"{op}_{name}")(*inputs, **options)
         except Unsupported as reason:
-            subject = reason.args[1] if len(reason.args) > 1 else op
+            subject = op
+            if len(reason.args) > 1:
+                # The process's fault, not the call's: no later call tries again.
+                subject = reason.args[1]
+                _leave_out(op, name)
             _warn(f"{subject}: {name} cannot serve {reason.args[0]}; trying the next backend")
         except Exception as error:
             if not exceeds_card(error):
@@ -204,13 +209,14 @@ def exceeds_card(error: Exception) -> bool:
     return type(error).__name__ == "OutOfResources"
 
 
-_too_large: set[tuple[str, str]] = set()
-"""Ops and backends whose kernels did not fit the card: no call tries them again, compiled ones included."""
+_left_out: set[tuple[str, str]] = set()
+"""Ops and backends whose kernels did not fit the card or could not be built: no call tries them again, compiled ones
+included."""
 
 
 @_at_compile_time
 def _leave_out(op: str, name: str) -> None:
-    _too_large.add((op, name))
+    _left_out.add((op, name))
 
 
 def candidates(op: str, backend: str, device_type: str) -> list[tuple[str, Callable]]:

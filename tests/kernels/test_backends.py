@@ -161,7 +161,7 @@ def test_kernels_that_do_not_fit_the_card_are_tried_once(register, monkeypatch, 
         raise OutOfResources(200_000, 101_376, "shared memory")
 
     register({"step": {"a": too_large, "b": lambda x: x}})
-    monkeypatch.setattr(nalanda_kernels, "_too_large", set())
+    monkeypatch.setattr(nalanda_kernels, "_left_out", set())
     nalanda_kernels._warn_once.cache_clear()
     with pytest.warns(UserWarning, match=r"^step: a does not fit this card .*shared memory"):
         assert nalanda_kernels.serve("step", backend, "cpu", 3) == 3
