@@ -16,10 +16,7 @@ from nalanda_kernels.one_token import Token
 ROWS = {torch.float32: 8, torch.bfloat16: 4}  # of a product; more are faster in torch
 KINDS = ("product", "step", "norm", "wide_norm", "swiglu")
 # In fp32 beside any model.
-WIDE = (
-    *("g", "A_log", "dt_bias", "skip", "map_powers", "map_units", "frequencies", "mirror"),
-    *("state", "sum", "new_state", "new_sum"),
-)
+WIDE = "g A_log dt_bias skip map_powers map_units frequencies mirror state sum new_state new_sum"
 SCORES = (None, "softmax", "relu")
 ACTIVATIONS = ("silu", "sigmoid", "plain")
 ENTRIES_A_THREAD = 32768  # of a matrix; for fewer a thread costs more than it gains
@@ -43,17 +40,21 @@ class Step(ctypes.Structure):
     """A token of a layer, as step.h reads it."""
 
     _fields_ = (
-        *_fields(ctypes.c_void_p, "q k v b w a gate"),
-        *_fields(ctypes.c_void_p, "q_filter k_filter v_filter local_filter"),
-        *_fields(ctypes.c_void_p, "q_past k_past v_past local_past"),
-        *_fields(ctypes.c_void_p, "q_moved k_moved v_moved local_moved"),
-        *_fields(ctypes.c_void_p, "q_norm k_norm norm k_rows v_rows"),
-        *_fields(ctypes.c_void_p, " ".join(WIDE)),
-        *_fields(ctypes.c_void_p, "positions written out"),
-        *_fields(ctypes.c_int32, "N H HV K V W G steps"),
-        *_fields(ctypes.c_int32, "pairs local_width local_copies k_room v_room used reach blocks"),
-        *_fields(ctypes.c_int32, "delta denominator silu wide_out unit_queries"),
-        *_fields(ctypes.c_int32, "swapped by_count scores activation gate_width gate_first"),
+        *_fields(
+            ctypes.c_void_p,
+            "q k v b w a gate "
+            "q_filter k_filter v_filter local_filter "
+            "q_past k_past v_past local_past "
+            "q_moved k_moved v_moved local_moved "
+            f"q_norm k_norm norm k_rows v_rows {WIDE} positions written out",
+        ),
+        *_fields(
+            ctypes.c_int32,
+            "N H HV K V W G steps "
+            "pairs local_width local_copies k_room v_room used reach blocks "
+            "delta denominator silu wide_out unit_queries "
+            "swapped by_count scores activation gate_width gate_first",
+        ),
         *_fields(ctypes.c_float, "beta_scale scale eps map_alpha magnitude temperature"),
         *_fields(Settings, "query key"),
     )
@@ -68,10 +69,8 @@ def step(
     the library cannot be built.
     """
     token = Token(**options)
-    dtypes = {
-        token.dtype,
-        state["recurrent"].dtype,
-    }  # a norm over all heads asks for fp32 in any model
+    # A norm over all heads asks for fp32 in any model.
+    dtypes = {token.dtype, state["recurrent"].dtype}
     if not dtypes <= DTYPES.keys() or torch.is_autocast_enabled("cpu"):
         return None
 
@@ -135,9 +134,10 @@ def describe_step(
     fit = all(tensors[name].numel() == N * size for name, size in sizes.items() if name in tensors)
     fit &= all(y.shape == (H, K) for y in parameters)
     fit &= G in (0, 1, F) and gate_width in (0, 1, V) and dtype in DTYPES
+    wide = WIDE.split()
     # The C++ reads rows without gaps: a stride would go unseen.
     for name, y in tensors.items():
-        wanted = torch.float32 if name in WIDE else dtype
+        wanted = torch.float32 if name in wide else dtype
         fit &= y.dtype == (torch.int64 if name in ("positions", "written") else wanted)
         fit &= y.is_contiguous()
     if not fit:
