@@ -127,7 +127,7 @@ def evaluate(
     task_names = {*loaded["tasks"], *loaded["groups"]}
     # Before any model is loaded: results that may not stand beside others stop the command.
     earlier = _read_earlier(directory, results, models, task_names)
-    earlier_models = {_path_of(model): model for model in earlier["models"]}
+    earlier_models = {model["place"]: model for model in earlier["models"]}
 
     with Progress("loading", 0, "%") as progress:
         advance = _advance_by_characters(progress, loaded, len(models))
@@ -303,7 +303,7 @@ def _read_earlier(
     try:
         earlier = json.loads(file.read_text(encoding="utf-8"))
         # Paths identify models: names may be relative to another folder.
-        before = {_path_of(model): model["name"] for model in earlier["models"]}
+        before = {model["place"]: model["name"] for model in earlier["models"]}
         now = {_full_path(name): name for name in models}
         others = sorted({task for model in earlier["models"] for task in model["tasks"]} - tasks)
         # Every model and task is scored again, so nothing of the file stays.
@@ -334,11 +334,6 @@ def _full_path(name: str) -> str:
     """The full path of a folder, however it is named; of anything else the name."""
     path = Path(name).expanduser()
     return str(path.resolve()) if path.is_dir() else name
-
-
-def _path_of(model: dict[str, Any]) -> str:
-    """The full path of a model in results.json; older files have only its name."""
-    return model.get("place") or _full_path(model["name"])
 
 
 def _shared_settings(results: dict[str, Any]) -> dict[str, Any]:

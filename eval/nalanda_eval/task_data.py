@@ -5,6 +5,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,6 @@ def _arc(row: dict, question: str = "question") -> dict:
     }
 
 
-def _openbookqa(row: dict) -> dict:
-    return _arc(row, "question_stem")
-
-
 def _boolq(row: dict) -> dict:
     return row if "label" in row else row | {"label": row["answer"]}
 
@@ -90,7 +87,11 @@ LOCAL = {
         _boolq,
     ),
     "openbookqa": LocalData(
-        "openbookqa/openbookqa.yaml", "openbookqa_test", "test", _OPENBOOKQA, _openbookqa
+        "openbookqa/openbookqa.yaml",
+        "openbookqa_test",
+        "test",
+        _OPENBOOKQA,
+        partial(_arc, question="question_stem"),
     ),
     "sciq": LocalData("sciq/sciq.yaml", "sciq_val", "validation", _SCIQ),
     "copa": LocalData("super_glue/copa/default.yaml", "copa_val", "validation", _COPA),

@@ -294,13 +294,3 @@ def test_a_component_of_a_mixture_has_what_it_does_not_set_from_data():
     a, b = DataConfig(mixture=parts, name="shared", text_field="content").parts().values()
     assert (a.source, a.name, a.text_field, a.mixture) == ("o/a", "shared", "content", [])
     assert (b.source, b.name, b.text_field, b.mixture) == ("o/b", "own", "body", [])
-
-
-def test_a_run_of_a_version_with_a_mirror_is_read(recipe, tmp_path):
-    """Its config.yaml has `offline: null`; a recipe that names a mirror is refused."""
-    file = tmp_path / "config.yaml"
-    file.write_text(Path(recipe).read_text() + "offline: null\n")
-    assert load_config(file) == load_config(recipe)
-    file.write_text(Path(recipe).read_text() + "offline: mirror\n")
-    with pytest.raises(InputError, match="offline: no such key"):
-        load_config(file)

@@ -30,7 +30,7 @@ def _find_problem(path: Path) -> str | None:
     try:
         text = (path / "manifest.json").read_text()
         manifest = json.loads(text)
-        if manifest.get("format") != 1 and text != manifest_text(manifest):  # format 1 had no sum
+        if text != manifest_text(manifest):
             return "manifest.json does not have the bytes that were written"
         sizes = {str(name): entry["bytes"] for name, entry in manifest["files"].items()}
         sums = {str(name): entry["sha256"] for name, entry in manifest["files"].items()}
@@ -135,6 +135,22 @@ def append_record(record: Path | None, entry: Any) -> None:
     line = b"\n" + json.dumps(entry).encode() + b"\n"  # begins anew after a line that was cut short
     with contextlib.suppress(OSError), record.open("ab", buffering=0) as file:
         file.write(line)
+
+
+def stored_recipe(folder: Path) -> dict[str, Any]:
+    """The recipe of a run or model as it stands in config.yaml; {} without one."""
+    import yaml
+
+    file = folder / "config.yaml"
+    return yaml.safe_load(file.read_text("utf-8", "replace")) if file.is_file() else {}
+
+
+def update_json(file: Path, **settings: Any) -> dict[str, Any]:
+    """Adds settings to a JSON file, which may be missing; returns all of them."""
+    table = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    table |= settings
+    file.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return table
 
 
 def missing_folders(path: Path) -> list[Path]:

@@ -2,12 +2,12 @@
 
 import json
 import os
-import re
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
+from nalanda.common.files import stored_recipe
 from nalanda.common.progress import first_process
 
 LOAD = "from transformers import AutoModelFor{head} as Auto; print(Auto.from_pretrained({folder}{trust}))"
@@ -45,9 +45,6 @@ NEXT = {
 }
 """Commands by what was done."""
 
-NEVER_VALIDATES = re.compile(r"^validation:\n(?:  .+\n)*?  every: 0$", re.MULTILINE)
-"""In the recipe of a run that held no text out."""
-
 LOADING = ("nalanda generate", "nalanda eval", "nalanda perplexity")
 """Those that load a model."""
 
@@ -58,16 +55,17 @@ def next_steps(done: str, of: object = None, **values: Any) -> list[str]:
     of: the folder of a run or model, whose data choose the prompt and the tasks.
     """
     done = _name_by_model(done, values)
-    recipe = "" if of is None else _read_recipe(Path(str(of)))
-    kind = _kind_of_source(recipe)
-    if kind == "text" and NEVER_VALIDATES.search(recipe):
+    recipe = {} if of is None else stored_recipe(Path(str(of)))
+    data = recipe.get("data") or {}
+    kind = _kind_of_source(data)
+    if kind == "text" and (recipe.get("validation") or {}).get("every") == 0:
         kind = "trained text"
     # A mixer or map of the user's own, which the model's folder carries.
-    trust = re.search("^plugins:$", recipe, re.MULTILINE) is not None
+    trust = bool(recipe.get("plugins"))
 
     values = {"settings": []} | values  # `settings`: keys that a recipe must set for a prepared set
-    values["prompt"] = _prompt_like(recipe)
-    values["text"] = _held_out_text(recipe, str(of)) if kind == "text" else []
+    values["prompt"] = _prompt_like(data)
+    values["text"] = _held_out_text(data, str(of)) if kind == "text" else []
     if models := values.get("models"):
         values["model"] = models[0]
     values["measure"] = _measuring_command(done, kind, values)
@@ -88,17 +86,11 @@ def next_steps(done: str, of: object = None, **values: Any) -> list[str]:
 
 def choose_prompt(run: Path) -> str:
     """A prompt like the texts on which a run trains."""
-    return _prompt_like(_read_recipe(run))
+    return _prompt_like(stored_recipe(run).get("data") or {})
 
 
-def _prompt_like(recipe: str) -> str:
-    return "def read_lines(path):" if _kind_of_source(recipe) == "python" else "Once upon a time"
-
-
-def _read_recipe(folder: Path) -> str:
-    """The recipe of a run or model; "" without one."""
-    file = folder / "config.yaml"
-    return file.read_text("utf-8", "replace") if file.is_file() else ""
+def _prompt_like(data: dict[str, Any]) -> str:
+    return "def read_lines(path):" if data.get("source") == "python" else "Once upon a time"
 
 
 def _name_by_model(done: str, values: dict[str, Any]) -> str:
@@ -135,32 +127,24 @@ def _fill_template(template: str, values: dict[str, Any]) -> list[str]:
     return words
 
 
-def _kind_of_source(recipe: str) -> str:
+def _kind_of_source(data: dict[str, Any]) -> str:
     """The kind of the recipe's source: `python`, `text` or a token `set` on this machine, or else `remote`."""
-    source = _find_value(recipe, "source")
+    source = data.get("source")
     if source == "python":
         return "python"
-    # One source, or a list of them, a line each.
-    listed = re.search(r"^  source:\n((?:  - .+\n)+)", recipe, re.MULTILINE)
-    names = re.findall("- (.+)", listed[1]) if listed else [source]
-    paths = [Path(name.strip("'\"")).expanduser() for name in names]
-    if not names[0] or not all(path.exists() for path in paths):
+    names = source if isinstance(source, list) else [source]
+    paths = [Path(str(name)).expanduser() for name in names]
+    if not source or not all(path.exists() for path in paths):
         return "remote"
     sets = [(path / "index.json").exists() or path.suffix in (".idx", ".bin") for path in paths]
     return "set" if any(sets) else "text"
 
 
-def _find_value(recipe: str, key: str) -> str:
-    """The text at a key of `data`; "" if there is none, or a list."""
-    line = re.search(f"^  {key}: (.+)$", recipe, re.MULTILINE)
-    value = line[1].strip("'\"") if line else ""
-    return "" if value == "null" else value
-
-
-def _held_out_text(recipe: str, folder: str) -> list[str]:
+def _held_out_text(data: dict[str, Any], folder: str) -> list[str]:
     """The option of `nalanda perplexity` that names the text of validation: its file, or the recipe."""
-    source = _find_value(recipe, "validation_source")
-    return ["--text", source if source.endswith(".txt") else f"{folder}/config.yaml"]
+    source = data.get("validation_source")
+    is_file = isinstance(source, str) and source.endswith(".txt")
+    return ["--text", source if is_file else f"{folder}/config.yaml"]
 
 
 def _measuring_command(done: str, kind: str, values: dict[str, Any]) -> list[str]:

@@ -82,8 +82,6 @@ def read_sections(path: Path, overrides: typing.Sequence[str] = ()) -> dict:
         raise InputError(
             f"{path}: expected sections such as `model:` and `data:`, got {_name(values)}"
         )
-    if values.get("offline", "") is None:  # as runs wrote it while there was such a key
-        del values["offline"]
 
     # Before the overrides: they then add to a section without the settings that they replace.
     _drop_options_of_another_map(values, overrides)

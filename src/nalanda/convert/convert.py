@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import custom_object_save
 
 from nalanda.common.errors import InputError
-from nalanda.common.files import new_folder, refuse_existing
+from nalanda.common.files import new_folder, refuse_existing, update_json
 from nalanda.config.model_folder import weight_files
 from nalanda.convert import fla, kimi_linear, llama, qwen3_5
 from nalanda.convert.certificate import Certificate, card, compare, unchecked
@@ -346,8 +346,7 @@ def keep_tokenizer(folder: Path, staging: Path) -> None:
     # transformers may choose the class by model_type, which the conversion changes.
     declared = settings.get("tokenizer_class") or ""
     if name not in ("TokenizersBackend", declared.removesuffix("Fast")):
-        text = json.dumps(settings | {"tokenizer_class": name}, indent=2, ensure_ascii=False)
-        file.write_text(text + "\n", encoding="utf-8")
+        update_json(file, tokenizer_class=name)
 
 
 def read_config(folder: Path) -> Config:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nalanda.common.errors import InputError, explained
+from nalanda.common.files import update_json
 from nalanda.convert.engines import quiet
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8": None}
@@ -48,10 +49,11 @@ def to_mlx(folder: Path, dtype: str | None) -> tuple[str, Path] | None:
     """
     import mlx.core as mx  # pyrefly: ignore[missing-import]
 
-    kind = _read(folder / "config.json")["model_type"].removesuffix("_text")
-    config = _add(folder / "config.json", model_type=kind)
+    file = folder / "config.json"
+    kind = json.loads(file.read_text(encoding="utf-8"))["model_type"].removesuffix("_text")
+    config = update_json(file, model_type=kind)
     if kind in _OVERRULED:
-        _add(folder / "tokenizer_config.json", auto_map=["", ""])
+        update_json(folder / "tokenizer_config.json", auto_map=["", ""])
     narrow = getattr(mx, (dtype != "f32" and config.get("dtype")) or "float32")
 
     def narrowed(name: str, x: Any) -> Any:
@@ -93,17 +95,6 @@ def check_rounded(folder: Path, dtype: str, rounded: Path) -> None:
 def keep_rounded(folder: Path) -> None:
     """Leaves the rounded model in `folder`, instead of the exact one."""
     _replace(folder, folder / _ROUNDED)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
-def _add(file: Path, **settings: Any) -> dict[str, Any]:
-    """Adds settings to a JSON file; returns all of them."""
-    table = _read(file) | settings
-    file.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return table
 
 
 def _load(folder: Path) -> tuple[Any, dict[str, Any]]:

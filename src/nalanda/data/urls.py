@@ -318,10 +318,13 @@ def download(url: str, path: Path, retries: int) -> None:
             if length and size != start + int(length):
                 raise Incomplete(f"{size} of {start + int(length)} bytes came")
             # A wrong sum does not tell which byte is wrong, so the next try begins anew.
-            checksum = _stated_checksum(reply.headers)
-            if checksum and _digest_file(partial, checksum[0]) != checksum[1]:
-                validator = ""
-                raise Incomplete(f"the bytes do not have the server's {checksum[0]}")
+            if checksum := _stated_checksum(reply.headers):
+                kind, stated = checksum
+                with partial.open("rb") as file:
+                    digest = hashlib.file_digest(file, kind).hexdigest()
+                if digest != stated:
+                    validator = ""
+                    raise Incomplete(f"the bytes do not have the server's {kind}")
 
     try:
         while True:
@@ -351,8 +354,3 @@ def _stated_checksum(headers: Any) -> tuple[str, str] | None:
         "server-side-encryption-customer" in name.lower() for name in headers
     )  # S3's ETag is then not the MD5 of the content
     return ("md5", etag[1]) if etag and not encrypted else None
-
-
-def _digest_file(path: Path, kind: str) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, kind).hexdigest()

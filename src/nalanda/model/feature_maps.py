@@ -126,7 +126,17 @@ class FeatureMap(nn.Module):
         raise NotImplementedError
 
 
-class Elementwise(FeatureMap):
+class OneFunction(FeatureMap):
+    """Maps with the same function of q and of k, `features`."""
+
+    def features(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.features(q), self.features(k)
+
+
+class Elementwise(OneFunction):
     """One function f of every entry of q and k; `K` features, O(K) FLOPs per token and head.
 
     identity: x. silu: x·σ(x) (DeltaNet, Gated DeltaNet). relu: max(x, 0). elu: ELU(x) (TransNormer T1).
@@ -164,9 +174,6 @@ class Elementwise(FeatureMap):
         if self.norm == "sum":
             return phi / (phi.sum(-1, keepdim=True) + EPS)
         return phi
-
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self.features(q), self.features(k)
 
     def kernel_settings(self) -> dict | None:
         # The function tells which map this is: all rows of this kind share the class.
@@ -420,7 +427,7 @@ class LearnedNaLa(Fp32Module, Angle):
         return (r + b * (n / self.root).tanh()).clamp_min(0.5), r
 
 
-class ShiftedSiLU(Fp32Module, FeatureMap):
+class ShiftedSiLU(Fp32Module, OneFunction):
     """SiLU(x + b), b `[H, K]` learnt, shared by q and k; `K` features. b gives all features a common part.
 
     shift: where b starts. With 0.22 the mean cosine of φ(q_t) and φ(k_j), j < t, is 0.3 (without: 0.03) in an
@@ -443,14 +450,11 @@ class ShiftedSiLU(Fp32Module, FeatureMap):
         x = at_least_fp32(x)
         return F.silu(x + self.b.to(x.dtype))
 
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self.features(q), self.features(k)
-
     def extra_repr(self) -> str:
         return f"shift={self.shift:g}"
 
 
-class Pola(Fp32Module, FeatureMap):
+class Pola(Fp32Module, OneFunction):
     """PolaFormer's polarity-aware map; `2K` features, O(K) FLOPs per token and head.
 
         φ(x) = [relu(x)^p; relu(−x)^p],    p = 1 + α·σ(w),    w `[H, K]` learnt, shared by q and k.
@@ -490,9 +494,6 @@ class Pola(Fp32Module, FeatureMap):
             x = x / F.softplus(self.s.to(x.dtype))
         p = 1 + self.alpha * self.w.to(x.dtype).sigmoid()  # [H, K], from 1 to 1 + α
         return power(split_signs(x), torch.cat([p, p], -1))
-
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self.features(q), self.features(k)
 
     def kernel_settings(self) -> dict:
         return {"name": "pola", "alpha": self.alpha, "parameters": (self.w, self.s)}

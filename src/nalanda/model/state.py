@@ -21,8 +21,6 @@ from .cache import NalandaCache
 from .precision import check_state_dtype, packed_spec
 
 FORMAT = "nalanda-state-2"
-UNSUMMED = "nalanda-state-1"
-"""The format before, without a sum. Its files load, but damage within a tensor is not seen."""
 
 SETTINGS = (
     *("mixer", "mixer_options", "feature_map", "feature_map_options", "num_heads", "conv_size"),
@@ -248,7 +246,7 @@ class State:
             "tokens": str(len(self)),
             "notes": json.dumps(notes),
         }
-        _write(Path(path), tensors, about | {"sum": _file_sum(tensors, about)})
+        _write(Path(path), tensors, about | {"sum": file_sum(tensors, about)})
 
     @classmethod
     def load(cls, path: str | Path, model: Any) -> "State":
@@ -331,7 +329,7 @@ def _sum(tensors: Iterable[tuple[str, Tensor]], text: str = "") -> str:
     return digest.hexdigest()
 
 
-def _file_sum(tensors: dict[str, Tensor], about: dict[str, str]) -> str:
+def file_sum(tensors: dict[str, Tensor], about: dict[str, str]) -> str:
     return _sum(sorted(tensors.items()), json.dumps(about, sort_keys=True))
 
 
@@ -373,12 +371,12 @@ def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError:
         about, tensors = {}, {}
-    if about.get("format") not in (FORMAT, UNSUMMED):
+    if about.get("format") != FORMAT:
         raise ValueError(f"{path} is not a state that this version can load")
 
     # The sum is over all other texts, as `save` computed it.
     saved_sum = about.pop("sum", None)
-    if about["format"] == FORMAT and saved_sum != _file_sum(tensors, about):
+    if saved_sum != file_sum(tensors, about):
         raise ValueError(f"{path} does not have the bytes that were written: read the text again")
     return about, tensors
 
@@ -430,16 +428,14 @@ def _check_fingerprint(path: str | Path, about: dict[str, str], model: Any) -> N
 
     dtype = _dtype(model)
     saved_dtype = about.get("dtype", dtype)
-    summed = about["format"] == FORMAT
-    # The older format has one rounded fingerprint, in bf16.
-    rounded = _parsed(path, about, "rounded") if summed else {"bfloat16": about.get("rounded")}
+    rounded = _parsed(path, about, "rounded")
 
     contained = CONTAINED.get(dtype, ())
     shared = [x for x in CONTAINED.get(saved_dtype, ()) if x in contained and x in rounded]
     if saved_dtype != dtype and not shared:
         raise ValueError(
             f"{path} was read in {saved_dtype}, and this model is in {dtype}: their weights cannot be "
-            f"compared; load the model in {saved_dtype}{' or float32' if summed else ''}"
+            f"compared; load the model in {saved_dtype} or float32"
         )
 
     widest = shared[0] if saved_dtype != dtype else None

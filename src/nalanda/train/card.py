@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from nalanda.common.files import stored_recipe
 from nalanda.common.text import duration
 from nalanda.common.versions import list_versions
-from nalanda.train.log import read_metrics, stored_recipe, with_hours
+from nalanda.train.log import read_metrics, with_hours
 from nalanda.train.loss import describe_perplexity
 
 SHAPE_KEYS = (

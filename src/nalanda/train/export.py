@@ -14,7 +14,7 @@ from nalanda_kernels import import_fla, keep_model_types
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from nalanda.common.errors import InputError, SourceUnavailable, first_line
-from nalanda.common.files import new_folder, refuse_existing
+from nalanda.common.files import new_folder, refuse_existing, update_json
 from nalanda.common.retry import transient
 from nalanda.common.text import redact
 from nalanda.config.load import load_config
@@ -119,13 +119,10 @@ def pad_batches(folder: Path, side: str = "left", *, token_types: bool = True) -
     tokens = json.loads(older.read_text(encoding="utf-8")) if older.is_file() else {}
     # tokenizer_config.json overrules the older file.
     tokens |= {name: settings[name] for name in ("eos_token", "pad_token") if settings.get(name)}
-    settings |= {
-        "padding_side": side,
-        "pad_token": tokens.get("pad_token") or tokens.get("eos_token"),
-    }
+    pad = tokens.get("pad_token") or tokens.get("eos_token")
+    update_json(file, padding_side=side, pad_token=pad)
     if not token_types:
-        settings["model_input_names"] = ["input_ids", "attention_mask"]
-    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        update_json(file, model_input_names=["input_ids", "attention_mask"])
 
 
 @contextlib.contextmanager

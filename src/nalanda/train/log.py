@@ -12,10 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
 from nalanda.common.errors import InputError, first_line
-from nalanda.common.files import write_atomically
+from nalanda.common.files import stored_recipe, write_atomically
 from nalanda.common.progress import Progress
 from nalanda.common.text import duration, si
 from nalanda.config.schema import LogConfig
@@ -230,12 +228,6 @@ class Tracker:
 
     def finish(self) -> None:
         self.guarded(self.module.finish)
-
-
-def stored_recipe(run_dir: Path) -> dict:
-    """The recipe of a run as it stands in config.yaml; {} if there is none."""
-    file = run_dir / "config.yaml"
-    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def read_facts(run_dir: Path) -> dict:

@@ -113,8 +113,6 @@ class Run:
                 self.at = TrainerState(
                     **{f.name: state[f.name] for f in fields(TrainerState) if f.name in state}
                 )
-                if "settled" not in state:  # a checkpoint of an earlier version
-                    self.at.settled = self.at.step - len(self.at.bad)
                 self.checkpoint = path
                 return data_state
             if accelerator.is_main_process:
