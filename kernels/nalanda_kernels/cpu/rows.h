@@ -121,24 +121,3 @@ void multiply_all(const T* W, const float* x, int N, int K, long first, long end
         m += rows;
     }
 }
-
-// A Linear layer of N rows: y [N, M] = x [N, K] times the transpose of W [M, K], plus a bias and what y is added to.
-template <class T>
-struct Linear {
-    const T *W, *bias, *x, *added;  // bias [M] and added [N, M] may be null
-    T* y;
-    int N, K, M;
-};
-
-template <class T>
-void run_linear(const Linear<T>& layer, Part part) {
-    static thread_local std::vector<float> memory;
-    int N = layer.N, K = layer.K;
-    long M = layer.M;
-    const float* x = arrange<T>(layer.x, N, K, memory);
-    multiply_all(layer.W, x, N, K, part.first(M), part.end(M), [&](int n, long m, float sum) {
-        float y = sum + (layer.bias ? load(layer.bias + m) : 0);
-        if (layer.added) y = load(layer.added + n * M + m) + rounded<T>(y);
-        store(layer.y + n * M + m, y);
-    });
-}

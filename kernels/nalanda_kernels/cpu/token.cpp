@@ -11,6 +11,20 @@ struct Operation {
     float number;                  // ε of a norm, below its root; M: behind the root
 };
 
+// y [N, M] = x [N, K] times the transpose of W [M, K], plus a bias [M] and what y is added to, which may be null.
+template <class T>
+void run_product(const Operation& op, Part part) {
+    static thread_local std::vector<float> memory;
+    const T *bias = (const T*)op.bias, *added = (const T*)op.added;
+    long M = op.M;
+    const float* x = arrange<T>((const T*)op.x, op.N, op.K, memory);
+    multiply_all((const T*)op.weight, x, op.N, op.K, part.first(M), part.end(M), [&](int n, long m, float sum) {
+        float y = sum + (bias ? load(bias + m) : 0);
+        if (added) y = load(added + n * M + m) + rounded<T>(y);
+        store((T*)op.y + n * M + m, y);
+    });
+}
+
 // SiLU(a) ⊙ b
 template <class T>
 inline float swiglu(const T* a, float b) {
@@ -53,21 +67,24 @@ void run_norm(const Operation& op, long n) {
 }
 
 template <class T>
+void run_swiglu(const Operation& op, Part part) {
+    const T *a = (const T*)op.x, *b = (const T*)op.added;
+    long entries = long(op.N) * op.K;
+    for (long i = part.first(entries); i < part.end(entries); i++) store((T*)op.y + i, swiglu(a + i, load(b + i)));
+}
+
+template <class T>
 void run_operation(const Operation& op, Part part) {
-    const T *x = (const T*)op.x, *weight = (const T*)op.weight, *bias = (const T*)op.bias, *added = (const T*)op.added;
-    T* y = (T*)op.y;
-    long N = op.N, entries = N * op.K;
     switch (op.kind) {
-        case PRODUCT: return run_linear(Linear<T>{weight, bias, x, added, y, op.N, op.K, op.M}, part);
+        case PRODUCT: return run_product<T>(op, part);
         case STEP: return run_step<T>(*(const Step*)op.step, part);
         case NORM:
-            for (long n = part.first(N); n < part.end(N); n++) run_norm<T, T>(op, n);
-            return;
         case WIDE_NORM:
-            for (long n = part.first(N); n < part.end(N); n++) run_norm<T, float>(op, n);
+            for (long n = part.first(op.N); n < part.end(op.N); n++) {
+                op.kind == NORM ? run_norm<T, T>(op, n) : run_norm<T, float>(op, n);
+            }
             return;
-        case SWIGLU:
-            for (long i = part.first(entries); i < part.end(entries); i++) store(y + i, swiglu(x + i, load(added + i)));
+        case SWIGLU: return run_swiglu<T>(op, part);
     }
 }
 

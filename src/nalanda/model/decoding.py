@@ -1,7 +1,7 @@
 """Decoding on a CPU: a token of all layers as one call of C++, with states in place.
 
-`generate` opens the context `graphs.decoding_graphs`, which takes this path where the kernels serve the model. The
-newest states of a cache are then in the program's memory, as with CUDA graphs. Forks, beams and saved states copy
+`generate` and `read` open the context `graphs.decoding_graphs`, which takes this path where kernels serve the model.
+The newest states of a cache are then in the program's memory, as with CUDA graphs. Forks, beams and saved states copy
 them out once (`cache.StateBuffers`). Mixers without a rule of a token, or with a map that kernels do not know, run
 in Python between two pieces of the program.
 """

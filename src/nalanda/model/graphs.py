@@ -7,7 +7,7 @@ copied between tokens, and no program overwrites what another one has yet to rea
 happen: all programs of a head read the past of its convolutions and its sum of keys, and one of them writes
 the next.
 
-`generate` opens the context `decoding_graphs`. Its first tokens run eagerly, so short answers do not pay
+`generate` and `read` open the context `decoding_graphs`. Its first tokens run eagerly, so short answers do not pay
 for a capture. While graphs run, the newest states of a cache are in their buffers, and
 `NalandaCache.states` copies them out for any other use. The buffers live as long as a cache that used them.
 
@@ -292,7 +292,7 @@ current_graphs = _current.get
 def decoding_graphs(model: Any) -> Iterator[None]:
     """In this context, calls of the model with one token of each sequence run as CUDA graphs where they can.
 
-    `generate` opens it. Weights may change in place in it, but not be replaced.
+    `generate` and `read` open it. Weights may change in place in it, but not be replaced.
     """
     switch = ENVIRONMENT if Graph.serves(model.device) else TOKEN_ENVIRONMENT
     before = _current.set(None if os.environ.get(switch) == "0" else DecodingGraphs(model))
