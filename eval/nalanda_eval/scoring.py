@@ -42,16 +42,6 @@ Tally = list[Answer]
 """Partial answer of each request."""
 
 
-def score(
-    model: PreTrainedModel, requests: Sequence[Request], *, batch_size: int = 8, share: bool = True
-) -> list[Answer]:
-    """The answers to `requests`, in their order; see `answers`."""
-    by_request: dict[Request, Answer] = {}
-    for batch in answers(model, requests, batch_size=batch_size, share=share):
-        by_request.update(batch)
-    return [by_request[request] for request in requests]
-
-
 @torch.no_grad()
 def answers(
     model: PreTrainedModel, requests: Sequence[Request], *, batch_size: int = 8, share: bool = True

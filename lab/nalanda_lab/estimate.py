@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from nalanda.common.text import signed
+
+def signed(number: float, form: str) -> str:
+    """`+0.012`, `−0.012`, with `form` such as `.3f`."""
+    return f"{number:+{form}}".replace("-", "−", number < 0)
 
 
 @dataclass(frozen=True)

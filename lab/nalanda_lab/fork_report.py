@@ -8,9 +8,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from nalanda.common.text import signed
 from nalanda.report.figures import COLOURS, GREY, drawing
-from nalanda_lab.estimate import Gap, document_variance, holm, paired_gap
+from nalanda_lab.estimate import Gap, document_variance, holm, paired_gap, signed
 from nalanda_lab.fork import (
     STUDY,
     chosen_rates,

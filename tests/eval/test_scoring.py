@@ -7,7 +7,7 @@ import torch
 import transformers
 from covering import covering
 from nalanda_eval import scoring
-from nalanda_eval.scoring import process_share, score
+from nalanda_eval.scoring import process_share
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 
@@ -45,6 +45,14 @@ def build(name: str, dtype=torch.float32):
             NalandaConfig(mixer=name, num_heads=2, initializer_range=0.3, **SHAPE)
         )
     return model.to(dtype).eval()
+
+
+def score(model, requests, **options) -> list[scoring.Answer]:
+    """The answers to `requests`, in their order."""
+    by_request = {}
+    for batch in scoring.answers(model, requests, **options):
+        by_request.update(batch)
+    return [by_request[request] for request in requests]
 
 
 def draw(contexts: int = 12, longest: int = 90) -> list[scoring.Request]:

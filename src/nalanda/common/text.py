@@ -1,4 +1,4 @@
-"""Text for messages: the nearest name, sizes, durations, signed numbers, URLs without their secrets."""
+"""Text for messages: the nearest name, sizes, durations, URLs without their secrets."""
 
 from __future__ import annotations
 
@@ -77,11 +77,6 @@ def si(number: float) -> str:
             return f"{number:.3g}{unit}"
         number /= 1000
     return f"{number:.4g} G"
-
-
-def signed(number: float, form: str) -> str:
-    """`+0.012`, `−0.012`, with `form` such as `.3f`."""
-    return f"{number:+{form}}".replace("-", "−", number < 0)
 
 
 def size(count: float) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from nalanda.common.errors import InputError, output_file
 from nalanda.common.text import si
 from nalanda.config.load import differences
+from nalanda.data.records import field_of
 from nalanda.report.figures import Look, drawing, files, in_panels, log_axis, look
 from nalanda.report.runs import layers, read_recipe
 from nalanda.train.log import read_metrics, with_hours
@@ -86,7 +87,7 @@ def labels(curves: Sequence[Curve]) -> list[str]:
         for section in ("model", "optim", "schedule", "train", "data", "tokenizer", "seed")
         for key in differing
         if key.split(".")[0] == section
-        and (section == "model" or all(_has(c.config, key) for c in curves))
+        and (section == "model" or all(field_of(c.config, key, ...) is not ... for c in curves))
     ]
     folders = [c.name for c in curves]
     folders_differ = len(set(folders)) == len(folders)
@@ -96,7 +97,7 @@ def labels(curves: Sequence[Curve]) -> list[str]:
     names = [key.rpartition(".")[2] for key in keys]
     texts = []
     for c in curves:
-        values = [_value(c.config, key) for key in keys]
+        values = [field_of(c.config, key) for key in keys]
         parts = [
             _setting(key, name if names.count(name) == 1 else key, value)
             for key, name, value in zip(keys, names, values, strict=True)
@@ -279,30 +280,19 @@ def _differ(curves: Sequence[Curve], key: Callable[[dict], list]) -> bool:
 
 
 def _tokenizer(config: dict) -> list:
-    texts = TEXTS if _value(config, "tokenizer.train") else ()
-    return [_value(config, "tokenizer"), *(_value(config, f"data.{key}") or None for key in texts)]
+    texts = TEXTS if field_of(config, "tokenizer.train") else ()
+    return [
+        field_of(config, "tokenizer"),
+        *(field_of(config, f"data.{key}") or None for key in texts),
+    ]
 
 
 def _validation(config: dict) -> list:
     """The values that decide on the validation texts: their source alone, if they have one."""
     texts = TEXTS
-    if _value(config, "data.validation_source"):
+    if field_of(config, "data.validation_source"):
         texts = ("validation_source", "validation_split", "name", "text_field")
-    return [_value(config, f"data.{key}") or None for key in (*texts, "max_validation_rows")]
-
-
-def _value(config: dict, key: str) -> Any:
-    for name in key.split("."):
-        config = config.get(name) if isinstance(config, dict) else None  # type: ignore[assignment]
-    return config
-
-
-def _has(config: Any, key: str) -> bool:
-    for name in key.split("."):
-        if not isinstance(config, dict) or name not in config:
-            return False
-        config = config[name]
-    return True
+    return [field_of(config, f"data.{key}") or None for key in (*texts, "max_validation_rows")]
 
 
 def _setting(key: str, name: str, value: Any) -> str:

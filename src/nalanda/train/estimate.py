@@ -244,13 +244,10 @@ def exchanged_bytes(
     context, sent = _Counted(parts), 0
     seq = _sequences(config, rows, seq_len // parts, context, "meta")
     for name in dict.fromkeys(config.layer_mixers):
-        # Called before a run's first step, whose random state must not change.
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            block = Block(config, config.layer_mixers.index(name)).to(dtype)
-            # [1, B·T/N, D], this process's part of all rows
-            x = torch.empty(
-                1, rows * seq_len // parts, config.hidden_size, dtype=dtype, requires_grad=True
-            )
+        block = meta_block(config, name).to(dtype)
+        # [1, B·T/N, D], this process's part of all rows
+        shape = 1, rows * seq_len // parts, config.hidden_size
+        x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         context.sent = 0
         y, _ = block(x, seq)
         # A checkpointed block runs its forward twice, and exchanges twice.
@@ -312,7 +309,7 @@ def _extrapolated(
     They are affine in the tokens, so two short batches on the CPU tell them. Name None: the bytes of the last
     norm and the loss, behind the blocks.
     """
-    block = _End(config) if name is None else _block(config, config.layer_mixers.index(name))
+    block = _End(config) if name is None else meta_block(config, name)
     mixer: Any = getattr(block, "mixer", None)
     # A window's blocks are whole, and there is more than one, in both batches as in the real one.
     reach = getattr(mixer, "reach", None) or length
@@ -359,9 +356,11 @@ def _affine(
     return less - each * few_tokens, each
 
 
-def _block(config: NalandaConfig, layer: int) -> Block:
+def meta_block(config: NalandaConfig, name: str) -> Block:
+    """A block with the mixer `name`, without memory."""
+    # Called before a run's first step, whose random state must not change.
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return Block(config, layer)
+        return Block(config, config.layer_mixers.index(name))
 
 
 class _End(nn.Module):
@@ -428,7 +427,7 @@ def parameters(config: PreTrainedConfig) -> int:
             if not isinstance(config, NalandaConfig):
                 return AutoModelForCausalLM.from_config(config).num_parameters()
             names = config.layer_mixers
-            blocks = {name: Block(config, names.index(name)) for name in dict.fromkeys(names)}
+            blocks = {name: meta_block(config, name) for name in dict.fromkeys(names)}
     except (OverflowError, RuntimeError) as error:
         raise InputError(f"model: {str(error).splitlines()[0]}") from None
     # One block of each kind was built; layers of one kind have equal sizes.
