@@ -116,6 +116,16 @@ def test_bytes_by_token_and_head_do_not_rise(name, forward, backward):
     assert count["backward"] <= backward + 1
 
 
+@pytest.mark.parametrize(
+    ("name", "most"), [("gated_deltanet", 2_576), ("nala_deltanet", 4_876), ("kda", 4_408)]
+)
+def test_bytes_without_gradients_do_not_rise(name, most):
+    """S and the errors are neither stored nor read; training's forward takes 3,864, 5,388 and 6,973."""
+    count = traffic.evaluation_count(traffic.CASES[name], T=128)
+    assert "outputs" not in count
+    assert sum(count.values()) <= most + 1
+
+
 def test_limits_are_recorded_for_cases_that_exist():
     assert LIMITS.exists()
     assert set(limits()["peer_traffic"]) == set(traffic.CASES)

@@ -24,7 +24,7 @@ every_decay = pytest.mark.parametrize("kind", ["gated_delta", "gated_linear", *C
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
-def hold(inputs, dtype=torch.float32, tolerance=None, **options):
+def hold(inputs, dtype=torch.float32, tolerance=None, function=run, **options):
     """Runs the kernels on buffers full of NaN, and the reference on the same rounded inputs in float64."""
     rounded = {n: x if x is None else x.to(dtype).double() for n, x in inputs.items()}
     expected = run(rounded, "reference", **options)
@@ -33,13 +33,26 @@ def hold(inputs, dtype=torch.float32, tolerance=None, **options):
         with warnings.catch_warnings(
             action="error"
         ):  # such as the warning that another backend serves
-            results = run(inputs, "chunk", dtype, function=on_device, **options)
+            results = function(inputs, "chunk", dtype, function=on_device, **options)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert results.keys() == expected.keys()
-    for name, right in expected.items():
-        error = (results[name].double() - right).abs().max() / right.abs().max().clamp(min=1e-300)
+    assert results.keys() == expected.keys() or function is evaluate
+    for name, result in results.items():
+        right = expected[name]
+        error = (result.double() - right).abs().max() / right.abs().max().clamp(min=1e-300)
         assert error <= (tolerance or TOLERANCE[dtype]), f"{name} is off by {error:.1e}"
+
+
+def evaluate(inputs, mode, dtype, function, **options):
+    """`run` without gradients: outputs and final state."""
+    inputs = {
+        name: x.to(torch.float32 if name == "initial_state" else dtype)
+        for name, x in inputs.items()
+        if x is not None
+    }
+    with torch.no_grad():
+        o, state = function(**inputs, mode=mode, output_final_state=True, **options)
+    return {"o": o, "state": state}
 
 
 def on_device(feature_map=None, **inputs):
@@ -231,15 +244,20 @@ def test_maps_and_norm_are_formed_inside(kind, name, options):
         hold(inputs, torch.bfloat16, feature_map=feature_map, qk_norm="l2")
 
 
+PASSES = "states", "states_and_outputs", "state_gradients"
+
+
 @pytest.fixture
 def scheduled(monkeypatch):
     """Sets the width of the sequential passes' blocks and the chunks of a segment; records all launches."""
 
     def choose(width=None, segments=0):
         table = copy.deepcopy(common._shipped())
-        for kernel, rows in itertools.product(("states", "state_gradients"), table.values()):
+        for kernel, rows in itertools.product(PASSES, table.values()):
             rows[kernel] = [
-                row | {"segments": segments} for row in rows[kernel] if width in (None, row["BV"])
+                row | {"segments": segments}
+                for row in rows.get(kernel, ())
+                if width in (None, row["BV"])
             ]
         monkeypatch.setattr(common, "_table", lambda: table)
         launched, real = [], recurrence._launch
@@ -278,6 +296,45 @@ def test_segments(kind, name, scheduled):
     hold(one_head(kind=kind, **sizes), **options)
     passes = 0 if kind == "vector_linear" else 2  # forward and backward
     assert [kernel for kernel, _ in launched].count("compose") == passes
+
+
+FUSED = SEGMENTED | {
+    "odd": ({"length": 65, "v_dim": 7}, {}),
+    "one token": ({"length": 1}, {}),
+    "two halves": ({"length": 70, "k_dim": 132, "v_dim": 72}, {}),
+    "groups": ({"length": 70, "value_heads": 2, "initial": False}, {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FUSED)
+@every_kind
+def test_outputs_without_gradients(kind, name, dtype, scheduled):
+    """The pass over the states computes the outputs; it stores neither states nor errors."""
+    launched = scheduled()
+    sizes, options = FUSED[name]
+    hold(one_head(kind=kind, **sizes), dtype, function=evaluate, **options)
+    kernels = {kernel for kernel, _ in launched}
+    assert "states" in kernels
+    assert "outputs" not in kernels
+
+
+@pytest.mark.parametrize("name", ["nala", "silu"])
+def test_outputs_without_gradients_under_a_map_and_segments(name, scheduled):
+    launched = scheduled(segments=2)
+    feature_map = build_feature_map(name, num_heads=1, head_dim=12)
+    sizes, options = SEGMENTED["packed, with empty and short ones"]
+    inputs = one_head(kind="gated_delta", **sizes)
+    if name == "nala":  # two halves of 12 features
+        inputs["initial_state"] = inputs["initial_state"].repeat(1, 1, 2, 1)
+    hold(inputs, function=evaluate, feature_map=feature_map, qk_norm="l2", **options)
+    assert {"compose", "states"} <= {kernel for kernel, _ in launched}
+
+
+def test_wide_values_keep_the_states_apart(scheduled):
+    launched = scheduled()
+    hold(one_head(40, "delta", v_dim=130), torch.bfloat16, function=evaluate)
+    assert "outputs" in {kernel for kernel, _ in launched}
 
 
 @pytest.mark.parametrize(("dtype", "segments"), [(torch.float32, 3), (torch.bfloat16, 2)])

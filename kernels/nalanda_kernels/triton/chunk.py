@@ -74,6 +74,29 @@ def load_half(
 
 
 @triton.jit
+def store_features(
+    x,
+    f1,
+    f2,
+    row,
+    real,
+    h,
+    H,
+    K: tl.constexpr,
+    HALVES: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Stores both halves [BT, BK] of features into a tensor [tokens, H, HALVES · K]."""
+    c = tl.arange(0, BK)
+    m = real[:, None] & (c < K)[None, :]
+    p = x + ((row + tl.arange(0, BT)) * H + h)[:, None] * (K * HALVES) + c[None, :]
+    tl.store(p, f1, mask=m)
+    if HALVES == 2:
+        tl.store(p + K, f2, mask=m)
+
+
+@triton.jit
 def load_features(
     x,
     row,
@@ -334,6 +357,7 @@ def prepare(
     g,
     inverse,
     scores,
+    q_features,
     k_features,
     z_sums,
     start,
@@ -346,6 +370,7 @@ def prepare(
     DELTA: tl.constexpr,
     GATED: tl.constexpr,
     READ: tl.constexpr,
+    FUSED: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
     PREC: tl.constexpr,
@@ -355,7 +380,8 @@ def prepare(
         P = scale · tril(Δ QK⊤),        (I + L)⁻¹ with L = tril(Δ KK⊤, −1) diag β
 
     L scales columns by β. The A of torch's chunk form and of fla, diag β tril(Δ KK⊤, −1), scales rows.
-    It also stores what later passes read: φ(k), unless k is "stored" already, and the chunk's sum for z.
+    It also stores what later passes read: φ(k), unless k is "stored" already, and the chunk's sum for z. FUSED:
+    also φ(q), for a `states` that computes the outputs.
     """
     i_c, h = tl.program_id(0), tl.program_id(1)
     row, real = load_chunk(start, count, i_c, BT)
@@ -364,16 +390,15 @@ def prepare(
     k1, k2 = load_features(k, row, real, hk, H, K, MAP, False, BT, BK)  # [BT, BK] each
     t = tl.arange(0, BT)
 
-    # φ(k) for the passes to come; one head of v stores it for its group.
+    # Features for the passes to come; one head of v stores them for its group.
+    stored = real & (h % (HV // H) == 0)
     if MAP.name != "stored":
-        c = tl.arange(0, BK)
-        m = real[:, None] & (c < K)[None, :] & (h % (HV // H) == 0)
-        at = k_features + ((row + t) * H + hk)[:, None] * (K * MAP.halves) + c[None, :]
-        tl.store(at, k1, mask=m)
-        if MAP.halves == 2:
-            tl.store(at + K, k2, mask=m)
+        store_features(k_features, k1, k2, row, stored, hk, H, K, MAP.halves, BT, BK)
 
     q1, q2 = load_features(q, row, real, hk, H, K, MAP, True, BT, BK, swapped(h, READ))
+    if MAP.name != "stored" and FUSED:
+        store_features(q_features, q1, q2, row, stored, hk, H, K, MAP.halves, BT, BK)
+
     # z after the chunk is e^{γ_C} z + Σ_t e^{γ_C − γ_t} k_t; here the second term.
     if READ.name != "":
         weights = tl.full([BT], 1.0, tl.float32)
@@ -407,6 +432,7 @@ def prepare(
 
 @triton.jit
 def states(
+    q,
     k,
     reads,
     channel_decays,
@@ -414,8 +440,10 @@ def states(
     beta,
     g,
     inverse,
+    scores,
     s,
     e,
+    o,
     z_sums,
     zs,
     us,
@@ -428,6 +456,7 @@ def states(
     decay,
     bounds,
     first,
+    scale,
     H,
     HV,
     K: tl.constexpr,
@@ -440,6 +469,7 @@ def states(
     START: tl.constexpr,
     END: tl.constexpr,
     AFFINE: tl.constexpr,
+    FUSED: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
@@ -453,6 +483,8 @@ def states(
 
     AFFINE: only what each sequence does to any S before it, S' = M S + U. The pass over [v, 0] from [0, I]
     ends with [U, M], F × (V + F). Without the delta rule it ends with U, and `decay` is M.
+
+    FUSED: stores the outputs O instead of S and E, which no backward will read. Not with a readout.
 
     CHANNELS: decays per key channel, with e^{γ_C} in `channel_decays`. `reads` are the keys that read S, k
     those that write to it, both with their decays.
@@ -501,7 +533,7 @@ def states(
         index = (chunk + i).to(tl.int64) * HV + h
 
         # S, z and u before the chunk.
-        if not AFFINE:
+        if not (AFFINE or FUSED):
             o1, _ = state_tile(index, 0, K, V, MAP.halves, i_v, BK, BV)
             # Rounded for `outputs` and the backward; the pass itself goes on in fp32.
             tl.store(s + o1, s1.to(s.dtype.element_ty), mask=inside)
@@ -540,16 +572,30 @@ def states(
                 read = tl.dot(r2, s2.to(dtype), read, input_precision=PREC)
             residual = (v_new.to(tl.float32) - decay_in[:, None] * read).to(dtype)
             error = apply(tl.load(square_at(inverse, chunk + i, h, HV, BT)), residual, PREC)
-            if not AFFINE:
+            if not (AFFINE or FUSED):
                 # Only now β and the decay: `outputs` and the backward need E without them.
                 store_rows(e, error, row, real, h, HV, V, i_v, BT, BV)
-            decay_out *= load_gate(beta, row, real, h, HV, BT)
+            b = load_gate(beta, row, real, h, HV, BT)
+            decay_out *= b
+            written = (error * b[:, None]).to(dtype)
             v_new = (error * decay_out[:, None]).to(dtype)
         else:
             if READ.name == "mala":
                 # u has no decay: a magnitude forbids gates.
                 u += tl.sum(v_new.to(tl.float32), 0)
+            written = v_new
             v_new = (v_new.to(tl.float32) * decay_out[:, None]).to(dtype)
+
+        if FUSED and not AFFINE:
+            # O = scale · eᵞ Q S + P diag(β) E, [BT, BV]. P is the first operand, as it is loaded.
+            q1, q2 = load_features(q, row, real, hk, H, K, MAP, True, BT, BK)
+            out = tl.dot(q1, s1.to(dtype), input_precision=PREC)
+            if MAP.halves == 2:
+                out = tl.dot(q2, s2.to(dtype), out, input_precision=PREC)
+            out *= (decay_in * scale)[:, None]
+            p = tl.load(square_at(scores, chunk + i, h, HV, BT))
+            out = tl.dot(p, written, out, input_precision=PREC)
+            store_rows(o, out, row, real, h, HV, V, i_v, BT, BV)
 
         if READ.name != "":
             z1 = z1 * decay_all + tl.load(z_sums + oz, mask=mz, other=0.0)

@@ -53,6 +53,7 @@ from nalanda_kernels.triton.feature_maps import (
 # A program of these kernels takes one block of V; a program of the others loops over all of them.
 _BY_VALUES = (states, compose, outputs, state_gradients)
 _PLAIN = Readout()
+FUSED = "states_and_outputs"  # block sizes of `states` where it also computes the outputs
 
 
 # ------------------------------------------------------------------------------------ a call and its results
@@ -106,6 +107,7 @@ class Options(NamedTuple):
     scale: float
     final: bool = False  # whether the final states are wanted
     wide: bool = False  # whether (I + L)⁻¹ is kept in fp32
+    fused: bool = False  # whether `states` stores the outputs; then there is no backward
 
     @staticmethod
     def parse(map: str, read: str, *rest) -> "Options":
@@ -247,13 +249,13 @@ def _empty_results(
     if form.delta:
         # Where β may exceed 1, rounding it to 16 bits would let the state grow.
         inverse = torch.empty_like(scores, dtype=torch.float32 if options.wide else None)
-        e = torch.empty_like(v)
+        e = None if options.fused else torch.empty_like(v)
     zs, us = sums(total)
 
     saved = Saved(
         o=torch.empty_like(v),
         scores=scores,
-        s=v.new_empty(total, HV, F, V),
+        s=v.new_empty(0 if options.fused else total, HV, F, V),
         inverse=v.new_empty(0) if inverse is None else inverse,
         e=v.new_empty(0) if e is None else e,
         zs=zs,
@@ -309,7 +311,8 @@ def _scan(kernel, run: Pass, tensors: dict[str, Any], start: States, end: States
     start, end: the states from which the pass starts, and those that it stores.
     """
     form, chunks = run.form, run.chunks
-    sizes, length = _choose_segments(kernel, form, chunks)
+    name = FUSED if tensors.get("FUSED") else kernel.__name__
+    sizes, length = _choose_segments(name, form, chunks)
 
     def launch(over: Chunks, start: States, end: States, decay=None, AFFINE=False, M=0) -> None:
         _launch(
@@ -370,15 +373,15 @@ def _scan(kernel, run: Pass, tensors: dict[str, Any], start: States, end: States
     launch(segments, States(starts), States())
 
 
-def _choose_segments(kernel, form: Form, chunks: Chunks) -> tuple[dict[str, int], int]:
-    """Block sizes of a sequential pass, and the chunks of a segment, or 0 for no segments."""
+def _choose_segments(kernel: str, form: Form, chunks: Chunks) -> tuple[dict[str, int], int]:
+    """Block sizes of a sequential pass by its name in the table, and the chunks of a segment, or 0 for no segments."""
     M = form.F if form.delta else 0
     # Steps for a segment: a product with M [F, F], or a scaling.
     composing = form.F / 64 if form.delta else 0.25
     if form.mean or (form.channels and not form.delta):
         composing = None  # `compose` has neither z and Σv nor a decay per channel
 
-    rows = variants(kernel.__name__, form.itemsize, form.features)
+    rows = variants(kernel, form.itemsize, form.features)
     widths = tuple(min(row["BV"], power_of_two(form.V)) for row in rows)
     programs, total = chunks.sequences * form.HV, chunks.total * form.HV
     choice, length = schedule(widths, programs, chunks.longest, total, form.V, M, composing)
@@ -423,10 +426,11 @@ def _forward(inputs: Inputs, options: Options) -> tuple[States, Saved]:
     if form.channels:
         features = _decay_channels(run, pairs=True)
     else:
-        features = _prepare_chunks(run, z_sums)
+        features = _prepare_chunks(run, z_sums, options.fused)
 
-    # From chunk to chunk: S, z and Σv before each, and the errors E.
+    # From chunk to chunk: S, z and Σv before each, and the errors E; or o at once.
     tensors = {
+        "q": features.q,
         "k": features.k,
         "reads": features.reads,
         "channel_decays": features.channel_decays,
@@ -435,8 +439,11 @@ def _forward(inputs: Inputs, options: Options) -> tuple[States, Saved]:
         "beta": inputs.beta,
         "g": inputs.g,
         "inverse": saved.inverse,
+        "scores": saved.scores,
         "z_sums": z_sums,
+        "FUSED": options.fused,
         # what it stores
+        "o": saved.o,
         "s": saved.s,
         # E is computed here; linear attention leaves it empty.
         "e": saved.e,
@@ -444,6 +451,8 @@ def _forward(inputs: Inputs, options: Options) -> tuple[States, Saved]:
         "us": saved.us,
     }
     _scan(states, run, tensors, inputs.starts, finals if options.final else States())
+    if options.fused:
+        return finals, saved
 
     # Within each chunk again: o.
     _launch(
@@ -470,29 +479,33 @@ def _forward(inputs: Inputs, options: Options) -> tuple[States, Saved]:
     return finals, saved
 
 
-def _prepare_chunks(run: Pass, z_sums: Tensor) -> Features:
-    """The raw q and the features of k; fills P, (I + L)⁻¹ and the chunks' sums for z."""
+def _prepare_chunks(run: Pass, z_sums: Tensor, fused: bool) -> Features:
+    """q, or its features if `fused`, and the features of k; fills P, (I + L)⁻¹ and the chunks' sums for z."""
     inputs, saved, form, chunks = run
-    k = k_features = inputs.k
+    q, k = q_features, k_features = inputs.q, inputs.k
     if form.map.name != "stored":
         k_features = k.new_empty(*k.shape[:3], form.F)  # [B, T, H, F]
+        if fused:
+            q_features = torch.empty_like(k_features)
     _launch(
         prepare,
         run.every_chunk,
         form,
         chunks,
-        q=inputs.q,
+        q=q,
         k=k,
         MAP=form.map,
         beta=inputs.beta,
         g=inputs.g,
+        FUSED=fused,
         # what it stores
         inverse=saved.inverse,
         scores=saved.scores,
+        q_features=q_features,
         k_features=k_features,
         z_sums=z_sums,
     )
-    return Features(inputs.q, k_features, form.H)
+    return Features(q_features, k_features, form.H)
 
 
 def _decay_channels(run: Pass, pairs: bool) -> Features:
@@ -846,8 +859,8 @@ class _Chunkwise(torch.autograd.Function):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    # The last two options, final and wide, matter to the forward alone.
-    *tensors, ctx.map, ctx.read, ctx.scale, _, _ = inputs
+    # The last three options matter to the forward alone.
+    *tensors, ctx.map, ctx.read, ctx.scale, _, _, _ = inputs
     ctx.finals = [x.shape for x in output[_FINALS]]
     ctx.mark_non_differentiable(*output[_FINALS.stop :])
     # Absent gradients stay None, so that `_gradients` can leave out the finals.
@@ -894,7 +907,8 @@ _forward_op = torch.library.custom_op(
     on_its_device(lambda *flat: _flatten(*_forward(*_unflatten(flat)))),
     mutates_args=(),
     tags=TAGS,
-    schema=f"({_INPUT_SCHEMA}, str map, str read, float scale, bool final, bool wide) -> {_tensor_schema(11)}",
+    schema=f"({_INPUT_SCHEMA}, str map, str read, float scale, bool final, bool wide, "
+    f"bool fused) -> {_tensor_schema(11)}",
 )
 _backward_op = torch.library.custom_op(
     "nalanda_kernels::chunkwise_backward",
@@ -1048,7 +1062,17 @@ def _chunkwise(inputs: Inputs, request: Request) -> tuple[Tensor, States]:
     *tensors, cu_seqlens = inputs._replace(q=q, k=k, v=v.to(dtype), g=g)
     # Kernels compute addresses from shapes alone.
     tensors = [x if x is None else x.contiguous() for x in tensors]
-    options = map.text(), read.text(), scale, request.output_final_state, request.allow_neg_eigval
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    # More than one block of V would read q and k again for each.
+    fused = not needs_grad and read == _PLAIN and v.shape[3] <= 128
+    options = (
+        map.text(),
+        read.text(),
+        scale,
+        request.output_final_state,
+        request.allow_neg_eigval,
+        fused,
+    )
     # Eager calls avoid the operator's overhead.
     call = _forward_op if torch.compiler.is_compiling() else _Chunkwise.apply
     o, *finals = call(*tensors, cu_seqlens, *options)[: _FINALS.stop]

@@ -64,7 +64,8 @@ class Case:
     """A call of an op, as in a recipe.
 
     K, V: widths of a head before the map. H: heads. map: its name or None. norm: "l2" or None.
-    channels: decays per key channel. erase: also gates of what is erased and written.
+    channels: decays per key channel. erase: also gates of what is erased and written. evaluated: the forward of
+    a call that needs no gradients.
     """
 
     op: str
@@ -78,6 +79,7 @@ class Case:
     options: tuple[tuple[str, object], ...] = ()  # further keyword arguments of the op
     channels: bool = False
     erase: bool = False
+    evaluated: bool = False
 
     @property
     def F(self) -> int:
@@ -99,6 +101,16 @@ CASES = {
     "deltanet": Case(**DELTA, K=128, V=128, H=8, map="silu"),
     "deltanet fp32": Case(**DELTA, K=128, V=128, H=8, map="silu", dtype=torch.float32),
     "nala_deltanet": Case(**DELTA, K=128, V=128, H=8, map="nala"),
+    "gated_deltanet 128 evaluated": Case(
+        **DELTA, K=128, V=128, H=8, map="silu", gated=True, evaluated=True
+    ),
+    "nala_deltanet evaluated": Case(**DELTA, K=128, V=128, H=8, map="nala", evaluated=True),
+    "deltanet fp32 evaluated": Case(
+        **DELTA, K=128, V=128, H=8, map="silu", dtype=torch.float32, evaluated=True
+    ),
+    "kda evaluated": Case(
+        **DELTA, K=128, V=128, H=8, map="silu", gated=True, channels=True, evaluated=True
+    ),
     "linear_attention": Case(**LINEAR, V=128, map="elu1"),
     "retnet": Case("linear_attention", K=256, V=512, H=4, gated=True),
     "gated_deltanet 256": Case(**DELTA, K=256, V=512, H=6, map="silu", gated=True),
@@ -145,7 +157,7 @@ CASES = {
     "residual norm": Case("rms_norm", 1024, 1024, 1),
     "head norm": Case("rms_norm", 256, 256, 6, gated=True),
 }  # the calls of the 340 M recipes
-TRAINED = ("flagship", "gated_deltanet 128", "short_conv", "step")
+TRAINED = ("flagship", "gated_deltanet 128", "gated_deltanet 128 evaluated", "short_conv", "step")
 CASES_OF = {"sm_75": ("flagship fp16",), "sm_89": TRAINED, "sm_120": TRAINED}
 """The cases of cards that take another card's block sizes; sm_75 has no bf16. Other cards: all."""
 PEERS = (
@@ -505,7 +517,9 @@ def compile_cases(arch: str, names: Iterable[str], by_peer: bool = False) -> lis
         if by_peer:
             backward(peer(case)())
         for B, T, H in () if by_peer else SHAPES:
-            backward(ours(dataclasses.replace(case, H=min(case.H, H)), B, T)())
+            with torch.set_grad_enabled(not case.evaluated):
+                outputs = ours(dataclasses.replace(case, H=min(case.H, H)), B, T)()
+            backward(outputs)
 
     return compile_calls(arch, [(name, lambda case=CASES[name]: call(case)) for name in names])
 

@@ -195,6 +195,14 @@ def our_count(case: Case, B: int = 1, T: int = TOKENS) -> dict[str, dict[str, fl
         return None
 
 
+def evaluation_count(case: Case, B: int = 1, T: int = TOKENS) -> dict[str, float]:
+    """Bytes of our kernels by token and head, of a forward that needs no gradients."""
+    call = ours(case, B, T)
+    with torch.no_grad(), counting() as there:
+        call()
+    return {x: (there.loads[x] + there.stores[x]) / (B * T * case.H) for x in there.loads}
+
+
 def peer_count(case: Case, B: int = 1, T: int = TOKENS) -> dict[str, dict[str, float]]:
     """Bytes of the peer's kernels, with its block sizes for sm_90 and NaLa's map as a pass before them.
 
