@@ -108,10 +108,15 @@ def compare(card: Card, sides: dict[str, Callable], inputs: list[tuple]) -> Valu
 
 
 def bench_cases(card: Card) -> list[Case]:
+    from nalanda_lab.speed import gpu  # imports kernels, after the interpreter of a dry run
+
     cases = []
     for name, (options, targets) in RECURRENCES.items():  # those with targets first
         for T in card.lengths:
             sizes = "K = {K}, V = {V}".format(**options)
             run = partial(bench_recurrence, T=T, **options)
             cases.append(Case("Recurrences", f"{name}, {sizes}, T = {T}", run, targets))
-    return cases
+    head = partial(gpu.head_loss, compare=compare)
+    cases.append(Case("Decoding", gpu.FLAGSHIP, gpu.bench_decoding, {"eager / graph": 3.0}))
+    cases.append(Case("Head loss", "beside torch", head, {"peer / ours": 1.0}))
+    return [*cases, Case("Profile, ms", gpu.FLAGSHIP, gpu.profile_step)]

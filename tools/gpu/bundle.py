@@ -60,9 +60,6 @@ def unpack_files(bundle: Path, folder: Path) -> None:
     (folder / "ptxas").chmod(0o755)
 
 
-# ------------------------------ making
-
-
 def make_bundle(bundle: Path, minutes: float) -> None:
     """Fills the folder, with as many kernels as `minutes` allow; called again, it goes on."""
     import triton
@@ -103,7 +100,7 @@ def compile_all(bundle: Path, cache: Path, end: float) -> list[str]:
     if importlib.util.find_spec("xdist"):
         pytest += ["-n", "logical"]
     jobs = {"bench": ["-m", "gpu.precompile"]}
-    for name in ("model", *AGAIN, "decode", "maps"):
+    for name in ("model", *AGAIN, "decode", "maps", "epilogues", "loss"):
         jobs[name] = [*pytest, f"tests/kernels/test_kernels_{name}.py"]
     jobs |= {f"{name}, newer ptxas": jobs[name] for name in AGAIN}
 
@@ -111,7 +108,7 @@ def compile_all(bundle: Path, cache: Path, end: float) -> list[str]:
     card = Card(output=cache, end=end)
     with tempfile.TemporaryDirectory() as folder:
         unpack_files(bundle, Path(folder))
-        path = [str(ROOT / "lab"), str(ROOT / "tests" / "helpers"), f"{folder}/peers"]
+        path = [str(ROOT / "tests" / "helpers"), f"{folder}/peers"]
         variables = {
             "NALANDA_TEST_DEVICE": "cpu:0",  # not "cpu": that is the interpreter
             "TRITON_CACHE_DIR": str(cache),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = [str(ROOT / "src"), str(ROOT / "kernels"), str(ROOT / "tools")]
+PATHS = [str(ROOT / name) for name in ("src", "kernels", "lab", "tools")]
 sys.path[:0] = PATHS  # the package may not be installed on a machine with a card
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # which may have no network
 

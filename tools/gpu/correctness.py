@@ -89,9 +89,14 @@ def run_file(
 ) -> None:
     """Runs a test file in another process, which can leave the interpreter. Adds its failing tests.
 
-    A file that does not end in time adds nothing. The JUnit file in the output folder has the tracebacks.
+    A file that does not end in time adds nothing. The JUnit file has the tracebacks.
     """
     case = row(name, "newer" if ptxas else "bundled")
+    earlier = results.newest(case, results.facts["card"])
+    # A call that was cut short goes on: the same files on the same software were tested.
+    if "failing" in earlier.get("values", {}) and earlier["facts"] == results.facts:
+        failing[name] = list(filter(None, earlier["values"]["failing"].split(", ")))
+        return
     card.say(f"{case.name} …")
     junit = (card.output / f"{case.name}.xml").resolve()
     variables = {"NALANDA_TEST_DEVICE": card.device} | ({PTXAS: ptxas} if ptxas else {})

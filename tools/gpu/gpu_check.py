@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gpu import bench, bundle, correctness, train
 from gpu.card import ROOT, Card, Case
-from gpu.results import Results, facts
+from gpu.results import Results, facts, show
 
 PARTS: dict[str, Callable[[Card], list[Case]]] = {
     "kernels": correctness.kernel_cases,
@@ -23,7 +23,6 @@ PARTS: dict[str, Callable[[Card], list[Case]]] = {
     "tune": lambda card: [Case("Block sizes", "tune", train.tune)],
 }
 MINUTES = 8.75  # of a part of the day
-GRACE = 40.0  # seconds for a part to end by itself
 LOST = 3  # exit code of a process whose GPU answers no more; the same command goes on
 
 
@@ -56,7 +55,7 @@ def run_part(part: str, options: argparse.Namespace) -> int:
             left = "; ".join(case.name for case in cases[i:])
             card.say(f"gpu-check {part}: out of time; the same command goes on with {left}")
             break
-        card.say(f"{case.name} …")
+        card.say(f"{case.group}: {case.name} …")
         try:
             values = case.run(card) if case.run else {}
         except subprocess.TimeoutExpired:  # next time it comes first, and gets all of the time
@@ -64,7 +63,7 @@ def run_part(part: str, options: argparse.Namespace) -> int:
         except Exception as error:
             values = {"errors": card.note(error)}
         results.put(case, values)
-        card.say("  " + ", ".join(f"{name} {value}" for name, value in values.items()))
+        card.say("  " + ", ".join(f"{name} {show(value)}" for name, value in values.items()))
         try:
             card.synchronize()
         except Exception as error:  # this process cannot measure any more
@@ -88,7 +87,7 @@ def run_day(options: argparse.Namespace) -> int:
         command += ["--output", str(options.output), *["--dry-run"] * options.dry_run]
         command += ["--bundle", str(options.bundle)] if options.bundle else []
         try:
-            done = subprocess.run(command, timeout=60 * minutes + GRACE)
+            done = subprocess.run(command, timeout=60 * minutes + 40)  # to end by itself
             worst = max(worst, done.returncode)
         except subprocess.TimeoutExpired:
             worst = LOST

@@ -11,10 +11,6 @@ import torch
 
 from gpu.card import ROOT, Card, Case, Values
 
-INTRODUCTION = """# Measured on GPUs
-
-The newest figures of results.jsonl. tools/gpu/README.md says what is compared with what."""
-
 
 class Results:
     """All figures of a folder. Each is written at once, because a machine may be taken back at any moment."""
@@ -41,7 +37,7 @@ class Results:
 
     def markdown(self) -> str:
         """For each card its newest facts, and a table for each group of cases."""
-        lines = [INTRODUCTION]
+        lines = ["# Measured on GPUs", "", "The newest figures; see tools/gpu/README.md."]
         cards = {x["facts"]["card"]: x["facts"] for x in self.figures}
         for card, facts in cards.items():
             lines += ["", f"## {card}", "", ", ".join(f"{k} {v}" for k, v in facts.items() if v)]

@@ -136,6 +136,14 @@ def test_what_fails_is_found_and_decides(tmp_path, monkeypatch):
     assert "test_bad[2] fails" in values["how to go on"]["decision"]
     assert "assert 2 == 1" in (tmp_path / "chunk.xml").read_text()
 
+    # A second call tests what has no result, and decides as before.
+    (tmp_path / "test_kernels_more.py").write_text("def test_nothing(): pass\n")
+    again = results_of(tmp_path)
+    correctness.run_tests(dry(tmp_path, tests=tmp_path), again, minutes=2)
+    names = [x["name"] for x in again.figures[len(results.figures) :]]
+    assert names == ["more", "how to go on"]
+    assert again.figures[-1]["values"] == values["how to go on"]
+
 
 @pytest.mark.parametrize(
     ("bundled", "newer", "assembler", "bench", "words"),
@@ -248,6 +256,11 @@ def test_a_dry_day_runs_every_part(tmp_path):
     assert trained["ours, tokens/s"] > 0
     assert trained["ours, loss"] == pytest.approx(trained["torch, loss"], abs=1e-3)
     assert ("Block sizes", "tune") in values
+    decoded = values["Decoding", train.FLAGSHIP]
+    assert min(decoded["eager, ms"], decoded["graph, ms"]) > 0
+    assert values["Head loss", "beside torch"]["difference"] < 1e-2
+    assert len(values["Profile, ms", train.FLAGSHIP]) == 8
+    assert "aten::mm" in (tmp_path / "out" / "profile.txt").read_text()
     assert (tmp_path / "triton" / "KEY" / "states.cubin").exists()
 
 

@@ -1,0 +1,93 @@
+"""Measures of the 340 M flagship on a GPU: a decoded token, the head's loss, and the kernels of a training step.
+
+`tools/gpu` calls them. card: its device, clock and folder; a dry one is a CPU, with a model of toy size.
+"""
+
+import os
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from nalanda_kernels import use_backend
+from torch import Tensor
+from torch.profiler import profile
+
+from nalanda.config.load import load_config
+from nalanda.model import NalandaConfig, NalandaForCausalLM, graphs
+from nalanda.model.loss import linear_cross_entropy
+
+FLAGSHIP = "nala_gated_deltanet_340m"
+TOY = {"num_hidden_layers": 1, "hidden_size": 32, "head_dim": 16, "vocab_size": 64}
+SHOWN = 8
+"""Kernels of a profile that become figures; the file has more."""
+
+
+def flagship(card: Any) -> NalandaForCausalLM:
+    sizes: dict[str, Any] = load_config(FLAGSHIP).model | (TOY if card.dry else {})
+    torch.manual_seed(0)
+    model: Any = NalandaForCausalLM(NalandaConfig(**sizes))
+    return model.to(card.device)
+
+
+def bench_decoding(card: Any) -> dict[str, Any]:
+    """Milliseconds of a token at batch 1 in bf16, as a captured graph and eager, beside the bytes of the weights."""
+    model = flagship(card).bfloat16().eval()
+    weights = sum(x.nbytes for x in model.parameters())
+    values: dict[str, Any] = {"weights, MB": weights / 1e6}
+    for name, switch in (("eager", "0"), ("graph", "1")):
+        os.environ[graphs.ENVIRONMENT] = switch
+        with torch.inference_mode(), graphs.decoding_graphs(model):
+            token = torch.ones(1, 1, dtype=torch.int64, device=card.device)
+            cache = model(token.expand(1, 64), use_cache=True).past_key_values
+            step = partial(model, past_key_values=cache, use_cache=True)
+            for _ in range(graphs.EAGER_TOKENS + 2):
+                step(token)
+            values[f"{name}, ms"] = statistics.median(card.clock(step, [(token,)], calls=50))
+            values["captured"] = "yes" if graphs.DecodingGraphs.captured.get(model) else "no"
+    values["eager / graph"] = values["eager, ms"] / values["graph, ms"]
+    return values
+
+
+def head_loss(card: Any, compare: Callable[..., dict]) -> dict[str, Any]:
+    """Times of the head's loss by our kernel and by torch. compare: times functions of the same inputs."""
+    D, V = (16, 64) if card.dry else (1024, 32000)
+    labels = torch.randint(V, (card.tokens,), device=card.device)
+
+    def make(seed: int) -> tuple[Tensor, ...]:
+        generator = torch.Generator(card.device).manual_seed(seed)
+        shapes = (card.tokens, D), (V, D)
+        inputs = [torch.randn(x, generator=generator, device=card.device) / 8 for x in shapes]
+        return tuple(x.bfloat16().requires_grad_() for x in inputs)
+
+    def call(backend: str, h: Tensor, weight: Tensor) -> Tensor:
+        with use_backend(backend):
+            # `compare` takes outputs in bf16 with a dimension.
+            return linear_cross_entropy(h, weight, labels)[None].bfloat16()
+
+    sides = {"ours": partial(call, "triton"), "peer": partial(call, "torch")}
+    return compare(card, sides, card.input_sets(make))
+
+
+def profile_step(card: Any) -> dict[str, float]:
+    """Milliseconds of the kernels that take the most time in a packed step, eager; profile.txt has the table."""
+    model = flagship(card).train()
+    # On a CPU, where a bundle is made, all activations would not fit.
+    count = card.tokens if card.device == "cuda" else min(card.tokens, 2048)
+    tokens = torch.randint(64, (1, count), device=card.device)
+    bounds = torch.tensor([0, count // 4, count])
+
+    def step() -> None:
+        with torch.autocast(torch.device(card.device).type, torch.bfloat16):
+            model(tokens, labels=tokens, cu_seqlens=bounds, use_cache=False).loss.backward()
+
+    step()  # compiles
+    with profile() as profiled:
+        step()
+        card.synchronize()
+    averages = profiled.key_averages()
+    key = "self_cpu_time_total" if card.dry else "self_device_time_total"
+    (card.output / "profile.txt").write_text(averages.table(sort_by=key, row_limit=60))
+    longest = sorted(averages, key=lambda x: getattr(x, key), reverse=True)
+    return {each.key[:48]: getattr(each, key) / 1e3 for each in longest[:SHOWN]}
