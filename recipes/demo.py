@@ -28,13 +28,21 @@ console = Console(highlight=False)
 def main(overrides: list[str]) -> None:
     from nalanda_eval.python_tasks import write_python_tasks
 
-    from nalanda.common.errors import one_line_errors
+    from nalanda.common.errors import InputError, one_line_errors
     from nalanda.config.load import load_config
+    from nalanda.train.run_dir import refuse_other_files, refuse_other_recipe
 
     recipe = os.path.relpath(RECIPES / "demo.yaml")
     with one_line_errors():
         config = load_config(recipe, overrides)
         run_dir = Path(config.output_dir)
+        try:
+            refuse_other_files(run_dir)
+            refuse_other_recipe(run_dir, config)
+        except InputError as error:
+            # `make demo` takes no settings.
+            command = "python recipes/demo.py output_dir=runs/mine"
+            raise InputError(f"{error}, such as {command}") from None
         console.rule("train")
         script = os.path.relpath(RECIPES / "pretrain.py")
         run(*accelerate(config.train.cpu_threads or 1), script, recipe, *overrides)

@@ -19,8 +19,9 @@ from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
 from nalanda.data import corpus
 from nalanda.data.corpus import DocumentStream, open_corpus
-from nalanda.data.documents import Document, FileShard, Left, split_lines
+from nalanda.data.documents import Document, FileShard, split_lines
 from nalanda.data.loader import PackedBatches
+from nalanda.data.records import Left, describe_left
 
 pytestmark = pytest.mark.usefixtures("small_groups", "no_thread_left")
 
@@ -175,3 +176,11 @@ def test_json_that_is_nested_without_end(tmp_path):
     path.write_text('{"text": "a"}\n' + "[" * 200_000 + "\n")
     with pytest.raises(InputError, match=r"a\.jsonl, line 2: not JSON"):
         read_all(path)
+
+
+def test_one_document_that_is_left_out_is_singular():
+    left = {Left.UNUSABLE.value: 0, Left.OVERSIZED.value: 1}
+    assert describe_left(left) == "1 document above data.max_document_bytes was left out"
+    left[Left.UNUSABLE.value] = 1
+    assert describe_left(left).startswith("1 document without usable text, 1 above ")
+    assert describe_left(left).endswith(" were left out")

@@ -175,6 +175,17 @@ def test_the_demo_runs(tmp_path):
         assert (tmp_path / "run" / file).is_file()
 
 
+def test_a_folder_of_others_is_refused_with_the_command_for_another(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    main = runpy.run_path(str(RECIPES / "demo.py"))["main"]
+    with pytest.raises(SystemExit) as stop:
+        main([f"output_dir={tmp_path}"])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert "choose another output_dir, such as python recipes/demo.py output_dir=" in said
+    assert len(said.splitlines()) == 1
+
+
 def test_the_next_commands_activate_an_environment_that_is_not_active(monkeypatch):
     next_commands = runpy.run_path(str(RECIPES / "demo.py"))["next_commands"]
     monkeypatch.setattr(sys, "prefix", str(Path("a b").absolute()))

@@ -201,7 +201,7 @@ def choose(
     elif not lone:
         return hold_out, usual
 
-    line = f"{len(hashes):,} documents"
+    line = f"{len(hashes):,} document{'s' * (len(hashes) != 1)}"
     if lone:
         line = f"{_name_of(shards[0])}: 1 file cut into {line}"
     held = sum(map(hold_out.holds, hashes))

@@ -41,7 +41,7 @@ class ByteProgress(Progress):
 def print_megatron(written: dict[str, tuple[int, int]], directory: str | os.PathLike) -> None:
     """Prints the totals that `write_megatron` returned."""
     for split, (documents, tokens) in written.items():
-        line = f"{directory}/{split}: {documents:,} documents, {tokens:,} tokens"
+        line = f"{directory}/{split}: {documents:,} document{'s' * (documents != 1)}, {tokens:,} tokens"
         print(line if documents else f"no {split}")
 
 
@@ -81,10 +81,14 @@ def _print_left_out(index: dict) -> None:
     if skipped := index.get("skipped"):
         limit = index["settings"]["max_document_bytes"]
         print(
-            f"{skipped:,} documents of more than {limit:,} bytes were left out (data.oversized: skip)"
+            f"{skipped:,} document{'s' * (skipped != 1)} of more than {limit:,} bytes "
+            f"{'was' if skipped == 1 else 'were'} left out (data.oversized: skip)"
         )
     if unusable := index.get("unusable"):
-        print(f"{unusable:,} records without usable text were left out (data.unusable: skip)")
+        print(
+            f"{unusable:,} record{'s' * (unusable != 1)} without usable text "
+            f"{'was' if unusable == 1 else 'were'} left out (data.unusable: skip)"
+        )
 
 
 def _split_row(split: str, entry: dict) -> list[str]:

@@ -44,7 +44,8 @@ def describe_left(left: Mapping[str, int]) -> str:
         return ""
     first, *more = parts
     number, why = first.split(" ", 1)
-    return ", ".join([f"{number} documents {why}", *more]) + " were left out"
+    verb = f" {'was' if number == '1' and not more else 'were'} left out"
+    return ", ".join([f"{number} document{'s' * (number != '1')} {why}", *more]) + verb
 
 
 class Fields(NamedTuple):

@@ -110,9 +110,8 @@ def teacher_bytes(config: DistillConfig) -> int:
 def estimate_memory(config: RunConfig, facts: dict, model: PreTrainedModel) -> str:
     """Memory of a run, in a line. facts: the contents of run.json."""
     held, activations = memory_parts(config, facts, model)
-    memory = f"{size(held)} a device for weights, gradients and moments"
-    if config.distill.teacher:
-        memory += " and the teacher"
+    teacher = " and the teacher" * bool(config.distill.teacher)
+    memory = f"{size(held)} a device for weights, gradients and moments{teacher}"
     if activations is not None:
         memory += f", at most {size(activations)} for activations"
     return memory
