@@ -181,6 +181,86 @@ def compile_blocks(*mixers: str) -> dict[str, Any]:
     return figures | {"refused": sorted(refused)}
 
 
+def count_compiled_bytes() -> dict[str, Any]:
+    """MB that Inductor's own kernels move for a layer of the flagship, 16,384 tokens in bf16, and their launches.
+
+    Products and our kernels are left out. Nothing is computed: Inductor lays out its kernels, and each reads its
+    inputs and writes its outputs once. A reader of columns of a product counts as a reader of all of it.
+    """
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor import compile_fx, config
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    from nalanda import NalandaForCausalLM
+    from nalanda.config.load import find_recipe, load_config
+    from nalanda.config.model import build_model_config
+    from nalanda.train import parallel
+    from nalanda.train.loss import summed_loss
+
+    figures: dict[str, int] = {}
+
+    def size_of(n: Any) -> int:
+        """A size; any number for one that depends on values."""
+        return 256 if getattr(getattr(n, "node", None), "hint", 0) is None else int(n)
+
+    def filled(node: Any) -> Any:
+        """An output of the graph, without values."""
+        x = None if node is None else node.meta["val"]
+        if not isinstance(x, torch.Tensor):
+            return None if x is None else size_of(x)
+        shape, strides = ([*map(size_of, sizes)] for sizes in (x.shape, x.stride()))
+        return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device.type)
+
+    def count_kernels(
+        module: torch.fx.GraphModule, inputs: list, is_backward: bool = False, **_: Any
+    ) -> Callable:
+        outputs = module.graph.find_nodes(op="output")[0].args[0]
+        compile_fx.record_original_output_strides(module)
+        fake = torch._guards.detect_fake_mode(inputs)
+        assert fake is not None
+        with V.set_fake_mode(fake), DebugContext():
+            view_to_reshape(module)
+            post_grad_passes(module, is_inference=False)
+            shapes = fake.shape_env
+            graph = GraphLowering(
+                module, example_inputs=inputs, shape_env=shapes, is_backward=is_backward
+            )
+            with V.set_graph_handler(graph), graph.set_current_device(torch.device("cuda", 0)):
+                graph.run(*inputs)
+                graph.init_wrapper_code()
+                graph._update_scheduler()
+                own = [x for x in graph.scheduler.nodes if not x.is_extern()]
+                moved = sum(x.get_read_write_buffers_sizes() for x in own)
+
+        name = "backward" if is_backward else "forward"
+        figures[f"{name}, MB"] = moved // 10**6
+        figures[f"{name}, launches"] = len(own)
+        return make_boxed_func(lambda *_: [filled(node) for node in outputs])
+
+    def count(module: torch.fx.GraphModule, inputs: list) -> Callable:
+        return compile_fx.compile_fx(module, inputs, inner_compile=count_kernels)
+
+    T = 8192
+    changes = ["model.num_hidden_layers=1", "model.vocab_size=64", f"data.seq_len={T}"]
+    recipe = load_config(
+        find_recipe("nala_gated_deltanet_340m"), [*changes, f"train.tokens_per_step={8 * T}"]
+    )
+    model = NalandaForCausalLM(build_model_config(recipe)).to(CARD).train()
+    parallel.compile_blocks(parallel.units(model), backend=count)
+    tokens = torch.zeros(2, T, dtype=torch.int64)
+    bounds = torch.arange(0, 2 * T + 1, 2048)
+    batch = {"input_ids": tokens, "labels": tokens, "cu_seqlens": bounds}
+    # Padding of products would be measured, and a cache would skip the count.
+    with config.patch(shape_padding=False, force_disable_caches=True):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = summed_loss(model, batch, CARD)
+        loss.backward()
+    return figures
+
+
 def within(module: Any, function: str, name: str) -> None:
     """Counts what a function of a module does for the phase `name`."""
     original = getattr(module, function)
@@ -239,6 +319,7 @@ SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     "generate": generate_by_graphs,
     "recipe": train_recipe,
     "compile": compile_blocks,
+    "bytes": count_compiled_bytes,
 }
 
 

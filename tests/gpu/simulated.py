@@ -167,6 +167,14 @@ def install(capability: tuple[int, int] = (9, 0), bf16: bool = True) -> None:
         total_memory=141 * gigabyte,
         multi_processor_count=132,
         L2_cache_size=50 * 2**20,
+        gcnArchName="",
+        warp_size=32,
+        max_threads_per_block=1024,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=48 * 2**10,
+        shared_memory_per_block_optin=227 * 2**10,
+        shared_memory_per_multiprocessor=228 * 2**10,
     )
     generator = torch.zeros(16, dtype=torch.uint8)
     functions: dict[str, Callable] = {

@@ -80,6 +80,13 @@ def test_the_trainer_from_set_up_to_export(recipe, tmp_path):
     check_launches("step", {name: x["launches"] for name, x in figures.items()})
 
 
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="it reads Inductor of torch 2.13"
+)
+def test_compiled_blocks_move_few_bytes():
+    check_launches("compiled layer of the flagship", run("bytes"))
+
+
 def test_a_graph_serves_all_packings():
     """Dense batches have one too. Another length makes two graphs, which serve all further ones."""
     figures = run("compile", "gated_deltanet", "kda", "mala", "softmax")
