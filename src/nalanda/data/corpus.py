@@ -131,7 +131,12 @@ def open_texts(
     for split in splits:
         train = corpora.get("train")
         if data.mixture and not (split == "validation" and data.validation_source):
-            corpora[split] = _open_mixture(data, split, validation)
+            # All components, in proportion to their weights.
+            components = {
+                name: open_corpus(component, split, validation=validation)
+                for name, component in data.parts().items()
+            }
+            corpora[split] = Corpus([MixtureShard(components, data.weights())])
         elif train and train.hold_out:
             # Both splits share the shards and the choice; each takes its part of a text.
             held_out_part = partial(train.hold_out.part, split=split)
@@ -139,14 +144,6 @@ def open_texts(
         else:
             corpora[split] = _open_corpus(data, split, validation, walk)
     return corpora
-
-
-def _open_mixture(data: DataConfig, split: str, validation: bool) -> Corpus:
-    """The documents of all components, in proportion to their weights."""
-    corpora = {}
-    for name, component in data.parts().items():
-        corpora[name] = open_corpus(component, split, validation=validation)
-    return Corpus([MixtureShard(corpora, data.weights())])
 
 
 def _open_corpus(data: DataConfig, split: str, validation: bool, walk: Walk) -> Corpus:

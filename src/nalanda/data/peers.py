@@ -116,7 +116,9 @@ def meet(gather: Callable[[list], list]) -> Peers | None:
             lines[other].sendall(rank.to_bytes(4, "big"))
         while len(lines) < len(ranks) - 1:
             line, _ = listener.accept()
-            if _user_of(line) == os.getuid():  # what comes in is unpickled
+            # The user at the other end, because what comes in is unpickled.
+            peer = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            if struct.unpack("3i", peer)[1] == os.getuid():
                 lines[int.from_bytes(line.recv(4), "big")] = line
             else:
                 line.close()
@@ -131,9 +133,3 @@ def _describe_machine() -> tuple | None:
         return platform.node(), boot.read_text(), network
     except OSError:
         return None
-
-
-def _user_of(line: socket.socket) -> int:
-    """The user of the process at the other end."""
-    _, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return user
