@@ -102,8 +102,9 @@ def _compile(compiler: str, output: str) -> None:
 
 def _run(command: list[str]) -> str:
     """Runs a program, and returns its output. Raises CalledProcessError where it fails."""
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
-    return done.stdout
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=SECONDS
+    ).stdout
 
 
 def _hash(compiler: str) -> str:

@@ -17,12 +17,17 @@ ANGLES = ("relu_split", "raw", "direction")
 ROWS_A_THREAD = 64  # for fewer a thread costs more than it gains
 
 
+def list_fields(kind: type, names: str) -> list[tuple[str, type]]:
+    """Fields of a structure that have one type."""
+    return [(name, kind) for name in names.split()]
+
+
 class Settings(ctypes.Structure):
     """A map of queries or of keys, as feature_maps.cpp reads it."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("name", "angle", "l2", "query")),
-        *((name, ctypes.c_float) for name in ("alpha", "power", "n_scale", "scale", "exponent")),
+        *list_fields(ctypes.c_int32, "name angle l2 query"),
+        *list_fields(ctypes.c_float, "alpha power n_scale scale exponent"),
     )
 
 
@@ -70,9 +75,8 @@ def map_features(
 
     # Refuses before autograd records anything.
     library()
-    if torch.is_grad_enabled():
-        return _Mapped.apply(q, p, unit, MAP, True), _Mapped.apply(k, p, unit, MAP, False)
-    return _forward(q, p, unit, MAP, True), _forward(k, p, unit, MAP, False)
+    run = _Mapped.apply if torch.is_grad_enabled() else _forward
+    return run(q, p, unit, MAP, True), run(k, p, unit, MAP, False)
 
 
 def _forward(x: Tensor, p: Tensor | None, unit: Tensor | None, MAP: Map, query: bool) -> Tensor:
@@ -109,13 +113,12 @@ class _Mapped(torch.autograd.Function):
         # A thread sums the gradients of Pola's parameters over its own rows, [parts, H, K].
         dp, d_unit = (None if y is None else y.new_zeros(parts, *y.shape) for y in (p, unit))
 
-        tensors = map(_pointer, (p, unit, dp, d_unit))
         library().map_backward(
             x.dtype == torch.bfloat16,
             *map(_pointer, (x, dy, dx)),
             *_sizes(x),
             ctypes.byref(settings_of(*ctx.map)),
-            *tensors,
+            *map(_pointer, (p, unit, dp, d_unit)),
             parts,
         )
         return dx, *(None if y is None else y.sum(0) for y in (dp, d_unit)), None, None

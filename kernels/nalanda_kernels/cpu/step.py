@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu.build import library
-from nalanda_kernels.cpu.feature_maps import DTYPES, Settings, settings_of
+from nalanda_kernels.cpu.feature_maps import DTYPES, Settings, list_fields, settings_of
 from nalanda_kernels.maps import describe
 from nalanda_kernels.one_token import Token
 
@@ -22,16 +22,12 @@ ACTIVATIONS = ("silu", "sigmoid", "plain")
 ENTRIES_A_THREAD = 32768  # of a matrix; for fewer a thread costs more than it gains
 
 
-def _fields(kind: type, names: str) -> list[tuple[str, type]]:
-    return [(name, kind) for name in names.split()]
-
-
 class Operation(ctypes.Structure):
     """An operation, as token.cpp reads it."""
 
     _fields_ = (
-        *_fields(ctypes.c_void_p, "x weight bias added step y"),
-        *_fields(ctypes.c_int32, "kind N K M waits"),
+        *list_fields(ctypes.c_void_p, "x weight bias added step y"),
+        *list_fields(ctypes.c_int32, "kind N K M waits"),
         ("number", ctypes.c_float),
     )
 
@@ -40,7 +36,7 @@ class Step(ctypes.Structure):
     """A token of a layer, as step.h reads it."""
 
     _fields_ = (
-        *_fields(
+        *list_fields(
             ctypes.c_void_p,
             "q k v b w a gate "
             "q_filter k_filter v_filter local_filter "
@@ -48,15 +44,15 @@ class Step(ctypes.Structure):
             "q_moved k_moved v_moved local_moved "
             f"q_norm k_norm norm k_rows v_rows {WIDE} positions written out",
         ),
-        *_fields(
+        *list_fields(
             ctypes.c_int32,
             "N H HV K V W G steps "
             "pairs local_width local_copies k_room v_room used reach blocks "
             "delta denominator silu wide_out unit_queries "
             "swapped by_count scores activation gate_width gate_first",
         ),
-        *_fields(ctypes.c_float, "beta_scale scale eps map_alpha magnitude temperature"),
-        *_fields(Settings, "query key"),
+        *list_fields(ctypes.c_float, "beta_scale scale eps map_alpha magnitude temperature"),
+        *list_fields(Settings, "query key"),
     )
 
 
@@ -121,7 +117,8 @@ def describe_step(
     tensors |= dict(zip(("A_log", "dt_bias"), token.decay or ()))  # noqa: B905 (there may be no decay)
     tensors |= dict(zip(("map_powers", "map_units"), parameters))  # noqa: B905 (a map may lack units)
     weight, eps = token.norm or (None, 0.0)
-    tensors |= {} if weight is None else {"norm": weight}
+    if weight is not None:
+        tensors["norm"] = weight
 
     # Entries of a row: a log-decay a head or one a feature, and a gate a head or one a value.
     decays, gate = (
@@ -174,12 +171,20 @@ def linear_rows(x: Tensor, weight: Tensor) -> Tensor | None:
     """x Wᵀ for x `[…, K]` of few rows, with sums in fp32; None for more rows or other dtypes."""
     M, K = weight.shape
     N = x.numel() // K
-    if weight.dtype != x.dtype or not 0 < N <= ROWS.get(x.dtype, 0):
-        return None
-    if not (weight.is_cpu and weight.is_contiguous()):
+    readable = weight.dtype == x.dtype and weight.is_cpu and weight.is_contiguous()
+    if not (readable and 0 < N <= ROWS.get(x.dtype, 0)):
         return None
     x = x.contiguous()
     y = x.new_empty(*x.shape[:-1], M)
-    addresses = {"x": x.data_ptr(), "weight": weight.data_ptr(), "y": y.data_ptr()}
-    run_operation(x.dtype, threads_for(M * K, M), "product", N=N, K=K, M=M, **addresses)
+    run_operation(
+        x.dtype,
+        threads_for(M * K, M),
+        "product",
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        y=y.data_ptr(),
+        N=N,
+        K=K,
+        M=M,
+    )
     return y
