@@ -109,7 +109,7 @@ def test_nala_moves_at_most_60_percent_of_what_the_peer_moves(name):
         assert least < ours[part] <= 0.6 * theirs[part], (part, ours[part] / theirs[part])
 
 
-@pytest.mark.parametrize(("name", "forward", "backward"), [("flagship", 9_513, 24_049)])
+@pytest.mark.parametrize(("name", "forward", "backward"), [("flagship", 9_121, 24_049)])
 def test_bytes_by_token_and_head_do_not_rise(name, forward, backward):
     count = traffic.totals(traffic.our_count(traffic.CASES[name], T=128))
     assert count["forward"] <= forward + 1
