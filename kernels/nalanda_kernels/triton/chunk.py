@@ -221,6 +221,82 @@ def vector_at(i, half, N: tl.constexpr, HALVES: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def load_vector(x, i, K: tl.constexpr, HALVES: tl.constexpr, i_v, BK: tl.constexpr):
+    """Both halves [BK] of the i-th vector, in the program of the first columns; 0 in the others."""
+    at, m = vector_at(i, 0, K, HALVES, BK)
+    m &= i_v == 0
+    z1 = tl.load(x + at, mask=m, other=0.0)
+    z2 = tl.load(x + at + (HALVES - 1) * K, mask=m, other=0.0)
+    return z1, z2
+
+
+@triton.jit
+def store_vector(x, z1, z2, i, K: tl.constexpr, HALVES: tl.constexpr, i_v, BK: tl.constexpr):
+    """Stores both halves of the i-th vector, in the program of the first columns."""
+    at, m = vector_at(i, 0, K, HALVES, BK)
+    m &= i_v == 0
+    tl.store(x + at, z1, mask=m)
+    if HALVES == 2:
+        tl.store(x + at + K, z2, mask=m)
+
+
+@triton.jit
+def load_state(
+    x,
+    i,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    W: tl.constexpr,
+    HALVES: tl.constexpr,
+    START: tl.constexpr,
+    i_v,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Both halves [BK, BV] of the i-th state of W columns in fp32.
+
+    Without START it is 0. If W > V it is [0, I]: the columns of V become U and those of I become M.
+    """
+    offsets, inside = state_tile(i, 0, K, W, HALVES, i_v, BK, BV)
+    if START:
+        s1 = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+        s2 = tl.load(x + offsets + (HALVES - 1) * K * W, mask=inside, other=0.0).to(tl.float32)
+    else:
+        s1 = identity(0, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
+        s2 = identity(1, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
+    return s1, s2
+
+
+@triton.jit
+def store_state(
+    x,
+    s1,
+    s2,
+    i,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    HALVES: tl.constexpr,
+    i_v,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Stores both halves [BK, BV] of the i-th state of W columns, in the dtype of x."""
+    offsets, inside = state_tile(i, 0, K, W, HALVES, i_v, BK, BV)
+    tl.store(x + offsets, s1.to(x.dtype.element_ty), mask=inside)
+    if HALVES == 2:
+        tl.store(x + offsets + K * W, s2.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def dot_halves(x1, x2, y1, y2, HALVES: tl.constexpr, PREC: tl.constexpr):
+    """x₁y₁ + x₂y₂ in fp32; with one half, x₁y₁."""
+    product = tl.dot(x1, y1, input_precision=PREC)
+    if HALVES == 2:
+        product = tl.dot(x2, y2, product, input_precision=PREC)
+    return product
+
+
+@triton.jit
 def load_channel_decays(channel_decays, i, K: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr):
     """Both halves of e^{γ_C} of the i-th chunk and head, as columns [BK, 1]."""
     at, m = vector_at(i, 0, K, HALVES, BK)
@@ -413,16 +489,12 @@ def prepare(
         delta = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
 
     # QK⊤ [BT, BT]: a row for each reader i, a column for each writer j.
-    p = tl.dot(q1, tl.trans(k1), input_precision=PREC)
-    if MAP.halves == 2:
-        p = tl.dot(q2, tl.trans(k2), p, input_precision=PREC)
+    p = dot_halves(q1, q2, tl.trans(k1), tl.trans(k2), MAP.halves, PREC)
     tl.store(square_at(scores, i_c, h, HV, BT), (p * delta * scale).to(scores.dtype.element_ty))
 
     # A_ij = β_j Δ_ij k_i·k_j for i > j.
     if DELTA:
-        lower = tl.dot(k1, tl.trans(k1), input_precision=PREC)
-        if MAP.halves == 2:
-            lower = tl.dot(k2, tl.trans(k2), lower, input_precision=PREC)
+        lower = dot_halves(k1, k2, tl.trans(k1), tl.trans(k2), MAP.halves, PREC)
         lower = tl.where(t[:, None] > t[None, :], lower * delta, 0.0)
         # β is the writer's, because E has no β yet.
         lower *= load_gate(beta, row, real, h, HV, BT)[None, :]
@@ -499,16 +571,7 @@ def states(
     length = tl.load(bounds + n + 1) - bos
 
     # S in fp32, one tile [BK, BV] for each half of the features.
-    offsets1, inside = state_tile(i_s, 0, K, W, MAP.halves, i_v, BK, BV)
-    offsets2, _ = state_tile(i_s, MAP.halves - 1, K, W, MAP.halves, i_v, BK, BV)
-    # With one half, s2 is not stored.
-    if START:
-        s1 = tl.load(s_start + offsets1, mask=inside, other=0.0).to(tl.float32)
-        s2 = tl.load(s_start + offsets2, mask=inside, other=0.0).to(tl.float32)
-    else:
-        # From [0, I], the columns of V become U and those of I become M.
-        s1 = identity(0, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
-        s2 = identity(1, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
+    s1, s2 = load_state(s_start, i_s, K, V, W, MAP.halves, START, i_v, BK, BV)
 
     total = 1.0  # the decay of all chunks
     if READ.name != "":
@@ -516,15 +579,11 @@ def states(
         z1 = tl.zeros([BK], tl.float32)
         z2 = tl.zeros([BK], tl.float32)
         u = tl.zeros([BV], tl.float32)
-        at_z, mz = vector_at(i_s, 0, K, MAP.halves, BK)
-        mz &= i_v == 0  # one program has z
-        second = (MAP.halves - 1) * K
         at_u = i_s.to(tl.int64) * V + i_v * BV + tl.arange(0, BV)
         mu = i_v * BV + tl.arange(0, BV) < V
 
         if START:
-            z1 = tl.load(z_start + at_z, mask=mz, other=0.0)
-            z2 = tl.load(z_start + at_z + second, mask=mz, other=0.0)
+            z1, z2 = load_vector(z_start, i_s, K, MAP.halves, i_v, BK)
             if READ.name == "mala":
                 u = tl.load(u_start + at_u, mask=mu, other=0.0)
 
@@ -534,17 +593,10 @@ def states(
 
         # S, z and u before the chunk.
         if not (AFFINE or FUSED):
-            o1, _ = state_tile(index, 0, K, V, MAP.halves, i_v, BK, BV)
             # Rounded for `outputs` and the backward; the pass itself goes on in fp32.
-            tl.store(s + o1, s1.to(s.dtype.element_ty), mask=inside)
-            if MAP.halves == 2:
-                o2, _ = state_tile(index, 1, K, V, MAP.halves, i_v, BK, BV)
-                tl.store(s + o2, s2.to(s.dtype.element_ty), mask=inside)
+            store_state(s, s1, s2, index, K, V, MAP.halves, i_v, BK, BV)
         if READ.name != "":
-            oz, _within = vector_at(index, 0, K, MAP.halves, BK)
-            tl.store(zs + oz, z1, mask=mz)
-            if MAP.halves == 2:
-                tl.store(zs + oz + K, z2, mask=mz)
+            store_vector(zs, z1, z2, index, K, MAP.halves, i_v, BK)
             if READ.name == "mala":
                 tl.store(us + index * V + i_v * BV + tl.arange(0, BV), u, mask=mu)
 
@@ -567,9 +619,7 @@ def states(
         dtype = v_new.dtype
         if DELTA:
             # E = (I + L)⁻¹ (V − eᵞ K S), [BT, BV].
-            read = tl.dot(r1, s1.to(dtype), input_precision=PREC)
-            if MAP.halves == 2:
-                read = tl.dot(r2, s2.to(dtype), read, input_precision=PREC)
+            read = dot_halves(r1, r2, s1.to(dtype), s2.to(dtype), MAP.halves, PREC)
             residual = (v_new.to(tl.float32) - decay_in[:, None] * read).to(dtype)
             error = apply(tl.load(square_at(inverse, chunk + i, h, HV, BT)), residual, PREC)
             if not (AFFINE or FUSED):
@@ -589,18 +639,16 @@ def states(
         if FUSED and not AFFINE:
             # O = scale · eᵞ Q S + P diag(β) E, [BT, BV]. P is the first operand, as it is loaded.
             q1, q2 = load_features(q, row, real, hk, H, K, MAP, True, BT, BK)
-            out = tl.dot(q1, s1.to(dtype), input_precision=PREC)
-            if MAP.halves == 2:
-                out = tl.dot(q2, s2.to(dtype), out, input_precision=PREC)
+            out = dot_halves(q1, q2, s1.to(dtype), s2.to(dtype), MAP.halves, PREC)
             out *= (decay_in * scale)[:, None]
             p = tl.load(square_at(scores, chunk + i, h, HV, BT))
             out = tl.dot(p, written, out, input_precision=PREC)
             store_rows(o, out, row, real, h, HV, V, i_v, BT, BV)
 
         if READ.name != "":
-            z1 = z1 * decay_all + tl.load(z_sums + oz, mask=mz, other=0.0)
-            if MAP.halves == 2:
-                z2 = z2 * decay_all + tl.load(z_sums + oz + K, mask=mz, other=0.0)
+            sum1, sum2 = load_vector(z_sums, index, K, MAP.halves, i_v, BK)
+            z1 = z1 * decay_all + sum1
+            z2 = z2 * decay_all + sum2
 
         # S after the chunk: its decay, and what K writes, summed in fp32.
         s1 = tl.dot(tl.trans(k1), v_new, s1 * decay1, input_precision=PREC)
@@ -610,13 +658,9 @@ def states(
     if AFFINE and not DELTA:
         tl.store(decay + i_s, total, mask=i_v == 0)
     if END:
-        tl.store(s_end + offsets1, s1, mask=inside)
-        if MAP.halves == 2:
-            tl.store(s_end + offsets2, s2, mask=inside)
+        store_state(s_end, s1, s2, i_s, K, W, MAP.halves, i_v, BK, BV)
         if READ.name != "":
-            tl.store(z_end + at_z, z1, mask=mz)
-            if MAP.halves == 2:
-                tl.store(z_end + at_z + K, z2, mask=mz)
+            store_vector(z_end, z1, z2, i_s, K, MAP.halves, i_v, BK)
             if READ.name == "mala":
                 tl.store(u_end + at_u, u, mask=mu)
 
@@ -914,31 +958,18 @@ def state_gradients(
     end = tl.load(bounds + n + 1)
 
     # dS in fp32, one tile [BK, BV] for each half of the features.
-    offsets1, inside = state_tile(i_s, 0, K, W, MAP.halves, i_v, BK, BV)
-    offsets2, _ = state_tile(i_s, MAP.halves - 1, K, W, MAP.halves, i_v, BK, BV)
-    # With one half, s2 is not stored.
-    if START:
-        s1 = tl.load(s_start + offsets1, mask=inside, other=0.0).to(tl.float32)
-        s2 = tl.load(s_start + offsets2, mask=inside, other=0.0).to(tl.float32)
-    else:
-        # From [0, I], the columns of V become the U of dS and those of I its M.
-        s1 = identity(0, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
-        s2 = identity(1, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
+    s1, s2 = load_state(s_start, i_s, K, V, W, MAP.halves, START, i_v, BK, BV)
 
     total = 1.0  # the decay of all chunks
     if READ.name != "":
         z1 = tl.zeros([BK], tl.float32)
         z2 = tl.zeros([BK], tl.float32)
         u = tl.zeros([BV], tl.float32)
-        at_z, mz = vector_at(i_s, 0, K, MAP.halves, BK)
-        mz &= i_v == 0  # one program has z
-        second = (MAP.halves - 1) * K
         at_u = i_s.to(tl.int64) * V + i_v * BV + tl.arange(0, BV)
         mu = i_v * BV + tl.arange(0, BV) < V
 
         if START:
-            z1 = tl.load(z_start + at_z, mask=mz, other=0.0)
-            z2 = tl.load(z_start + at_z + second, mask=mz, other=0.0)
+            z1, z2 = load_vector(z_start, i_s, K, MAP.halves, i_v, BK)
             if READ.name == "mala":
                 u = tl.load(u_start + at_u, mask=mu, other=0.0)
 
@@ -949,17 +980,10 @@ def state_gradients(
 
         # dS, dz and du after the chunk.
         if not AFFINE:
-            o1, _ = state_tile(index, 0, K, V, MAP.halves, i_v, BK, BV)
             # Rounded for the kernels of the inputs' gradients; the pass itself goes on in fp32.
-            tl.store(d_s + o1, s1.to(d_s.dtype.element_ty), mask=inside)
-            if MAP.halves == 2:
-                o2, _ = state_tile(index, 1, K, V, MAP.halves, i_v, BK, BV)
-                tl.store(d_s + o2, s2.to(d_s.dtype.element_ty), mask=inside)
+            store_state(d_s, s1, s2, index, K, V, MAP.halves, i_v, BK, BV)
         if READ.name != "":
-            oz, _within = vector_at(index, 0, K, MAP.halves, BK)
-            tl.store(d_zs + oz, z1, mask=mz)
-            if MAP.halves == 2:
-                tl.store(d_zs + oz + K, z2, mask=mz)
+            store_vector(d_zs, z1, z2, index, K, MAP.halves, i_v, BK)
 
         row = bos + i * BT
         real = row + tl.arange(0, BT) < end
@@ -971,9 +995,7 @@ def state_gradients(
         # The gradient of what k wrote, [BT, BV].
         k1, k2 = load_features(k, row, real, hk, H, K, MAP, False, BT, BK)
         # From later chunks, through dS after this one.
-        d_new = tl.dot(k1, s1.to(dtype), input_precision=PREC)
-        if MAP.halves == 2:
-            d_new = tl.dot(k2, s2.to(dtype), d_new, input_precision=PREC)
+        d_new = dot_halves(k1, k2, s1.to(dtype), s2.to(dtype), MAP.halves, PREC)
         d_new *= decay_out[:, None]
 
         p = tl.load(square_at(scores, chunk + i, h, HV, BT))
@@ -1017,9 +1039,9 @@ def state_gradients(
         d_out = (d_out.to(tl.float32) * (decay_in * scale)[:, None]).to(dtype)
         q1, q2 = load_features(q, row, real, hk, H, K, MAP, True, BT, BK, swapped(h, READ))
         if READ.name != "":
-            z1 = z1 * decay_all + tl.load(dz_sums + oz, mask=mz, other=0.0)
-            if MAP.halves == 2:
-                z2 = z2 * decay_all + tl.load(dz_sums + oz + K, mask=mz, other=0.0)
+            sum1, sum2 = load_vector(dz_sums, index, K, MAP.halves, i_v, BK)
+            z1 = z1 * decay_all + sum1
+            z2 = z2 * decay_all + sum2
 
         s1 = tl.dot(tl.trans(q1), d_out, s1, input_precision=PREC)
         if MAP.halves == 2:
@@ -1028,13 +1050,9 @@ def state_gradients(
     if AFFINE and not DELTA:
         tl.store(decay + i_s, total, mask=i_v == 0)
     if END:
-        tl.store(s_end + offsets1, s1, mask=inside)
-        if MAP.halves == 2:
-            tl.store(s_end + offsets2, s2, mask=inside)
+        store_state(s_end, s1, s2, i_s, K, W, MAP.halves, i_v, BK, BV)
         if READ.name != "":
-            tl.store(z_end + at_z, z1, mask=mz)
-            if MAP.halves == 2:
-                tl.store(z_end + at_z + K, z2, mask=mz)
+            store_vector(z_end, z1, z2, i_s, K, MAP.halves, i_v, BK)
             if READ.name == "mala":
                 tl.store(u_end + at_u, u, mask=mu)
 
@@ -1122,9 +1140,7 @@ def pair_gradients(
         if DELTA:
             d_kk = tl.where(t[:, None] > t[None, :], pairs_v * delta, 0.0)
             k1, k2 = load_features(k, row, real, h // (HV // H), H, K, MAP, False, BT, BK)
-            kk = tl.dot(k1, tl.trans(k1), input_precision=PREC)
-            if MAP.halves == 2:
-                kk = tl.dot(k2, tl.trans(k2), kk, input_precision=PREC)
+            kk = dot_halves(k1, k2, tl.trans(k1), tl.trans(k2), MAP.halves, PREC)
             # A_ij has β_j and Δ_ij too: less Δ_ij (k_i·k_j) (dV_i·E_j).
             pairs -= d_kk * kk
             d_kk *= -b[None, :]
