@@ -258,7 +258,9 @@ def test_what_the_compiler_is_told(magnitude):
     starts[2] = starts[2] if magnitude else None
     positions = torch.arange(40, device=DEVICE)[None]
     gates = None, None, None
-    check_operator(*inputs, *gates, *starts, positions, None, stored, read.text(), 1.0, True, False)
+    check_operator(
+        *inputs, *gates, *starts, positions, None, stored, read.text(), 1.0, True, False, False
+    )
 
 
 def check_operator(*arguments):
@@ -271,10 +273,13 @@ def test_what_the_compiler_is_told_of_gates_by_channel():
     q, k, v, g, erase = (draw(1, 40, 1, n).requires_grad_() for n in (12, 12, 20, 12, 12))
     beta, start = draw(1, 40, 1).requires_grad_(), draw(1, 1, 12, 20).requires_grad_()
     options = start, None, None, None, None, stored, read.text(), 1.0, True
-    check_operator(q, k, v, beta, -g.abs(), erase, *options, False)
-    check_operator(q, k, v, None, -g.abs(), None, *options, False)
+    check_operator(q, k, v, beta, -g.abs(), erase, *options, False, False)
+    check_operator(q, k, v, None, -g.abs(), None, *options, False, False)
+    check_operator(*(x.detach() for x in (q, k, v, beta)), None, None, *options, False, True)
     q, k, v = (x.detach().bfloat16().requires_grad_() for x in (q, k, v))
-    check_operator(q, k, v, beta, None, None, *options, True)  # keeps more digits than it is given
+    check_operator(
+        q, k, v, beta, None, None, *options, True, False
+    )  # keeps more digits than it is given
 
 
 @pytest.mark.parametrize(
