@@ -31,11 +31,11 @@ KERNELS = {  # the kernels that serve a mixer's tokens; no other kernel may serv
     "kda": {"delta_rule", "short_convs"},
     "gated_deltanet2": {"delta_rule", "short_convs"},
     "delta_product": {"delta_rule", "short_convs"},
-    "mamba2": {"linear_attention", "short_convs", "map_features"},
+    "mamba2": {"linear_attention", "short_convs"},
     "linear_attention": {"normalized_attention", "short_convs"},
     "nala": {"normalized_attention", "short_convs"},
-    "mala": {"normalized_attention", "short_convs", "map_features"},  # map_features: in steps
-    "pola": {"normalized_attention", "short_convs", "map_features"},
+    "mala": {"normalized_attention", "short_convs"},
+    "pola": {"normalized_attention", "short_convs"},
     "soft": {"linear_attention", "short_convs"},
     "retention": {"linear_attention"},
     "gla": {"linear_attention"},
@@ -114,7 +114,10 @@ def test_every_mixer(mixer, options, monkeypatch):
     general = {"map_features"} if options else set()  # the fused step knows no norms
     assert mixer in KERNELS, "name in KERNELS the kernels that serve it"
     # On a CPU products of few rows have a kernel, too.
-    assert served - {"step", "linear_rows", "glu_rows"} == KERNELS[mixer] | BLOCK | general
+    assert (
+        served - {"step", "fused_step", "linear_rows", "glu_rows"}
+        == KERNELS[mixer] | BLOCK | general
+    )
     slack = 2e-5 if INTERPRETED else 2e-4
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=slack * max(1.0, float(b.abs().max())))
