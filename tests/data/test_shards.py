@@ -73,7 +73,8 @@ def test_a_document_knows_its_source(tmp_path, how):
     stream = DocumentStream(open_corpus(config, "train"), seed=2, buffer_size=6, epochs=1)
     whole = list(stream)
     assert sorted(whole) == sorted(expected)
-    stream.load_state_dict({"epoch": 0, "shard": 0, "cursor": None, "documents": 0, "buffer": []})
+    start = {"epoch": 0, "shard": 0, "cursor": None, "digest": "", "documents": 0, "buffer": []}
+    stream.load_state_dict(start)
     begun = list(itertools.islice(stream, 5))
     state = through_json(stream.state_dict())
     assert len(state["buffer"]) == 6

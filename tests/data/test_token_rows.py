@@ -57,7 +57,7 @@ def write_set(folder: Path, shards: list[np.ndarray]) -> tuple[np.ndarray, np.nd
         "version": VERSION,
         "dtype": "uint16",
         "settings": {},
-        "tokenizer": {"fingerprint": "", "vocab_size": 1000},
+        "tokenizer": {"fingerprint": "", "vocab_size": 1000, "bos": 0, "eos": 0},
         "sources": [""],
         "train": totals(entries),
         "validation": totals([]),

@@ -779,7 +779,9 @@ def test_results_stand_beside_those_of_the_same_releases(tmp_path, package, vers
     releases = {"python": "3.11.2", "nalanda": "0.1.0+g987654321.dirty", "torch": "2.9.0"}
     now = {"data": None, "limit": None, "long": "window", "versions": releases}
     before = now | {"versions": releases | {package: version}}
-    before |= {"models": [{"name": "m", "tasks": {"piqa": {"metrics": {}, "stderr": {}}}}]}
+    before |= {
+        "models": [{"name": "m", "place": "m", "tasks": {"piqa": {"metrics": {}, "stderr": {}}}}]
+    }
     (tmp_path / "results.json").write_text(json.dumps(before))
     if same:
         assert _read_earlier(tmp_path, now, ["m"], {"arc_easy"}) == before

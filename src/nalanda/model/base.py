@@ -411,13 +411,12 @@ class Mixer(FusedLinears):
         """`step` by one kernel, with norms and gates of all heads; None if none serves."""
         # Without a recurrent state the mixer is attention.
         rule = self.token_rule() if self._states_token and "recurrent" in state else None
-        if rule is None:
+        norm: Any = self.o_norm if self.norm is not None else None
+        # An adapter around the norm has no epsilon.
+        if rule is None or not isinstance(norm, RMSNorm | LayerNorm | None):
             return None
         options = self.step_layer(x, state)._asdict() | rule | {"dtype": x.dtype}
-        if self.norm is not None:
-            norm: Any = self.o_norm
-            if not isinstance(norm, RMSNorm | LayerNorm):
-                return None
+        if norm is not None:
             options |= {"norm": (norm.weight, norm.eps), "norm_bias": getattr(norm, "bias", None)}
         if any_offloaded(options):
             return None
