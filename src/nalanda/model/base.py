@@ -52,7 +52,7 @@ from torch.utils._pytree import tree_leaves
 from .epilogues import norm_gate, swiglu
 from .feature_maps import build_feature_map
 from .layers import LayerNorm, RMSNorm, ShortConv
-from .ops import by_kernel
+from .ops import by_kernel, has_kernel
 from .projections import FusedLinears, apply_linear, matrix_of
 from .sequences import Sequences
 from .step import StepLayer, StepRule, step
@@ -375,10 +375,12 @@ class Mixer(FusedLinears):
 
         None if the mixer states no rule of a token.
         """
-        fused = self.fused_step(x, seq, state)
-        rule = self.rule_of_a_token()
-        if fused is not None or rule is None or self.value_conv:
+        # Its rule is described in vain where there is no such kernel, as on a CPU.
+        if has_kernel("fused_step", x) and (fused := self.fused_step(x, seq, state)):
             return fused
+        rule = self.rule_of_a_token()
+        if rule is None or self.value_conv:
+            return None
         layer = self.step_layer(x, state)
         if any_offloaded(layer._asdict() | rule._asdict()):
             return None

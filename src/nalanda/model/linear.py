@@ -539,8 +539,7 @@ class Retention(LinearRecurrence):
         return self.heads(x, seq, {}, None)
 
     def token_rule(self) -> dict[str, Any]:
-        device = self.o_proj.weight.device
-        frequencies = rotary_frequencies(self.K, self.rope_theta, device)
+        frequencies = rotary_frequencies(self.K, self.rope_theta, self.o_proj.weight.device)
         return {"frequencies": frequencies, "decay_kind": "retention"}
 
     def add_inputs(self, program: Any, h: Tensor) -> Heads:

@@ -305,6 +305,11 @@ def by_kernel(op: str, backend: str, x: Tensor, *inputs, **options):
     return None
 
 
+def has_kernel(op: str, x: Tensor) -> bool:
+    """Whether a kernel may serve a call of the op on the device of x."""
+    return _kernels is not None and _kernels.backends_for(op, "auto", x.device.type) != []
+
+
 def _check_tensors(call: Call) -> None:
     """Raises ValueError for tensors whose shapes do not fit, but for K after the map."""
     q, k, v, beta, g, erase, write, initial_state, cu_seqlens = call
