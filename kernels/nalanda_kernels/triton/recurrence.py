@@ -90,13 +90,13 @@ class Inputs(NamedTuple):
 class Request(NamedTuple):
     """The options of a call, as an op's user gives them. chunk_size is ignored: block sizes come from a table."""
 
+    read: Readout  # no default: torch 2.11 cannot trace one that is an object
     feature_map: Any = None
     qk_norm: str | None = None
     scale: float | None = None
     output_final_state: bool = False
     allow_neg_eigval: bool = False
     chunk_size: int = 64
-    read: Readout = _PLAIN
 
 
 class Options(NamedTuple):
@@ -956,7 +956,7 @@ def delta_rule(
     if write is not None:
         v = (v * write).to(v.dtype)
     inputs = Inputs(q, k, v, beta, g, erase, initial_state, cu_seqlens=cu_seqlens)
-    o, final = _chunkwise(inputs, Request(**options))
+    o, final = _chunkwise(inputs, Request(_PLAIN, **options))
     return o, final.s
 
 
@@ -965,7 +965,7 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """See `nalanda.model.ops.linear_attention`."""
     inputs = Inputs(q, k, v, None, g, None, initial_state, cu_seqlens=cu_seqlens)
-    o, final = _chunkwise(inputs, Request(**options))
+    o, final = _chunkwise(inputs, Request(_PLAIN, **options))
     return o, final.s
 
 
@@ -1017,7 +1017,7 @@ def normalized_attention(
     root = q.shape[3] ** -0.5 if magnitude == "code" else 1.0
     read = Readout("mala" if magnitude else "mean", magnitude or "", root, mirrored)
     inputs = Inputs(q, k, v, None, g, None, *starts, positions, cu_seqlens)
-    request = Request(feature_map, scale=1.0, output_final_state=output_final_state, read=read)
+    request = Request(read, feature_map, scale=1.0, output_final_state=output_final_state)
     o, final = _chunkwise(inputs, request)
 
     if final.s is None or final.z is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 import subprocess
+import sys
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +33,7 @@ def list_versions(records: Iterable[dict[str, str]]) -> str:
 @functools.cache
 def _nalanda_version() -> str:
     """`0.1.0`; in a checkout with its commit, `0.1.0+g5c1f2e03a`, and with `.dirty` if files were changed."""
-    version = metadata.version("nalanda")
+    version = sys.modules["nalanda"].__version__  # without metadata, where it is not installed
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return version

@@ -235,8 +235,10 @@ class _CausalDepthwise(torch.autograd.Function):
         y = x[:, :steps] * weight[0]  # the oldest tap
         for i in range(1, width):
             y.addcmul_(x[:, i : i + steps], weight[i])
-        y = y.to(dtype)
-        return y if returned is None else y.index_select(1, returned)
+        if returned is not None:
+            return y.to(dtype).index_select(1, returned)
+        # A view: compiled, torch 2.11 drops gradients of a tensor that changed in place.
+        return y.to(dtype).view_as(y)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
