@@ -46,10 +46,19 @@ def unpack(bundle: Path) -> Path:
     part = Path(tempfile.mkdtemp(dir=folder.parent))
     unpack_files(bundle, part)
     if manifest["key"] == triton_hash():
-        shutil.unpack_archive(bundle / "cache.tar.xz", knobs.cache.dir, filter="data")
+        unpack_cache(bundle / "cache.tar.xz", Path(knobs.cache.dir))
     else:
         print(f"{bundle}: kernels are left out; they are for Triton {manifest['triton']}")
     return part.rename(folder)
+
+
+def unpack_cache(archive: Path, cache: Path) -> None:
+    """Unpacks kernels. Triton's cache names files by absolute paths, those of the machine that compiled them."""
+    shutil.unpack_archive(archive, cache, filter="data")
+    for group in cache.glob("*/__grp__*.json"):
+        names = json.loads(group.read_text())["child_paths"]
+        paths = {name: str(group.with_name(name)) for name in names}
+        group.write_text(json.dumps({"child_paths": paths}))
 
 
 def unpack_files(bundle: Path, folder: Path) -> None:

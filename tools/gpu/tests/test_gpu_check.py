@@ -276,6 +276,8 @@ def make_fake_bundle(folder: Path, key: str) -> Path:
     entry = folder.parent / "entries" / "KEY"
     entry.mkdir(parents=True)
     (entry / "states.cubin").write_text("{}")
+    paths = {"states.cubin": "/another/machine/KEY/states.cubin"}
+    (entry / "__grp__states.json").write_text(json.dumps({"child_paths": paths}))
     shutil.make_archive(str(folder / "cache"), "xztar", entry.parent)
     manifest = {"made": "today", "triton": "3.6.0", "key": key}
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -298,7 +300,10 @@ def test_a_bundle_unpacks_once_and_only_for_its_triton(tmp_path, monkeypatch, ca
     monkeypatch.setattr(bundle, "triton_hash", lambda: "another")
     for _ in range(2):
         assert bundle.unpack(made) == folder
-        assert (tmp_path / "cache" / "KEY" / "states.cubin").exists()
+        entry = tmp_path / "cache" / "KEY"
+        paths = json.loads((entry / "__grp__states.json").read_text())["child_paths"]
+        assert Path(paths["states.cubin"]) == entry / "states.cubin"
+        assert (entry / "states.cubin").exists()
 
 
 def test_a_bundle_is_made_in_steps(tmp_path, monkeypatch, capsys):
