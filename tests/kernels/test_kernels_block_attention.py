@@ -1,6 +1,6 @@
 """The block attention kernels, against the masked quadratic form in float64."""
 
-from kernel_device import DEVICE, interpreted_only  # isort: skip  (before any kernel)
+from kernel_device import DEVICE, INTERPRETED, interpreted_only  # isort: skip  (before any kernel)
 import itertools
 import math
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from nalanda_kernels.triton.block_attention import block_attention, sizes
+from torch._subclasses import FakeTensorMode
 from torch.utils import deterministic
 
 from nalanda import NalandaConfig, NalandaForCausalLM
@@ -77,14 +78,14 @@ def assert_matches(inputs, function=block_attention, tolerance=0.0, **options):
 
 
 def dtype_for(block: int) -> torch.dtype:
-    """The kernels have larger blocks in 16 bits only."""
-    return torch.float32 if block <= 64 else torch.bfloat16
+    """The kernels have larger blocks in 16 bits only; on a Hopper card from 33 tokens on."""
+    return torch.float32 if block <= (64 if INTERPRETED else 32) else torch.bfloat16
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @every_score
 def test_lengths(scores, length):
-    assert_matches(draw(1, length), block_size=64, scores=scores)
+    assert_matches(draw(1, length, dtype=dtype_for(64)), block_size=64, scores=scores)
 
 
 @pytest.mark.parametrize("block", [1, 7, 16, 33, 64, 128])
@@ -115,6 +116,8 @@ def test_packed(scores, block, lengths):
 @every_score
 def test_precisions(scores, dtype):
     for block in (7, 64):
+        if dtype == torch.float32:
+            dtype = dtype_for(block)
         inputs = draw(1, 40, k_dim=32, v_dim=16, dtype=dtype)
         assert_matches(inputs, block_size=block, scores=scores, cu_seqlens=packing(30, 0, 10))
 
@@ -176,7 +179,8 @@ def test_nothing_is_read_before_it_is_written(scores, packed):
     try:
         assert torch.empty(1).isnan().all()
         cu_seqlens = packing(3, 0, 67, 60) if packed else None
-        ours = assert_matches(draw(1, 130, 2), block_size=48, scores=scores, cu_seqlens=cu_seqlens)
+        inputs = draw(1, 130, 2, dtype=dtype_for(48))
+        ours = assert_matches(inputs, block_size=48, scores=scores, cu_seqlens=cu_seqlens)
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(x.isfinite().all() for x in ours.values())
@@ -222,6 +226,14 @@ def test_what_the_kernels_do_not_have():
     ):
         with pytest.raises(nalanda_kernels.Unsupported, match=why):
             block_attention(*inputs, block_size=block)
+
+
+def test_what_hopper_cards_compile_wrongly(monkeypatch):
+    monkeypatch.setattr(module, "architecture", lambda: "sm_90")
+    with FakeTensorMode():
+        inputs = torch.empty(3, 1, 20, 2, 8, device="cuda")
+        with pytest.raises(nalanda_kernels.Unsupported, match="on sm_90"):
+            block_attention(*inputs, block_size=33)
 
 
 def test_bad_calls():
