@@ -367,7 +367,7 @@ def test_segments_are_as_exact_as_whole_sequences(scheduled):
     assert all(split[n] <= 1.1 * whole[n] for n in right), errors
 
 
-@pytest.mark.parametrize("width", [128, 64, 32, 16])
+@pytest.mark.parametrize("width", [64, 32, 16])
 @pytest.mark.parametrize("kind", ["gated_delta", "linear"])
 def test_every_width_of_block(kind, width, scheduled):
     launched = scheduled(width)
@@ -388,9 +388,10 @@ def test_a_width_changes_no_value(kind, scheduled):
         assert {sizes["BV"] for _, sizes in launched if "BV" in sizes} == {width}
         return results
 
-    wide, *others = [run_with(width) for width in (128, 64, 32, 16)]
+    wide, *others = [run_with(width) for width in (64, 32, 16)]
     for narrow, name in itertools.product(others, wide):
-        assert torch.equal(narrow[name], wide[name]), name
+        # The interpreter's products round by their width on some processors.
+        torch.testing.assert_close(narrow[name], wide[name])
 
 
 @pytest.mark.parametrize(
@@ -399,10 +400,11 @@ def test_a_width_changes_no_value(kind, scheduled):
         (8, 32, 8, 128, 128, (64, 0)),  # 2,048 tokens: 128 programs of 64 columns
         (2, 128, 8, 128, 128, (32, 0)),  # 8,192 tokens: 32
         (1, 128, 8, 128, 128, (16, 0)),
-        (1, 512, 4, 128, 128, (64, 64)),  # 64 with segments
-        (1, 128, 2, 128, 128, (64, 16)),
-        (2, 128, 6, 256, 256, (64, 0)),
-        (1, 512, 6, 256, 256, (32, 0)),  # segments would be too much work
+        (1, 512, 4, 128, 128, (64, 32)),  # 64 with segments
+        (1, 128, 2, 128, 128, (32, 16)),
+        (8, 32, 6, 256, 256, (64, 0)),  # an H100: 0.219 ms, 0.237 with 32 columns
+        (2, 128, 6, 256, 256, (32, 0)),  # 0.309 ms, 0.425 with 64
+        (1, 512, 6, 256, 256, (16, 0)),  # segments would be too much work
         (64, 512, 8, 128, 128, (64, 0)),
         (1, 0, 8, 128, 128, (64, 0)),
     ],
@@ -422,9 +424,9 @@ def test_schedule(sequences, length, heads, F, V, expected, monkeypatch):
         # 192 programs of 64 columns use 73 % of two waves; 96 of 128 fit in one.
         (8, 32, 6, 132, 128),
         (16, 32, 6, 132, 128),
-        # 48 programs of 64 columns are 36 % of a wave; 24 would be too few.
-        (2, 128, 6, 132, 64),
-        (1, 128, 6, 132, 32),
+        # 96 programs of 32 columns fit in one, and 96 of 16.
+        (2, 128, 6, 132, 32),
+        (1, 128, 6, 132, 16),
         (8, 32, 6, 1, 128),
     ],
 )

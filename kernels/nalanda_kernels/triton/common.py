@@ -216,6 +216,8 @@ def _arch_number(arch: str) -> int:
 # ------------------------------------------------------------------------------ a sequential pass's schedule
 
 PROCESSORS = {"sm_75": 40, "sm_80": 108, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170}
+SHARED = 1.4
+"""The time of a program where all processors run one, if 1 is its time alone."""
 
 
 @functools.cache
@@ -239,8 +241,9 @@ def schedule(
 
     It is the choice of the least time, counted in steps. A step is a chunk in a block of 64 columns. With BV
     columns it counts (64 + BV) / 128, as its instructions and bytes do: the part for k and (I + L)⁻¹ stays.
-    Programs run in waves, one a processor. Memory feeds half of the processors, so a full wave takes twice the
-    steps of a program. The last wave takes as many as its longest program, or more if over half run.
+    Programs run in waves, one a processor. Memory feeds 70 % of the processors (an H100 does), so a full wave
+    takes 1.4 times the steps of a program. The last wave takes as many as its longest program, or more if over
+    70 % run.
     Segments take two passes, the first with M more columns, then `composing` steps for each segment of the
     longest sequence, and 8 for two more launches. They must save a fifth: a count is no measurement.
 
@@ -266,8 +269,8 @@ def _schedule(
         # The last wave has at least one program.
         full, rest = divmod(max(programs * tiles, 1) - 1, processors)
         mean = chunks / max(programs, 1)  # chunks of a program
-        last = max(run, mean * 2 * (rest + 1) / processors)
-        return (64 + BV) / 128 * (2 * full * mean + last)
+        last = max(run, mean * SHARED * (rest + 1) / processors)
+        return (64 + BV) / 128 * (SHARED * full * mean + last)
 
     # (steps, which width, chunks of a segment): first without segments, then with each length.
     # Least of (steps, index, 0): on a tie the first width.
