@@ -53,7 +53,7 @@ from .epilogues import norm_gate, swiglu
 from .feature_maps import build_feature_map
 from .layers import LayerNorm, RMSNorm, ShortConv
 from .ops import by_kernel, has_kernel
-from .projections import FusedLinears, apply_linear, matrix_of
+from .projections import NARROW, FusedLinears, apply_linear, matrix_of
 from .sequences import Sequences
 from .step import StepLayer, StepRule, step
 
@@ -109,8 +109,9 @@ def convolve(
 
     past = states or [None] * len(xs)
     results = [conv(x, seq, state, carry) for conv, x, state in zip(convs, xs, past, strict=True)]
-    *outputs, last = [y for y, _ in results]
-    outputs.append(F.silu(last) if silu else last)
+    outputs = [y for y, _ in results]
+    if silu:
+        outputs[-1] = F.silu(outputs[-1])
     return outputs, [state for _, state in results] if carry else None
 
 
@@ -326,6 +327,18 @@ class Mixer(FusedLinears):
     def linears(self) -> dict[str, nn.Linear]:
         """The Linear layers that read x: `heads` has their outputs by these names."""
         return self.projections() | ({"gate": self.g_proj} if self.gated else {})
+
+    def compiled_products(self) -> list[dict[str, nn.Linear]]:
+        # q, k and v; the narrow ones; each other. With the output gate's gradient beside theirs, that copy alone
+        # took 0.56 ms of an H100 at 16,384 tokens.
+        first, wide = self.projections(), []
+        narrow: dict[str, nn.Linear] = {}
+        for name, layer in self.linears().items():
+            if name not in first and layer.out_features < NARROW:
+                narrow[name] = layer
+            elif name not in first:
+                wide.append({name: layer})
+        return [product for product in (first, *wide, narrow) if product]
 
     def second_linears(self) -> dict[str, nn.Linear]:
         """Linear layers that read outputs of `linears`, and take their names in `project`."""

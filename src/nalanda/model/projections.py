@@ -147,6 +147,10 @@ class FusedLinears(nn.Module):
         """The layers, by the names of their outputs in `project`."""
         raise NotImplementedError
 
+    def compiled_products(self) -> list[dict[str, nn.Linear]]:
+        """The layers by product where blocks are compiled. One kernel should write the gradients of a product."""
+        return [self.linears()]
+
     def project(self, x: Tensor) -> dict[str, Tensor]:
         """x `[…, D]` to the layers' outputs `[…, out_features]`, by name.
 
@@ -165,11 +169,15 @@ class FusedLinears(nn.Module):
         # One layer, one that is more than a matrix, or another dtype: each runs by itself.
         if len(weights) < 2 or not _fit(weights, x):
             return {name: layer(x) for name, layer in layers.items()}
-        if compiling:  # the compiler fuses casts and copies itself
-            outputs = columns(F.linear(x, torch.cat(weights)), weights)
-        else:
+        if not compiling:
             outputs = _Product.apply(x, linear_dtype(x), *weights)
-        return dict(zip(layers, outputs, strict=True))
+            return dict(zip(layers, outputs, strict=True))
+        named: dict[str, Tensor] = {}
+        for product in self.compiled_products():
+            weights = [layer.weight for layer in product.values()]
+            joined = F.pad(torch.cat(weights), (0, 0, 0, -sum(map(len, weights)) % ALIGNED))
+            named |= zip(product, columns(F.linear(x, joined), weights), strict=True)
+        return named
 
     def _still_joined(self) -> _Joined | None:
         if self._joined is not None and not self._joined.holds(self._modules):
