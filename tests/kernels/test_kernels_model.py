@@ -126,7 +126,7 @@ def test_every_mixer(mixer, options, monkeypatch):
 @unserved
 @pytest.mark.parametrize("mixer", slow_but_for(STEPPED, MIXERS))
 def test_a_training_step(mixer):
-    """The trainer's step on packed rows: bf16 autocast on the kernels gives what torch gives in fp32."""
+    """The trainer's step on packed rows under bf16 autocast is as near to fp32 as torch's is."""
     tokens, bounds = ids(1, sum(LENGTHS)), torch.tensor([0, *LENGTHS]).cumsum(0)
     batch, device = (
         {"input_ids": tokens, "labels": tokens, "cu_seqlens": bounds},
@@ -151,11 +151,12 @@ def test_a_training_step(mixer):
 
     before, after, *gradients = step("triton", bf16=True)
     expected, later, *exact = step("torch", bf16=False)
+    _, _, *rounded = step("torch", bf16=True)
     assert (before - expected).abs() < 5e-3
     assert (after - later).abs() < 0.02 * (expected - later)
     whole = torch.cat([x.flatten() for x in exact]).norm()
-    for a, b in zip(gradients, exact, strict=True):
-        assert (a - b).norm() < 5e-2 * b.norm() + 2e-3 * whole
+    for a, b, c in zip(gradients, exact, rounded, strict=True):
+        assert (a - b).norm() < 1.5 * (c - b).norm() + 2e-3 * whole
 
 
 @interpreted_only
