@@ -66,8 +66,8 @@ def choose(out: str | Path, *, minutes: float) -> None:
 
     Backends come first: each installed one is timed beside Triton's kernels. Then block sizes.
 
-    A candidate is kept if all outputs and gradients of the op stay within TOLERANCE and forward plus backward
-    get 1 % faster. Sizes not reached within `minutes` stay unchanged.
+    A candidate is kept if all outputs and gradients of the op stay within TOLERANCE, or a tenth of it where the
+    chunk's length stays, and forward plus backward get 1 % faster. Sizes not reached within `minutes` stay unchanged.
 
     Raises ValueError without a GPU.
     """
@@ -206,6 +206,8 @@ def improve(
         for name, row in rows:
             for size in [size for size in CHOICES if size in row]:
                 chosen = row[size]
+                # Another chunk rounds otherwise. Other sizes do not: with 3 stages an H100 was off by 6e-3.
+                tolerance = TOLERANCE[itemsize] / (1 if size == "BT" else 10)
                 for choice in CHOICES[size]:
                     if late():
                         row[size] = chosen
@@ -218,8 +220,9 @@ def improve(
                     except Exception:  # most often too much shared memory
                         continue
 
-                    if ms < (1 - GAIN) * best and same(results, expected, TOLERANCE[itemsize]):
+                    if ms < (1 - GAIN) * best and same(results, expected, tolerance):
                         best, chosen = ms, choice
+                        expected = results if size == "BT" else expected
                         yield f"  {name} {size}={choice}: {ms:.3f} ms"
                 row[size] = chosen
 

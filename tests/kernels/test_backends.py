@@ -205,6 +205,26 @@ def test_features_count_not_keys(chosen):
         )
 
 
+def test_tune_takes_no_size_that_changes_results():
+    """A chunk's length may change them by rounding, and other sizes by a tenth of that."""
+    chunk, states = ({"itemsize": 2, "features": 128} for _ in range(2))
+    chunk["BT"], states["num_warps"], states["num_stages"] = 64, 8, 1
+
+    def job():
+        off = 1e-2 * (chunk["BT"] == 32) + 6e-3 * (states["num_warps"] == 4)
+        ms = 100 + chunk["BT"] + 10 * states["num_warps"] - 5 * states["num_stages"]
+        return (ms if chunk["BT"] > 16 else 1e3), [torch.full((4,), 1 + off)]
+
+    def jobs_of(itemsize, features):
+        if (itemsize, features) != (2, 128):
+            raise ValueError("no rows")
+        return [job]
+
+    lines = [*tune.improve({"chunk": [chunk], "states": [states]}, jobs_of, lambda: False)]
+    assert (chunk["BT"], states["num_warps"], states["num_stages"]) == (32, 2, 4)
+    assert "  states num_stages=4: 132.000 ms" in lines
+
+
 def test_tune_keeps_the_fastest_that_agrees():
     right, wrong = torch.ones(4), torch.full((4,), 1.1)
 

@@ -391,8 +391,7 @@ def _check_limits(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> None:
     if q.element_size() > 2 and block_size > 64:  # their tiles exceed an A100's shared memory
         raise Unsupported(f"block_size={block_size}: at most 64 with {name_of(q.dtype)}")
     # Triton's ptxas 12.8 compiles products of 64 rows wrongly there: dQ off by 70 % on an H100, right by 13.4.
-    hopper = q.is_cuda and architecture() == "sm_90"
-    if hopper and q.dtype == torch.float32 and power_of_two(block_size) == 64:
+    if q.is_cuda and q.element_size() > 2 and block_size > 32 and architecture() == "sm_90":
         raise Unsupported(f"block_size={block_size} in fp32 on sm_90: at most 32")
     if not 0 < q.shape[3] <= 256 or not 0 < v.shape[3] <= 256:
         raise Unsupported(f"K={q.shape[3]} and V={v.shape[3]}: both must be from 1 to 256")
