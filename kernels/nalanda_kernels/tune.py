@@ -66,8 +66,9 @@ def choose(out: str | Path, *, minutes: float) -> None:
 
     Backends come first: each installed one is timed beside Triton's kernels. Then block sizes.
 
-    A candidate is kept if all outputs and gradients of the op stay within TOLERANCE, or a tenth of it where the
-    chunk's length stays, and forward plus backward get 1 % faster. Sizes not reached within `minutes` stay unchanged.
+    A candidate is kept if forward plus backward get 1 % faster, and all outputs and gradients of the op stay within
+    TOLERANCE. Where the chunk's length stays, they stay within a tenth of it. Sizes not reached
+    within `minutes` stay unchanged.
 
     Raises ValueError without a GPU.
     """
