@@ -43,15 +43,14 @@ def run_tests(card: Card, results: Results, minutes: float, newer: str | None = 
     """Runs the tests and writes down how to go on. newer: the path of another ptxas."""
     end = time.monotonic() + 60 * minutes
     card.end = end - (0.3 * 60 * minutes if newer else 0)
-    bundled: Failing = {}
-    for name in find_files(card):
-        run_file(card, results, name, bundled)
+    names = [*find_files(card)]
+    bundled = run_files(card, results, [name for name in names if name != LAST])
+    bundled |= run_files(card, results, [name for name in names if name == LAST])
 
-    again: Failing | None = {} if newer else None
-    card.end = end
-    for name in find_files(card):
-        if again is not None and (name in AGAIN or bundled.get(name)):
-            run_file(card, results, name, again, newer)
+    card.end, again = end, None
+    if newer:
+        doubtful = [name for name in names if name in AGAIN or bundled.get(name)]
+        again = run_files(card, results, doubtful, newer)
 
     values = decide(bundled, again)
     results.put(DECISION, values)
@@ -84,38 +83,48 @@ def decide(bundled: Failing, newer: Failing | None) -> Values:
     return {"assembler": assembler, "bench": bench, "decision": "; ".join(words)}
 
 
-def run_file(
-    card: Card, results: Results, name: str, failing: Failing, ptxas: str | None = None
-) -> None:
-    """Runs a test file in another process, which can leave the interpreter. Adds its failing tests.
+def run_files(card: Card, results: Results, names: list[str], ptxas: str | None = None) -> Failing:
+    """Runs test files in another process, which can leave the interpreter. Returns the failing tests.
 
-    A file that does not end in time adds nothing. The JUnit file has the tracebacks.
+    All files together: their processes start once. Those that do not end in time are left out. The JUnit file
+    has the tracebacks.
     """
-    case = row(name, "newer" if ptxas else "bundled")
-    earlier = results.newest(case, results.facts["card"])
-    # A call that was cut short goes on: the same files on the same software were tested.
-    if "failing" in earlier.get("values", {}) and earlier["facts"] == results.facts:
-        failing[name] = list(filter(None, earlier["values"]["failing"].split(", ")))
-        return
-    card.say(f"{case.name} …")
-    junit = (card.output / f"{case.name}.xml").resolve()
+    assembler = "newer" if ptxas else "bundled"
+    failing: Failing = {}
+    for name in names:
+        earlier = results.newest(row(name, assembler), results.facts["card"])
+        # A call that was cut short goes on: the same files on the same software were tested.
+        if "failing" in earlier.get("values", {}) and earlier["facts"] == results.facts:
+            failing[name] = list(filter(None, earlier["values"]["failing"].split(", ")))
+    left = [name for name in names if name not in failing]
+    if not left:
+        return failing
+
+    card.say(f"{', '.join(left)}, {assembler} ptxas …")
+    junit = (card.output / f"{left[0]}-{assembler}.xml").resolve()
     variables = {"NALANDA_TEST_DEVICE": card.device} | ({PTXAS: ptxas} if ptxas else {})
-    command = ["-m", "pytest", str(find_files(card)[name]), f"--junitxml={junit}"]
+    files = [str(find_files(card)[name]) for name in left]
+    command = ["-m", "pytest", *files, f"--junitxml={junit}", *choose_options(card)]
     try:
-        last = card.python([*command, *choose_options(card)], **variables)[1]
+        last = card.python(command, **variables)[1]
     except subprocess.TimeoutExpired:
         last = "out of time"
     card.say(f"  {last}")
-    if last == "out of time" or not junit.exists():
-        results.put(case, {"outcome": last})
-        return
-    tests = [
-        test.get("name", "")
-        for test in ElementTree.parse(junit).iter("testcase")
-        if test.find("failure") is not None or test.find("error") is not None
-    ]
-    results.put(case, {"outcome": last, "failing": ", ".join(tests[:5])})
-    failing[name] = tests
+
+    tests = [*ElementTree.parse(junit).iter("testcase")] if junit.exists() else []
+    for name in left:
+        # A file that cannot be read is a test of its name.
+        own = [x for x in tests if f"{x.get('classname') or x.get('name')}".endswith(f"_{name}")]
+        values = {"outcome": last}
+        if own and last != "out of time":
+            failing[name] = [
+                x.get("name", "")
+                for x in own
+                if x.find("failure") is not None or x.find("error") is not None
+            ]
+            values["failing"] = ", ".join(failing[name][:5])
+        results.put(row(name, assembler), values)
+    return failing
 
 
 def choose_options(card: Card) -> list[str]:

@@ -127,14 +127,17 @@ def test_what_fails_is_found_and_decides(tmp_path, monkeypatch):
     (tmp_path / "test_kernels_chunk.py").write_text(TESTS)
     (tmp_path / "test_kernels_maps.py").write_text("def test_nothing(): pass\n")
     (tmp_path / "test_kernels_crash.py").write_text("import os\ndef test(): os._exit(9)\n")
+    (tmp_path / "test_kernels_unread.py").write_text("import no_such_module\n")
     results = results_of(tmp_path)
     correctness.run_tests(dry(tmp_path, tests=tmp_path), results, minutes=2)
     values = {x["name"]: x["values"] for x in results.figures}
     assert values["chunk"]["failing"] == "test_bad[2], test_error"
     assert values["maps"]["failing"] == ""
+    assert values["crash"]["failing"] == "test"
+    assert "unread" in values["unread"]["failing"]
     assert values["how to go on"]["bench"] == "no"
     assert "test_bad[2] fails" in values["how to go on"]["decision"]
-    assert "assert 2 == 1" in (tmp_path / "chunk.xml").read_text()
+    assert "assert 2 == 1" in (tmp_path / "chunk-bundled.xml").read_text()
 
     # A second call tests what has no result, and decides as before.
     (tmp_path / "test_kernels_more.py").write_text("def test_nothing(): pass\n")
