@@ -119,4 +119,5 @@ def bench_cases(card: Card) -> list[Case]:
     head = partial(gpu.head_loss, compare=compare)
     cases.append(Case("Decoding", gpu.FLAGSHIP, gpu.bench_decoding, {"eager / graph": 3.0}))
     cases.append(Case("Head loss", "beside torch", head, {"peer / ours": 1.0}))
+    cases.append(Case("Kernels alone, ms", gpu.FLAGSHIP, gpu.time_kernels))
     return [*cases, Case("Profile, ms", gpu.FLAGSHIP, gpu.profile_step)]

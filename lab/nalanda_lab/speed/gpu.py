@@ -8,14 +8,18 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from nalanda_kernels import use_backend
+from nalanda_kernels.triton import recurrence
 from torch import Tensor
 from torch.profiler import profile
 
 from nalanda.config.load import load_config
 from nalanda.model import NalandaConfig, NalandaForCausalLM, graphs
+from nalanda.model.feature_maps import build_feature_map
 from nalanda.model.loss import linear_cross_entropy
 
 FLAGSHIP = "nala_gated_deltanet_340m"
@@ -68,6 +72,27 @@ def head_loss(card: Any, compare: Callable[..., dict]) -> dict[str, Any]:
 
     sides = {"ours": partial(call, "triton"), "peer": partial(call, "torch")}
     return compare(card, sides, card.input_sets(make))
+
+
+def time_kernels(card: Any) -> dict[str, float]:
+    """Milliseconds of each kernel of the flagship's recurrence by itself, forward and backward; 8 × 2048 tokens."""
+    B, T, H, K, V = (1, 32, 1, 16, 16) if card.dry else (8, 2048, 6, 128, 256)
+    normal = partial(torch.randn, device=card.device)
+    inputs = [normal(B, T, H, size).bfloat16() for size in (K, K, V)]
+    inputs += [normal(B, T, H).sigmoid(), F.logsigmoid(normal(B, T, H) + 3)]
+    inputs = [x.requires_grad_() for x in inputs]
+    phi: Any = build_feature_map("nala", num_heads=H, head_dim=K).to(card.device)
+
+    launch, runs = recurrence._launch, {}
+
+    def note(kernel: Any, *arguments: Any, **options: Any) -> None:
+        runs[kernel.__name__] = partial(launch, kernel, *arguments, **options)
+        launch(kernel, *arguments, **options)
+
+    with mock.patch.object(recurrence, "_launch", note):
+        o = recurrence.delta_rule(*inputs, feature_map=phi, qk_norm="l2")[0]
+        torch.autograd.grad(o, inputs, torch.randn_like(o))
+    return {name: statistics.median(card.clock(run, [()], calls=20)) for name, run in runs.items()}
 
 
 def profile_step(card: Any) -> dict[str, float]:

@@ -262,6 +262,9 @@ def test_a_dry_day_runs_every_part(tmp_path):
     decoded = values["Decoding", train.FLAGSHIP]
     assert min(decoded["eager, ms"], decoded["graph, ms"]) > 0
     assert values["Head loss", "beside torch"]["difference"] < 1e-2
+    alone = values["Kernels alone, ms", train.FLAGSHIP]
+    assert {"prepare", "states", "outputs", "state_gradients", "input_gradients"} <= alone.keys()
+    assert min(alone.values()) > 0
     assert len(values["Profile, ms", train.FLAGSHIP]) == 8
     assert "aten::mm" in (tmp_path / "out" / "profile.txt").read_text()
     assert (tmp_path / "triton" / "KEY" / "states.cubin").exists()
