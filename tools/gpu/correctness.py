@@ -117,11 +117,11 @@ def run_files(card: Card, results: Results, names: list[str], ptxas: str | None 
         own = [x for x in tests if f"{x.get('classname') or x.get('name')}".endswith(f"_{name}")]
         values = {"outcome": last}
         if own and last != "out of time":
-            failing[name] = [
+            failing[name] = sorted(
                 x.get("name", "")
                 for x in own
                 if x.find("failure") is not None or x.find("error") is not None
-            ]
+            )
             values["failing"] = ", ".join(failing[name][:5])
         results.put(row(name, assembler), values)
     return failing
