@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nalanda.common.versions import list_versions, versions
+import nalanda
+from nalanda.common.versions import _nalanda_version, list_versions, versions
 from nalanda_cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +25,17 @@ def test_versions_name_the_commit():
     )
     assert len(commit) >= 9
     assert head.stdout.startswith(commit.removesuffix(".dirty"))
+
+
+def test_a_tree_that_is_not_installed_has_a_version(monkeypatch):
+    def version(name):
+        if name == "nalanda":
+            raise metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(metadata, "version", version)
+    _nalanda_version.cache_clear()
+    assert versions()["nalanda"].partition("+g")[0] == nalanda.__version__
 
 
 def test_the_command_prints_them(capsys):

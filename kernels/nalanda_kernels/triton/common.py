@@ -216,8 +216,8 @@ def _arch_number(arch: str) -> int:
 # ------------------------------------------------------------------------------ a sequential pass's schedule
 
 PROCESSORS = {"sm_75": 40, "sm_80": 108, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170}
-SHARED = 1.4
-"""The time of a program where all processors run one, if 1 is its time alone."""
+FULL_WAVE = 1.4
+"""The time of a program where every processor runs one, relative to its time alone."""
 
 
 @functools.cache
@@ -269,8 +269,8 @@ def _schedule(
         # The last wave has at least one program.
         full, rest = divmod(max(programs * tiles, 1) - 1, processors)
         mean = chunks / max(programs, 1)  # chunks of a program
-        last = max(run, mean * SHARED * (rest + 1) / processors)
-        return (64 + BV) / 128 * (SHARED * full * mean + last)
+        last = max(run, mean * FULL_WAVE * (rest + 1) / processors)
+        return (64 + BV) / 128 * (FULL_WAVE * full * mean + last)
 
     # (steps, which width, chunks of a segment): first without segments, then with each length.
     # Least of (steps, index, 0): on a tie the first width.
