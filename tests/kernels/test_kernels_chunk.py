@@ -1,6 +1,6 @@
 """The chunkwise kernels against the float64 reference: outputs, states, all gradients."""
 
-from kernel_device import DEVICE, interpreted_only  # isort: skip  (before any kernel)
+from kernel_device import DEVICE, INTERPRETED, interpreted_only  # isort: skip  (before any kernel)
 import copy
 import itertools
 import warnings
@@ -21,7 +21,7 @@ KINDS = ["delta", "gated_delta", "linear", "gated_linear", *CHANNELS]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_decay = pytest.mark.parametrize("kind", ["gated_delta", "gated_linear", *CHANNELS])
 # Largest error relative to the largest entry of the same tensor.
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def hold(inputs, dtype=torch.float32, tolerance=None, function=run, **options):
@@ -116,6 +116,16 @@ def test_sums_beyond_the_range_of_half_precision():
     assert o.dtype == torch.float16
     torch.testing.assert_close(o.double(), right, rtol=2e-3, atol=0.0)
     assert state is None
+
+
+@pytest.mark.parametrize(("K", "V", "name"), [(64, 64, None), (128, 128, None), (128, 256, "nala")])
+def test_heads_of_models(K, V, name):
+    """With 2 stages an H200 read tiles of `input_gradients` before they were there: dk was 3 times as far off."""
+    inputs = one_head(130, "gated_delta", k_dim=K, v_dim=V, initial=name is None)
+    options = {"feature_map": build_feature_map(name, num_heads=1, head_dim=K)} if name else {}
+    # What moves from call to call on a card must be right each time.
+    for _ in range(1 if INTERPRETED else 5):
+        hold(inputs, torch.bfloat16, **options)
 
 
 @pytest.mark.parametrize("kind", ["delta", "gated_delta", "vector_delta"])
@@ -241,7 +251,7 @@ def test_maps_and_norm_are_formed_inside(kind, name, options):
         getattr(feature_map, parameter).data.copy_(value)
     hold(inputs, feature_map=feature_map, qk_norm="l2" if kind == "gated_delta" else None)
     if name == "nala" and not options:
-        hold(inputs, torch.bfloat16, feature_map=feature_map, qk_norm="l2")
+        hold(inputs, torch.bfloat16, tolerance=2e-2, feature_map=feature_map, qk_norm="l2")
 
 
 PASSES = "states", "states_and_outputs", "state_gradients"
@@ -337,15 +347,20 @@ def test_wide_values_keep_the_states_apart(scheduled):
     assert "outputs" in {kernel for kernel, _ in launched}
 
 
-@pytest.mark.parametrize(("dtype", "segments"), [(torch.float32, 3), (torch.bfloat16, 2)])
-def test_segments_of_two_halves_of_features_under_strong_decays(dtype, segments, scheduled):
+@pytest.mark.parametrize(
+    ("dtype", "segments", "tolerance"), [(torch.float32, 3, 2e-5), (torch.bfloat16, 2, 2e-2)]
+)
+def test_segments_of_two_halves_of_features_under_strong_decays(
+    dtype, segments, tolerance, scheduled
+):
     """The last segment is shorter; two heads of v share their keys."""
     launched = scheduled(segments=segments)
     inputs = make(1, 130, kind="gated_delta", heads=1, value_heads=2, k_dim=12, v_dim=20)
     inputs["initial_state"] = inputs["initial_state"].repeat(1, 1, 2, 1)
     inputs["g"][:, ::7] = -20.0
     feature_map = build_feature_map("nala", num_heads=1, head_dim=12)
-    hold(with_resets(inputs, -torch.inf), dtype, feature_map=feature_map, qk_norm="l2")
+    inputs = with_resets(inputs, -torch.inf)
+    hold(inputs, dtype, tolerance, feature_map=feature_map, qk_norm="l2")
     assert "compose" in [kernel for kernel, _ in launched]
 
 

@@ -6,6 +6,7 @@ import nalanda_kernels
 import pytest
 import torch
 from covering import slow_but_for
+from nalanda_kernels.triton.common import architecture
 from tiny_models import build, ids
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -112,11 +113,13 @@ def test_every_mixer(mixer, options, monkeypatch):
     with nalanda_kernels.use_backend("triton"):
         found = results()
     general = {"map_features"} if options else set()  # the fused step knows no norms
+    # Blocks of 64 tokens in fp32 run in torch on Hopper, see `block_attention`.
+    refused = {"block_attention"} if architecture() == "sm_90" and not INTERPRETED else set()
     assert mixer in KERNELS, "name in KERNELS the kernels that serve it"
     # On a CPU products of few rows have a kernel, too.
     assert (
         served - {"step", "fused_step", "linear_rows", "glu_rows"}
-        == KERNELS[mixer] | BLOCK | general
+        == (KERNELS[mixer] - refused) | BLOCK | general
     )
     slack = 2e-5 if INTERPRETED else 2e-4
     for a, b in zip(found, expected, strict=True):
