@@ -592,18 +592,20 @@ def transfer(
         str, Option(help="directory for records, table and picture; finished runs are kept")
     ] = "runs/transfer",
     workers: Workers = 1,
+    device: Device = None,
 ) -> None:
     """Find the best rate at several widths, with µP and without.
 
     \b
     nalanda-lab transfer --text corpus/
+    nalanda-lab transfer --text corpus/ --device cuda --workers 12    # needs a GPU, which all runs share
 
-    Trains the models of width.yaml, some hours of one core, and goes on after a kill.
+    Trains the models of width.yaml, half a day of one core, and goes on after a kill.
     """
     with loading_torch():
         from nalanda_lab.width import transfer
 
-    transfer(text, output, workers)
+    transfer(text, output, workers, device)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -67,7 +67,9 @@ def stratify_decay(decay: Decay) -> None:
 # ------------------------------ a run
 
 
-def train_paired(settings: dict[str, Any], config: RunConfig, text: Path, work: Path) -> Record:
+def train_paired(
+    settings: dict[str, Any], config: RunConfig, text: Path, work: Path, device: str = "cpu"
+) -> Record:
     """Trains a model to each of its budgets and returns the record.
 
     The rate warms up and stays. For each budget a copy of the model branches off when all but the last
@@ -79,6 +81,7 @@ def train_paired(settings: dict[str, Any], config: RunConfig, text: Path, work: 
         config: the recipe with that model, seed and rate; gives the data and the optimizer.
         text: a token set with its tokenizer.
         work: a folder for the state at each budget, so that a killed run goes on there.
+        device: where the model trains. Weights are drawn on the CPU: they are the same everywhere.
 
     Returns:
         `settings`; `budgets`, a list with `tokens`, `loss` in nats a token, `documents`, the sum of nats of
@@ -90,6 +93,7 @@ def train_paired(settings: dict[str, Any], config: RunConfig, text: Path, work: 
     vocab_size = TokenSet(text, "train").settings["vocab_size"]
     model = NalandaForCausalLM(configured(settings["model"], vocab_size))
     draw_weights(model, settings["seed"])
+    model.to(device)  # pyrefly: ignore[bad-argument-type]
 
     tokenizer = build_tokenizer(config.tokenizer, config.data, text / "tokenizer")
     batches, validation = open_batches(config, tokenizer)
@@ -124,7 +128,7 @@ def train_paired(settings: dict[str, Any], config: RunConfig, text: Path, work: 
         "parameters": sum(p.numel() for p in model.parameters()),
         "state_bytes": shape.state_bytes(config.data.seq_len, torch.float32),
         "state_grows": grows(shape),
-        "machine": cpu_model(),
+        "machine": cpu_model() if device == "cpu" else torch.cuda.get_device_name(),
         "threads": torch.get_num_threads(),
         "versions": versions(),
     }
@@ -191,7 +195,7 @@ class Trunk:
         """Takes one optimizer step and returns the mean loss of its batches."""
         model.train()
         labels = max(1, sum(map(count_labels, batches)))
-        total = torch.zeros(())
+        total = torch.zeros((), device=model.device)
         for batch in batches:
             loss = summed_loss(model, batch, model.device, self.z_loss) / labels
             loss.backward()
@@ -230,7 +234,7 @@ class Trunk:
         """The budgets that a killed run has finished, and its seconds."""
         if not file.is_file():
             return [], 0.0
-        state = torch.load(file, weights_only=True)
+        state = torch.load(file, weights_only=True, map_location=self.model.device)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.losses = state["step"], state["losses"]
@@ -248,9 +252,10 @@ def document_sums(model: NalandaForCausalLM, batches: Iterable[Batch], bos: int)
     model.eval()
     losses = []
     for batch in batches:
-        out = model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"], use_cache=False)
+        tokens, labels = (batch[name].to(model.device) for name in ("input_ids", "labels"))
+        out = model(tokens, cu_seqlens=batch["cu_seqlens"], use_cache=False)
         logits = out.logits[:, :-1].mT  # [B, vocabulary, T − 1]
-        losses.append(F.cross_entropy(logits, batch["labels"][:, 1:], reduction="none"))
+        losses.append(F.cross_entropy(logits, labels[:, 1:], reduction="none").cpu())
     return sum_by_document(losses, batches, bos)
 
 
@@ -278,7 +283,7 @@ def losses_by_position(
     """
     model.eval()
     losses = []
-    for row in tokens:
+    for row in tokens.to(model.device):
         logits = model(row[None], use_cache=False).logits[0, :-1]
         losses.append(F.cross_entropy(logits, row[1:], reduction="none").double())
     mean = torch.stack(losses).mean(0)  # [T − 1]

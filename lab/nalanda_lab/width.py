@@ -25,6 +25,7 @@ from nalanda.common.errors import InputError, output_file, output_folder
 from nalanda.common.progress import Progress
 from nalanda.config.load import parse_yaml, section
 from nalanda.config.schema import OptimConfig, RunConfig
+from nalanda.inference.load import choose_device
 from nalanda.model import NalandaConfig, NalandaForCausalLM
 from nalanda.model.projections import FusedLinears
 from nalanda.report.figures import drawing, files, in_panels, log_axis
@@ -265,11 +266,15 @@ def transfer_settings(study: dict[str, Any]) -> list[dict[str, Any]]:
     return settings
 
 
-def transfer(text: str | None, out: str, workers: int, study_file: Path = STUDY) -> None:
+def transfer(
+    text: str | None, out: str, workers: int, device: str | None = None, study_file: Path = STUDY
+) -> None:
     """Trains what the folder `out` has no record of, then prints and draws where the best rates lie.
 
     text: a corpus, as `data.source`; default: that of an earlier call.
+    device: of all runs, which share it; by default a GPU, if there is one.
     """
+    device = choose_device(device)
     study = parse_yaml(study_file.read_text(encoding="utf-8"), str(study_file))
     folder = output_folder(out, "--output")
     token_set = prepare_text(study["recipe"], text, folder, 1)
@@ -280,7 +285,9 @@ def transfer(text: str | None, out: str, workers: int, study_file: Path = STUDY)
         recipe |= {"model": settings["model"], "tokenizer": f"{token_set}/tokenizer"}
         recipe |= {"data": recipe["data"] | {"source": str(token_set)}}
         config = section(RunConfig, recipe, "")
-        jobs[key(settings)] = partial(train_paired, settings, config, token_set, folder / "work")
+        jobs[key(settings)] = partial(
+            train_paired, settings, config, token_set, folder / "work", device
+        )
 
     records = follow(jobs, folder / "transfer.jsonl", workers, describe_run)
     rows = best_rates(study, records)

@@ -70,7 +70,7 @@ def test_transfer_trains_every_run_once_and_draws_the_rates(tmp_path, capsys):
     lines = [{"text": " ".join(f"word{(i * j) % 97}" for j in range(200))} for i in range(80)]
     corpus.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    width.transfer(str(corpus), str(tmp_path / "out"), 1, study)
+    width.transfer(str(corpus), str(tmp_path / "out"), 1, study_file=study)
     records = (tmp_path / "out/transfer.jsonl").read_text().splitlines()
     assert len(records) == 2 * 2 * 2 * 2  # mixers, parametrizations, widths, rates
     assert (tmp_path / "out/transfer.png").stat().st_size > 10_000
@@ -85,7 +85,7 @@ def test_transfer_trains_every_run_once_and_draws_the_rates(tmp_path, capsys):
     for (_, size, _), losses in by_run.items():
         assert (losses["mup"] == losses["standard"]) == (size == 128)
 
-    width.transfer(None, str(tmp_path / "out"), 1, study)  # no run again
+    width.transfer(None, str(tmp_path / "out"), 1, study_file=study)  # no run again
     assert len((tmp_path / "out/transfer.jsonl").read_text().splitlines()) == len(records)
 
 
