@@ -25,7 +25,7 @@ from nalanda.config.load import load_config
 from nalanda.convert.fit import arm_configs, fit_layers
 from nalanda.convert.linearize import build_hybrid, hybrid_config, open_transformer
 from nalanda.model.cache import NalandaCache
-from nalanda.report.figures import COLOURS, REFERENCE, drawing
+from nalanda.report.figures import COLOURS, REFERENCE, drawing, log_axis
 from nalanda.train.build import open_batches
 from nalanda.train.loop import train
 from nalanda.train.loss import count_labels, summed_loss
@@ -149,10 +149,10 @@ def report(out: Path) -> str:
     decoding, teacher = read.pop("decoding", {}), read.pop("teacher")
     arms = load_config(RECIPE).linearize.arms
     lines = [
-        "| | perplexity before | fitted | distilled | last words before | fitted | distilled |"
+        "| | perplexity before | fitted | distilled | last words before | fitted | distilled | nats to the first |"
     ]
-    lines += ["|---" * 7 + "|"]
-    lines += [f"| teacher | {perplexity(teacher):.1f} | | | {accuracy(teacher):.1f} % | | |"]
+    lines += ["|---" * 8 + "|"]
+    lines += [f"| teacher | {perplexity(teacher):.1f} | | | {accuracy(teacher):.1f} % | | | |"]
     points: dict[str, list[tuple[float, float]]] = {}
     for arm in arms:
         cells = []
@@ -164,23 +164,25 @@ def report(out: Path) -> str:
                     points.setdefault(arm, []).append((mean, half))
                 spread = f" ± {half:.1f}" if half else ""
                 cells.append(f"{mean:.1f}{spread}{unit}" if names else "")
-        lines.append(f"| {arm} | {' | '.join(cells)} |")
+        mean, half = interval(gaps(read, arm, next(iter(arms))))
+        lines.append(f"| {arm} | {' | '.join(cells)} | {mean:+.3f} ± {half:.3f} |")
     for name, cost in decoding.items():
         lines.append(
             f"\n{name}: {cost['seconds'] * 1e3:.0f} ms a token, {cost['bytes'] / 2**20:.0f} MiB"
         )
 
-    caption = (
-        "Mean and 95 % interval (Student's t) over seeds of the data's order; before: one seed."
-    )
-    with drawing(out / "linearize", "Perplexity of the hybrids", caption, 1, height=2.5) as [axes]:
+    seeds = sum(name.endswith(f"-{next(iter(arms))}-distilled") for name in read)
+    caption = f"Means and 95 % intervals (Student's t) over {seeds} seeds of the data's order."
+    best = min(points, key=lambda arm: points[arm][-1][0])
+    title = f"{best} comes closest: perplexity {points[best][-1][0]:.0f}, the transformer has {perplexity(teacher):.0f}"
+    with drawing(out / "linearize", title, caption, 1, height=2.5) as [axes]:
         for i, stage in enumerate(STAGES[1:], 1):
             means, halves = zip(*(stages[i] for stages in points.values()), strict=True)
-            places = np.arange(len(points)) + 0.15 * i
-            axes.errorbar(places, means, halves, fmt="o", color=COLOURS[i], label=stage)
+            axes.errorbar(range(len(points)), means, halves, fmt="o", color=COLOURS[i], label=stage)
         axes.axhline(perplexity(teacher), **REFERENCE, label="teacher")
         axes.set_xticks(range(len(points)), list(points))
         axes.set(ylabel="perplexity of held-out text")
+        log_axis(axes.yaxis, (40, 80, 160, 320, 640, 1280))
     return "\n".join(lines)
 
 
@@ -190,6 +192,16 @@ def perplexity(record: dict) -> float:
 
 def accuracy(record: dict) -> float:
     return 100 * float(np.mean(record["hits"]))
+
+
+def gaps(read: dict[str, dict], arm: str, first: str) -> list[float]:
+    """Nats a token of the distilled arm, less those of `first` in the same seed."""
+    pairs = [
+        (n, n.replace(f"-{arm}-", f"-{first}-")) for n in read if n.endswith(f"-{arm}-distilled")
+    ]
+    return [
+        math.log(perplexity(read[a]) / perplexity(read[b])) for a, b in sorted(pairs) if b in read
+    ]
 
 
 def interval(values: list[float]) -> tuple[float, float]:
