@@ -42,6 +42,17 @@ def widened(x, y, z, STEPS: tl.constexpr, N: tl.constexpr):
         sum = tl.dot(a, b, sum)
     tl.store(z + i[:, None] * N + i[None, :], sum)
 
+@triton.jit
+def shared(x, y, z, STEPS: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    sum, rows = tl.zeros([N, N], tl.float32), tl.zeros([N], tl.float32)
+    for step in range(STEPS):
+        at = (step * N + i[:, None]) * N + i[None, :]
+        a, b = tl.load(x + at), tl.load(y + at)
+        sum = tl.dot(a, tl.trans(b), sum)
+        rows += tl.sum(b.to(tl.float32), 1)
+    tl.store(z + i[:, None] * N + i[None, :], sum + rows[:, None])
+
 tuned = triton.autotune([triton.Config({}, num_warps=w) for w in (1, 8)], key=[])(crowded)
 
 def call():
@@ -51,6 +62,8 @@ def call():
     turned[(1,)](x, y, N=64, num_warps=4)
     a, b = torch.zeros(128, 512, dtype=torch.int8), torch.zeros(512, 128, dtype=torch.bfloat16)
     widened[(1,)](a, b, torch.zeros(128, 128), STEPS=4, N=128, num_warps=8, num_stages=2)
+    c = torch.zeros(4 * 64, 64, dtype=torch.bfloat16)
+    shared[(1,)](c, c, torch.zeros(64, 64), STEPS=4, N=64, num_warps=4, num_stages=2)
     assert y.eq(1).all(), "it was launched"
 
 def tune():
@@ -83,12 +96,13 @@ def test_toys(tmp_path):
     done = run(str(file), "sm_90")
     assert done.returncode == 0, done.stderr
     rows, second = json.loads(done.stdout)
-    product, crowded, turned, widened, tuned = rows
+    product, crowded, turned, widened, shared, tuned = rows
     assert [(x["job"], x["kernel"]) for x in rows] == [
         ("toys", "product"),
         ("toys", "crowded"),
         ("toys", "turned"),
         ("toys", "widened"),
+        ("toys", "shared"),
         ("tuned", "crowded"),
     ]
     assert product["arch"] == "sm_90"
@@ -99,7 +113,7 @@ def test_toys(tmp_path):
     assert crowded["registers"] == 255
     assert crowded["tensor_cores"] == ""
     assert (tuned["num_warps"], tuned["spilled"]) == (8, 0), "the configuration that spills less"
-    assert [product[x] for x in static.HAZARDS] == [0, 0, 0]
+    assert [product[x] for x in static.HAZARDS] == [0, 0, 0, 0]
     assert turned["transposed"] == 1
     assert turned["register_a"] > 0
     assert turned["overwritten"] == 0
@@ -107,6 +121,7 @@ def test_toys(tmp_path):
     assert widened["overwritten"] > 0, (
         "the pipeliner loads the next A while the last product reads it"
     )
+    assert shared["refilled"] == 1, "a tile of a product that is summed, too"
     assert second == "arch='sm_80': this process compiles for sm_90; start another process"
 
 
@@ -237,6 +252,30 @@ def test_products_of_a_products_transpose(code, count):
     assert hazards.transposed("\n".join(f"    {x}" for x in [LOAD, *code])) == count
 
 
+TILE = "%t = ttg.local_alloc : () -> !ttg.memdesc<{}x64x64xbf16, #shared, #smem, mutable>"
+PLACE = "%p = ttg.memdesc_index %t[%c0_i32]"
+TURN = "%v = ttg.memdesc_trans %p {order = array<i32: 1, 0>}"
+ASYNC = "%s = ttng.warp_group_dot {}, {}, %arg2 {{isAsync = true}} : tensor<64x64xf32, #mma>"
+DONE = "%w = ttng.warp_group_dot_wait %s, %t {{pendings = {} : i32}}"
+FILL = "%f = ttg.async_copy_global_to_local %x, %p mask %m"
+
+
+@pytest.mark.parametrize(
+    ("places", "code", "count"),
+    [
+        (1, [ASYNC.format("%q", "%v"), DONE.format(1), FILL], 1),
+        (1, [ASYNC.format("%p", "%q"), DONE.format(1), FILL], 1),
+        (1, [ASYNC.format("%q", "%v"), DONE.format(0), FILL], 0),
+        (1, [ASYNC.format("%q", "%v"), ASYNC.format("%q", "%q"), DONE.format(1), FILL], 0),
+        (1, [FILL, ASYNC.format("%q", "%v"), DONE.format(0)], 0),
+        (2, [ASYNC.format("%q", "%v"), DONE.format(1), FILL], 0),
+    ],
+)
+def test_tiles_refilled_while_a_product_reads_them(places, code, count):
+    lines = [TILE.format(places), PLACE, TURN, *code]
+    assert hazards.refilled("\n".join(f"    {x}" for x in lines)) == count
+
+
 # ------------------------------------------------------------------------------------------------- limits
 
 ROW = {
@@ -249,6 +288,7 @@ ROW = {
     "register_a": 16,
     "overwritten": 0,
     "transposed": 0,
+    "refilled": 0,
     "tensor_cores": "wgmma",
 }
 

@@ -49,7 +49,7 @@ SHARED = {  # most bytes of a program
 }
 CORES = ("", "mma.sync", "wgmma", "tcgen05")  # tensor-core instructions, the newest last
 Call = Callable[[], tuple[torch.Tensor, ...]]
-HAZARDS = ("register_a", "overwritten", "transposed")  # what hazards.py counts
+HAZARDS = ("register_a", "overwritten", "transposed", "refilled")  # what hazards.py counts
 FIGURES = ("registers", "spilled", "shared", *HAZARDS)
 LIMITS = Path(__file__).with_name("limits.json")
 # Rows, tokens and most heads of grids that fill a card, that take ever narrower blocks, that take segments.
@@ -471,6 +471,7 @@ def _figures(name: str, kernel) -> dict:
         "register_a": hazards.register_a(ptx),
         "overwritten": about.overwritten,
         "transposed": hazards.transposed(kernel.asm["ttir"]),
+        "refilled": hazards.refilled(kernel.asm["ttgir"]),
         "tensor_cores": there[-1] if there else "",
     }
 
@@ -484,10 +485,9 @@ def compile_calls(arch: str, calls: Iterable[tuple[str, Callable[[], object]]]) 
 
     calls: names, and functions that call kernels' wrappers on CPU tensors, forward and backward.
 
-    Returns a row for each kernel of a call: job, arch, kernel, num_warps, num_stages, registers (a thread's),
-    spilled (bytes, stores and loads), shared (bytes), tensor_cores (`wgmma`, …; "" for none) and the counts
-    of `hazards`: register_a, overwritten, transposed. A kernel compiled in several forms shows their maximum;
-    an autotuned one the configuration that spills least.
+    Returns a row for each kernel of a call: job, arch, kernel, num_warps, num_stages and tensor_cores (`wgmma`, …; ""
+    for none). Registers are a thread's; spilled (stores and loads) and shared are bytes. HAZARDS are counts. A kernel
+    compiled in several forms shows their maximum; an autotuned one the configuration that spills least.
 
     Raises ValueError in the interpreter, for an unknown arch, and for a second arch in a process.
     """
