@@ -316,6 +316,13 @@ def test_another_fit_in_the_folder_is_refused(recipe, llama, tmp_path):
         fit_layers(settings(recipe, llama, tmp_path / "run", "linearize.steps=7"), str(llama))
 
 
+def test_a_fit_that_cannot_start_leaves_no_folder(recipe, llama, tmp_path):
+    config = settings(recipe, llama, tmp_path / "runs/fit", f"tokenizer={tmp_path}")
+    with pytest.raises(InputError, match="tokenizer"):
+        fit_layers(config, str(llama))
+    assert not (tmp_path / "runs").exists()
+
+
 DISTILLED = (
     "validation.every=0",
     "checkpoint.every=4",
