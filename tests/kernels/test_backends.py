@@ -226,6 +226,16 @@ def test_tune_takes_no_size_that_changes_results():
     assert "  states num_stages=4: 192.000 ms" in lines
 
 
+def test_tune_keeps_the_one_stage_of_a_kernel_that_races_with_two():
+    row = {"itemsize": 2, "features": 128, "num_warps": 8, "num_stages": 1}
+
+    def job():
+        return 100 / row["num_stages"] + row["num_warps"], [torch.ones(4)]
+
+    [*tune.improve({"input_gradients": [row]}, lambda *_: [job], lambda: False)]
+    assert (row["num_warps"], row["num_stages"]) == (2, 1)
+
+
 def test_tune_keeps_the_fastest_that_agrees():
     right, wrong = torch.ones(4), torch.full((4,), 1.1)
 
