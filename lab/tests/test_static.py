@@ -276,6 +276,21 @@ def test_tiles_refilled_while_a_product_reads_them(places, code, count):
     assert hazards.refilled("\n".join(f"    {x}" for x in lines)) == count
 
 
+@pytest.mark.parametrize(
+    ("places", "code", "count"),
+    [
+        (1, [ASYNC.format("%q", "%v"), DONE.format(0), FILL], 1),
+        (1, [ASYNC.format("%q", "%v"), DONE.format(0), "%b = ttg.async_wait %f", FILL], 0),
+        (2, [ASYNC.format("%q", "%v"), DONE.format(1), FILL], 1),
+        (2, [ASYNC.format("%q", "%v"), DONE.format(0), FILL], 0),
+        (3, [ASYNC.format("%q", "%v"), DONE.format(1), FILL], 0),
+    ],
+)
+def test_eight_warps_need_a_barrier_or_another_place(places, code, count):
+    module = 'module attributes {"ttg.num-warps" = 8 : i32} {'
+    assert hazards.refilled("\n".join([module, TILE.format(places), PLACE, TURN, *code])) == count
+
+
 # ------------------------------------------------------------------------------------------------- limits
 
 ROW = {

@@ -181,7 +181,7 @@ def _graph(ttir: str) -> tuple[dict[str, str], dict[str, list[str]]]:
 
 # ------------------------------------------------- tiles refilled while a product reads them
 
-_ALLOC = re.compile(r"(%[\w$.-]+) = ttg\.local_alloc : .*!ttg\.memdesc<1x")
+_ALLOC = re.compile(r"(%[\w$.-]+) = ttg\.local_alloc : .*!ttg\.memdesc<([12])x")
 _VIEW = re.compile(r"(%[\w$.-]+) = ttg\.memdesc_\w+ (%[\w$.-]+)")
 _COPY = re.compile(r"ttg\.async_copy_global_to_local %[\w$.-]+, (%[\w$.-]+)")
 _PENDING = re.compile(r"warp_group_dot_wait .*pendings = (\d+)")
@@ -190,21 +190,23 @@ _BARRIERS = ("ttg.async_wait ", "ttg.barrier", "gpu.barrier", "ttg.local_barrier
 
 
 def refilled(ttgir: str) -> int:
-    """Tiles with a single place in shared memory that are copied anew while a product may still read them.
+    """Tiles that are copied into a place in shared memory where a product may still read the one before.
 
     The pipeliner gives a tile one place where the program also reads it into registers. It counts the wait for that
     reading, but not the products' reading, which ends later. Of more than four warps each four wait for their own
-    products alone (triton issue 11047), so only a barrier ends the reading.
+    products alone (triton issue 11047), so only a barrier ends the reading. Two places are too few for them where
+    products of a step still run when it copies: their wait is behind the next step's barrier.
     """
     warps = _WARPS.search(ttgir)
     groups = warps is not None and int(warps[1]) > 4
-    tiles: dict[str, str] = {}  # a view of such a tile → the tile
+    tiles: dict[str, str] = {}  # a view of a tile with one or two places → the tile
+    places: dict[str, int] = {}
     running: list[set[str]] = []  # of each product that may still run: the tiles that it reads
     others: set[str] = set()  # tiles that products of other warps may still read
     found = set()
     for line in ttgir.splitlines():
         if alloc := _ALLOC.search(line):
-            tiles[alloc[1]] = alloc[1]
+            tiles[alloc[1]], places[alloc[1]] = alloc[1], int(alloc[2])
         elif (view := _VIEW.search(line)) and view[2] in tiles:
             tiles[view[1]] = tiles[view[2]]
         elif wait := _PENDING.search(line):
@@ -217,6 +219,10 @@ def refilled(ttgir: str) -> int:
             operands = line.partition("warp_group_dot ")[2].split(" {")[0]
             running.append({tiles[x] for x in _VALUE.findall(operands) if x in tiles})
         elif copy := _COPY.search(line):
-            tile = tiles.get(copy[1])
-            found |= {tile} & others.union(*running)
+            tile = tiles.get(copy[1], "")
+            reads = set().union(*running)
+            if places.get(tile) == 1:
+                found |= {tile} & (reads | others)
+            elif groups:
+                found |= {tile} & reads
     return len(found)
