@@ -148,6 +148,7 @@ def report(out: Path) -> str:
     read = {f.stem: json.loads(f.read_text()) for f in (out / "records").glob("*.json")}
     decoding, teacher = read.pop("decoding", {}), read.pop("teacher")
     arms = load_config(RECIPE).linearize.arms
+    first = next(iter(arms))
     lines = [
         "| | perplexity before | fitted | distilled | last words before | fitted | distilled | nats to the first |"
     ]
@@ -164,14 +165,16 @@ def report(out: Path) -> str:
                     points.setdefault(arm, []).append((mean, half))
                 spread = f" ± {half:.1f}" if half else ""
                 cells.append(f"{mean:.1f}{spread}{unit}" if names else "")
-        mean, half = interval(gaps(read, arm, next(iter(arms))))
-        lines.append(f"| {arm} | {' | '.join(cells)} | {mean:+.3f} ± {half:.3f} |")
+        distances = gaps(read, arm, first)
+        mean, half = interval(distances)
+        cells.append(f"{mean:+.3f} ± {half:.3f}" if distances else "")
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
     for name, cost in decoding.items():
         lines.append(
             f"\n{name}: {cost['seconds'] * 1e3:.0f} ms a token, {cost['bytes'] / 2**20:.0f} MiB"
         )
 
-    seeds = sum(name.endswith(f"-{next(iter(arms))}-distilled") for name in read)
+    seeds = len(gaps(read, first, first))
     caption = f"Means and 95 % intervals (Student's t) over {seeds} seeds of the data's order."
     best = min(points, key=lambda arm: points[arm][-1][0])
     title = f"{best} comes closest: perplexity {points[best][-1][0]:.0f}, the transformer has {perplexity(teacher):.0f}"
@@ -205,8 +208,8 @@ def gaps(read: dict[str, dict], arm: str, first: str) -> list[float]:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Mean, and the half width of its 95 % interval."""
+    """Mean, and the half width of its 95 % interval; infinite without values."""
     if len(values) < 2:
-        return sum(values), 0.0
+        return (values[0] if values else math.inf), 0.0
     error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return float(np.mean(values)), float(stats.t.ppf(0.975, len(values) - 1)) * error

@@ -128,7 +128,7 @@ def train_paired(
         "parameters": sum(p.numel() for p in model.parameters()),
         "state_bytes": shape.state_bytes(config.data.seq_len, torch.float32),
         "state_grows": grows(shape),
-        "machine": cpu_model() if device == "cpu" else torch.cuda.get_device_name(),
+        "machine": cpu_model() if device == "cpu" else torch.cuda.get_device_name(device),
         "threads": torch.get_num_threads(),
         "versions": versions(),
     }

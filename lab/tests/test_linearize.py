@@ -43,3 +43,8 @@ def test_all_stages_of_all_arms_are_recorded_once(recipe, tokenizer, tmp_path, m
     capsys.readouterr()
     bench.run(2)
     assert capsys.readouterr().out == ""
+
+    for seed in (0, 1):  # a bench that is not finished
+        (bench.records / f"{seed}-soft-distilled.json").unlink()
+    (row,) = (x for x in report(tmp_path / "out").splitlines() if x.startswith("| soft |"))
+    assert [cell.strip() for cell in row.split("|")[-2:]] == ["", ""], "no distance, not 0"

@@ -120,7 +120,7 @@ def test_sums_beyond_the_range_of_half_precision():
 
 @pytest.mark.parametrize(("K", "V", "name"), [(64, 64, None), (128, 128, None), (128, 256, "nala")])
 def test_heads_of_models(K, V, name):
-    """With 2 stages an H200 read tiles of `input_gradients` before they were there: dk was 3 times as far off."""
+    """With 2 stages an H200 refilled tiles of `input_gradients` while products read them: dk was 3 times as far off."""
     inputs = one_head(130, "gated_delta", k_dim=K, v_dim=V, initial=name is None)
     options = {"feature_map": build_feature_map(name, num_heads=1, head_dim=K)} if name else {}
     # What moves from call to call on a card must be right each time.
