@@ -20,7 +20,7 @@ PRODUCT = ("src/", "kernels/nalanda_kernels/", "eval/nalanda_eval/")
 PAGES_APART = ("lab/", "tools/", "tests/", "docs/decisions/", "CHANGELOG.md")
 
 LIMITS = {
-    "tokens": 307_950,
+    "tokens": 308_330,
     "tokens a code line": 9.45,
     "comments, %": 8.2,
     "functions with 25 lines on end, per 1,000": 0.05,
