@@ -54,6 +54,8 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
         "value_conv": 3,
         "mixer_options": {"softmax": {"num_kv_heads": 1, "window": 9}},
     },
+    "value_conv_alone": {"mixer": "gated_deltanet", "value_conv": 3, "conv_size": 0},
+    "value_conv_gated": {"mixer": "gated_deltanet2", "value_conv": 3},
     "relu_blocks": {
         "mixer": "diag_attention",
         "mixer_options": {"block_size": 5, "scores": "relu"},

@@ -55,6 +55,8 @@ def described():
 def served(options) -> bool:
     unstated = {"norm_write", "norm_read"} & options.get("mixer_options", {}).keys()
     norm = options.get("feature_map_options", {}).get("norm")
+    if options.get("value_conv"):  # a whole token serves it alone
+        return False
     return not unstated and norm != "sum" and options.get("feature_map") not in UNKNOWN_MAPS
 
 

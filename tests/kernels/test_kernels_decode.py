@@ -313,6 +313,8 @@ STEPS = {
     },
     "linear_attention, pola": {"feature_map": "pola", "value_conv": 2, **WIDE},
     "deltanet, pola": {"feature_map": "pola", "value_conv": 3},
+    "gated_deltanet, value_conv": {"conv_size": 0, "value_conv": 3},
+    "gated_deltanet2, value_conv": {"value_conv": 3},
 }
 
 

@@ -3,8 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import VOCAB, close, ids
+from tiny_models import VOCAB, build, close, ids, logits
 from transformers import DataCollatorWithFlattening
+
+from nalanda import NalandaCache
+from nalanda.model import MIXERS
 
 
 def test_two_ways_to_say_the_same_are_refused(small):
@@ -18,6 +21,20 @@ def test_two_ways_to_say_the_same_are_refused(small):
         small(ids(1, 6), attention_mask=mask, position_ids=positions).logits,
         small(ids(1, 6), attention_mask=mask).logits,
     )
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_calls_without_rows_or_without_tokens(mixer):
+    model, past = build(mixer=mixer), NalandaCache(2)
+    loss = model.train()(none := torch.zeros(0, 5, dtype=torch.long), labels=none).loss
+    loss.backward()
+    assert loss == 0
+    model.eval()
+    assert model(none).logits.shape == (0, 5, VOCAB)
+    expected = logits(model, ids(2, 9))[:, -1]
+    logits(model, ids(2, 9)[:, :8], past_key_values=past)
+    assert logits(model, ids(2, 0), past_key_values=past).shape == (2, 0, VOCAB)
+    close(logits(model, ids(2, 9)[:, 8:], past_key_values=past)[:, -1], expected)
 
 
 def test_misspelt_arguments_are_refused(small):

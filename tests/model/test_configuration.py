@@ -113,6 +113,16 @@ def test_a_changed_value_of_a_wrong_type_is_refused(small, tmp_path):
                 load(tmp_path, **{key: "2"})
 
 
+def test_a_config_of_ones_own_is_checked_like_ours():
+    class Own(NalandaConfig):
+        model_type = "own"
+        extra: int = 3
+
+    assert (Own(hidden_size=64, num_heads=2).head_dim, Own().extra) == (32, 3)
+    with pytest.raises(ValueError, match="num_heads='two' must be int"):
+        Own(num_heads="two")
+
+
 def test_config_round_trip(tmp_path):
     config = build(num_hidden_layers=1, mixer=["deltanet"]).config
     config.save_pretrained(tmp_path)

@@ -16,9 +16,10 @@ from nalanda_kernels.cpu import build as library
 from nalanda_kernels.cpu.step import KINDS, Operation
 from nalanda_kernels.cpu.token import Program
 from tiny_models import VARIANTS, build, covered_rows, ids, logits, rows
+from torch.nn.utils.parametrize import register_parametrization
 
 from nalanda import NalandaCache
-from nalanda.model import decoding, graphs
+from nalanda.model import MIXERS, decoding, graphs
 
 try:
     library.library()
@@ -285,6 +286,51 @@ def test_weights_that_change():
     del out
     gc.collect()
     assert step() is None  # memory lasts as long as the cache
+
+
+def halved(out):
+    """Half of an output, or of the first of several."""
+    return (0.5 * out[0], *out[1:]) if isinstance(out, tuple) else 0.5 * out
+
+
+def hook(layer):
+    layer.register_forward_hook(lambda layer, inputs, out: halved(out))
+
+
+def new_forward(layer):
+    own = layer.forward
+    layer.forward = lambda *args: halved(own(*args))
+
+
+def parametrised(layer):
+    for name, _ in list(layer.named_parameters(recurse=False)):
+        register_parametrization(layer, name, torch.nn.Softplus())
+
+
+def check_decoded(model):
+    """Decoded tokens have the logits of a pass over the text."""
+    tokens = ids(1, 5)
+    out = model.generate(tokens, output_logits=True, return_dict_in_generate=True, **GREEDY)
+    whole = logits(model, out.sequences)
+    near(torch.stack(out.logits, 1), whole[:, 4:-1])
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_hook_in_a_mixer_acts_on_every_token(mixer):
+    for name, _ in tiny(mixer=mixer).model.layers[0].mixer.named_children():
+        model = tiny(mixer=mixer)
+        hook(model.model.layers[0].mixer.get_submodule(name))
+        check_decoded(model)
+
+
+@pytest.mark.parametrize("change", [new_forward, parametrised])
+def test_what_replaces_a_layer_acts_on_every_token(change):
+    for name in ("q_conv1d", "o_norm", "decay"):
+        model = tiny()
+        before = logits(model, ids(1, 5))
+        change(model.model.layers[0].mixer.get_submodule(name))
+        assert not torch.allclose(logits(model, ids(1, 5)), before)
+        check_decoded(model)
 
 
 def test_where_a_token_runs_eagerly(runs, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import warnings
 from functools import partial
 
@@ -34,6 +35,13 @@ def build(name: str, head_dim: int = K, **options):
 
 def nala(options: dict):
     return build("nala", **options)
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_maps_can_be_pickled(name):
+    phi, x = build(name), torch.randn(1, 3, 2, K, dtype=torch.float64)
+    for mine, copied in zip(phi(x, x), pickle.loads(pickle.dumps(phi))(x, x), strict=True):
+        close(mine, copied, 0)
 
 
 @pytest.mark.parametrize("options", READINGS, ids=lambda o: "-".join(str(v) for v in o.values()))

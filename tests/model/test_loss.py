@@ -248,9 +248,11 @@ def test_transformers_trainer_trains(small, tmp_path):
         save_strategy="no",
         use_cpu=True,
     )
-    result = Trainer(model=small, args=arguments, train_dataset=rows).train()
-    assert result.training_loss > 0
+    trainer = Trainer(model=small, args=arguments, train_dataset=rows, eval_dataset=rows)
+    assert trainer.train().training_loss > 0
     assert not torch.equal(before, small.lm_head.weight)
+    expected = small.eval()(**{name: torch.stack([r[name] for r in rows]) for name in rows[0]}).loss
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item())
 
 
 def test_gradient_checkpointing_changes_nothing(small):

@@ -149,6 +149,11 @@ void form_inputs(const Step& s, int n, int h, Memory& m) {
     const T *x_v = (const T*)s.v + n * size_v, *x_w = (const T*)s.w + n * size_v;
 
     long query = long(h) * queries, value = long(h) * values;
+    // Its input has SiLU where that belongs to the short convolution, and no gate of what is written.
+    auto convolve_local = [&] {
+        channels(m.v, s.local_filter, s.local_past, s.local_moved, value, values, size_v, s.local_width, m.local,
+                 s.local_copies);
+    };
     channels(x_q + query, s.q_filter, s.q_past, s.q_moved, query, queries, size_q, s.W, m.q);
     for (int j = 0; j < s.steps; j++) {
         // Step j's heads follow those of the steps before.
@@ -156,14 +161,12 @@ void form_inputs(const Step& s, int n, int h, Memory& m) {
         float *k = m.k + j * K, *v = m.v + j * values;
         channels(x_k + key_j, s.k_filter, s.k_past, s.k_moved, key_j, K, size_k, s.W, k);
         channels(x_v + value_j, s.v_filter, s.v_past, s.v_moved, value_j, values, size_v, s.W, v);
+        if (s.local_width && !s.W) convolve_local();
         for (int c = 0; c < values && s.silu; c++) v[c] = rounded<T>(v[c] * sigmoid32(v[c]));
+        if (s.local_width && s.W) convolve_local();
         for (int c = 0; c < values && s.w; c++) v[c] = rounded<T>(v[c] * rounded<T>(sigmoid32(load(x_w + value_j + c))));
     }
 
-    if (s.local_width) {
-        channels(m.v, s.local_filter, s.local_past, s.local_moved, value, values, size_v, s.local_width, m.local,
-                 s.local_copies);
-    }
     for (int i = 0; i < queries && s.q_norm; i += K) norm_head(m.q + i, (const T*)s.q_norm, K, s.eps);
     if (s.k_norm) norm_head(m.k, (const T*)s.k_norm, K, s.eps);
 }

@@ -296,9 +296,11 @@ def step_kernel(
         # Every program has columns of v of its own, so each stores their past.
         u = load_input(v, n, at_v, in_V)
         u = convolved(u, v_conv, at_v, n, at_v, in_V, in_V, STEPS * HV * V, W)
+        value = u
         if SILU:
             u *= tl.sigmoid(u)
-        value = u
+            # Without a short convolution the one of v in o precedes SiLU.
+            value = u if W > 0 else value
         # Features as a row [1, BK]; then as columns [BK, 1] beside S.
         k1, k2 = mapped(x_k[None, :], row, powers, units, h, MAP, False, K)
 

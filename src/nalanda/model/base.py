@@ -51,7 +51,7 @@ from torch.utils._pytree import tree_leaves
 
 from .epilogues import norm_gate, swiglu
 from .feature_maps import build_feature_map
-from .layers import LayerNorm, RMSNorm, ShortConv
+from .layers import LayerNorm, RMSNorm, ShortConv, altered
 from .ops import by_kernel, has_kernel
 from .projections import NARROW, FusedLinears, apply_linear, matrix_of
 from .sequences import Sequences
@@ -94,7 +94,8 @@ def convolve(
         xs, states = seq.parts.conv_states(xs, convs[0].width - 1, states)
 
     filters = [conv.weight.squeeze(1) for conv in convs]
-    if not filters[0].is_meta:  # an offloaded one is in memory only while its own module runs
+    # An offloaded one is in memory only while its own module runs.
+    if not filters[0].is_meta and not any(map(altered, convs)):
         for i, conv in enumerate(convs):
             if conv.copies > 1:
                 filters[i] = filters[i].repeat(conv.copies, 1)
@@ -383,8 +384,10 @@ class Mixer(FusedLinears):
     ) -> tuple[Tensor, LayerState] | None:
         """`forward` for one token per sequence, in one kernel after the projections or in torch.
 
-        None if the mixer states no rule of a token.
+        None if the mixer states no rule of a token, or if calling its layers does more than theirs.
         """
+        if any(map(altered, self.children())):
+            return None
         # Its rule is described in vain where there is no such kernel, as on a CPU.
         if has_kernel("fused_step", x) and (fused := self.fused_step(x, seq, state)):
             return fused

@@ -263,7 +263,7 @@ def pass_back(
 
     d_state: [N·HV, K, V], becomes that before the segment. d_v_new: [P, C, V], takes what comes through S'.
     """
-    heads = len(d_v_new) // segment.rows
+    heads = len(d_v_new) // max(1, segment.rows)
     d_after = d_state.new_empty(len(d_v_new), *d_state.shape[1:])
     row = len(d_after)
     for count in reversed(segment.counts):

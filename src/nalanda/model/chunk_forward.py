@@ -297,7 +297,7 @@ def pass_states(chunk: Chunk, segment: Segment, state: Tensor, states: Tensor) -
 
     state: [N·HV, K, V], becomes that behind the segment. states: takes the state before each chunk, [P, K, V].
     """
-    heads = len(states) // segment.rows
+    heads = len(states) // max(1, segment.rows)
     row = 0
     for count in segment.counts:
         now = slice(row, row + count * heads)  # the chunks of this step

@@ -243,7 +243,9 @@ class NalandaConfig(PreTrainedConfig):
     def check_types(self) -> None:
         """Raises ValueError for a field of another type, or a size that is no size."""
         types = {
-            f.name: f.type for f in dataclasses.fields(self) if f.name in type(self).__annotations__
+            f.name: f.type
+            for f in dataclasses.fields(self)
+            if f.name in NalandaConfig.__annotations__
         }
         values = {name: getattr(self, name) for name in types}
         for name in ("head_dim", "intermediate_size", "mixer_options", "feature_map_options"):

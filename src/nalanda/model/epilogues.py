@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layers import RMSNorm, linear_dtype
+from .layers import RMSNorm, altered, linear_dtype
 from .ops import by_kernel
 from .projections import matrix_of
 
@@ -45,8 +45,7 @@ def glu_of_few_rows(x: Tensor, y: Tensor, norm: RMSNorm, mlp: Any) -> Tensor | N
     if torch.is_grad_enabled() or x.numel() > FEW * x.shape[-1] or torch.compiler.is_compiling():
         return None
     # Whatever hangs on the modules must run: hooks, adapters, other precisions.
-    foreign = mlp._forward_hooks or mlp._forward_pre_hooks or "forward" in vars(mlp)
-    if foreign or not isinstance(norm, RMSNorm) or norm.weight.is_meta:
+    if altered(mlp) or not _plain(norm):
         return None
     matrices = [matrix_of(layer) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
     dtypes = {None if matrix is None else matrix.dtype for matrix in matrices}
@@ -73,10 +72,12 @@ def norm_gate(
 
 
 def _norm_by_kernel(x: Tensor, norm: RMSNorm, **options):
-    # An adapter around a norm has no weight of its own; an offloaded weight is in memory only in its module.
-    if not isinstance(norm, RMSNorm) or norm.weight.is_meta:
-        return None
-    return _by_kernel("rms_norm", x, norm.weight, norm.eps, **options)
+    return _by_kernel("rms_norm", x, norm.weight, norm.eps, **options) if _plain(norm) else None
+
+
+def _plain(norm: RMSNorm) -> bool:
+    """Whether a kernel may read the norm's weight: an adapter has none, an offloaded one is not in memory."""
+    return isinstance(norm, RMSNorm) and not norm.weight.is_meta and not altered(norm)
 
 
 def _by_kernel(op: str, x: Tensor, *inputs, **options):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .layers import Fp32Module, at_least_fp32, direction, no_autocast, run
+from .layers import Fp32Module, altered, at_least_fp32, direction, no_autocast, run
 from .options import check_names, check_types, did_you_mean
 from .plugins import register
 from .soft import INVERSES, gaussian_kernel, landmark_weights
@@ -82,6 +82,14 @@ def split_signs(x: Tensor) -> Tensor:
     return torch.cat([x.relu(), (-x).relu()], -1)
 
 
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
+def elu1(x: Tensor) -> Tensor:
+    return 1 + F.elu(x)
+
+
 def exp(x: Tensor) -> Tensor:
     """e^min(x, 10): finite in all dtypes (e^11.1 overflows fp16) and in sums over time; no gradient above 10.
 
@@ -115,12 +123,12 @@ class FeatureMap(nn.Module):
 
     @property
     def fused(self) -> dict | None:
-        """Settings for kernels that compute the map themselves; None: only `forward` computes it.
+        """Settings for kernels that compute the map themselves; None: only a call of the module computes it.
 
         A class states them in a method `kernel_settings` of its own body. It is not inherited, because a
         subclass may change the map; one that only sets options writes `kernel_settings = Parent.kernel_settings`.
         """
-        return self.kernel_settings() if self._states_settings else None
+        return self.kernel_settings() if self._states_settings and not altered(self) else None
 
     def kernel_settings(self) -> dict | None:
         raise NotImplementedError
@@ -577,11 +585,11 @@ class SoftPP(Soft):
 
 
 FEATURE_MAPS = {
-    "identity": partial(Elementwise, lambda x: x, False, "x"),
+    "identity": partial(Elementwise, identity, False, "x"),
     "silu": partial(Elementwise, F.silu, False, "x σ(x)", "arXiv 2406.06484"),
     "relu": partial(Elementwise, F.relu, True, "max(x, 0)"),
     "elu": partial(Elementwise, F.elu, False, "ELU(x)", "arXiv 2210.10340"),
-    "elu1": partial(Elementwise, lambda x: 1 + F.elu(x), True, "1 + ELU(x)", "arXiv 2006.16236"),
+    "elu1": partial(Elementwise, elu1, True, "1 + ELU(x)", "arXiv 2006.16236"),
     "exp": partial(Elementwise, exp, True, "e^min(x, 10)"),
     "nala": NaLa,
     "nala_paper": partial(

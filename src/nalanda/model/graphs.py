@@ -34,6 +34,7 @@ from . import ops
 from .cache import NalandaCache, StateBuffers, alike, copy_all
 from .decoding import ENVIRONMENT as TOKEN_ENVIRONMENT
 from .decoding import TokenStep, build_token
+from .layers import altered
 
 ENVIRONMENT = "NALANDA_CUDA_GRAPHS"  # 0: no graphs in this process
 EAGER_TOKENS = 8
@@ -326,7 +327,5 @@ def key_of(model: Any) -> tuple | None:
 
 def _foreign(module: nn.Module) -> bool:
     """Whether calling the module runs more than the `forward` of a class that has no switches."""
-    hooked = (
-        module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl is not None
-    )
-    return bool(hooked) or "forward" in vars(module) or type(module).__module__.startswith("peft.")
+    switched = "forward" in vars(module) or module._compiled_call_impl is not None
+    return altered(module) or switched or type(module).__module__.startswith("peft.")

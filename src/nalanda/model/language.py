@@ -366,7 +366,6 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         return_carried_cache: bool = False,
         context: Context | None = None,
         output_attentions: bool | None = None,
-        shift_labels: Tensor | None = None,
         **foreign: Any,
     ) -> CausalLMOutput:
         """Next-token logits and, with labels, their loss.
@@ -379,7 +378,6 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             the host. position_ids that restart are equivalent.
         labels: `[B, T]`, aligned with input_ids (shifted here). −100 is ignored, and so are padding and the
             first token of a row or document, which nothing predicts.
-        shift_labels: `[B, T]`, in place of labels: already the next tokens, of which only −100 is ignored.
         num_items_in_batch: the divisor of the summed loss; by default the number of labels not ignored. It
             must count none of those either. Without a label the loss is 0.
         z_loss: the weight of the mean of logsumexp(logits)² in the loss's gradient; its value leaves it out.
@@ -395,12 +393,15 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             Logits and hidden states are of this process's part `[B, T/N]`, and the loss is the part's share:
             that of the rows is the sum over the processes.
         output_attentions: accepted because PEFT passes it; True is refused.
-        foreign: keywords of other libraries, as `sequences.foreign_bounds` takes them.
+        foreign: `shift_labels`, `[B, T]`, in place of labels: already the next tokens, of which only −100 is
+            ignored. (Trainer demands of every batch what the signature calls labels.) Others are keywords
+            of other libraries, as `sequences.foreign_bounds` takes them.
 
         In training mode with labels `logits` is None: the loss is computed in blocks without all logits.
 
         Raises ValueError for labels, a mask, a packing or a cache that does not fit the batch.
         """
+        shift_labels = foreign.pop("shift_labels", None)
         cu_seqlens = foreign_bounds(cu_seqlens, foreign)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states

@@ -38,6 +38,22 @@ def linear_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind)
 
 
+def altered(module: nn.Module) -> bool:
+    """Whether a call of the module runs more than its class's `forward`: hooks, a patch, a parametrization.
+
+    A kernel that reads the module's tensors would leave it out. accelerate's hooks only move tensors.
+    """
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    fields = module.__dict__
+    patched = "forward" in fields and "_hf_hook" not in fields
+    return patched or any(hooks) or "parametrizations" in module._modules
+
+
 class _NoContext:
     def save_for_backward(self, *tensors) -> None: ...
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .layers import linear_dtype
+from .layers import altered, linear_dtype
 from .ops import by_kernel
 
 ALIGNED = 16  # fast kernels serve a product only if its rows begin at multiples of 16 bytes
@@ -222,15 +222,9 @@ def matrix_of(layer: nn.Linear, biased: bool = False) -> Tensor | None:
     if type(layer) is not nn.Linear:
         return None
     fields = layer.__dict__  # a module's own lookups would take longer than a product for one token
-    hooks = fields["_forward_hooks"] or fields["_forward_pre_hooks"] or fields["_backward_hooks"]
     # Replicas of DataParallel, FSDP1 and pruning keep the weight elsewhere.
     weight, bias = fields["_parameters"].get("weight"), fields["_parameters"].get("bias")
-    if (
-        hooks
-        or fields["_backward_pre_hooks"]
-        or "forward" in fields
-        or not (biased or bias is None)
-    ):
+    if altered(layer) or "forward" in fields or not (biased or bias is None):
         return None
     return weight if type(weight) in (nn.Parameter, Tensor) else None
 

@@ -193,7 +193,7 @@ class Sequences:
         int64 `[N or 1, width]`, negative before the first token.
         """
         if self.cu_seqlens is None:
-            return self.positions(T, device)[:, :1] + torch.arange(T - width, T, device=device)
+            return self.positions(1, device) + torch.arange(T - width, T, device=device)
         key = ("last_positions", width, device)
         if key not in self._made:
             ends = self.lengths if self.past is None else self.lengths + self.past

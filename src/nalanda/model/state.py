@@ -345,7 +345,7 @@ def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> Non
         os.replace(unfinished, path)
         _sync(path.parent)
     except SafetensorError as error:
-        raise OSError(f"{path}: not saved: {error}") from None
+        raise OSError(errno.EIO, f"not saved: {error}", str(path)) from None
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
