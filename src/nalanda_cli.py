@@ -3,6 +3,7 @@
 This module is outside the package, whose import takes seconds: each command imports only what it needs.
 """
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -448,8 +449,14 @@ def tune(json: opt.BlocksFile = "blocks.json", minutes: opt.Minutes = 30.0) -> N
 
     NALANDA_BLOCKS names the table that a run reads.
     """
-    from nalanda_kernels.tune import choose
+    with loading_torch():
+        import torch
+        from nalanda_kernels.tune import choose
 
+        from nalanda.common.errors import InputError
+
+    if not torch.cuda.is_available():
+        raise InputError("tune: torch sees no GPU; tune on a machine with one")
     choose(json, minutes=minutes)
 
 
@@ -462,6 +469,8 @@ def main(arguments: list[str] | None = None) -> None:
     global running
     running = True
     set_environment()
+    with contextlib.suppress(AttributeError):  # a caller's own stream
+        sys.stdout.reconfigure(errors="replace")  # pyrefly: ignore[missing-attribute]
     run_command(app, "nalanda", sys.argv[1:] if arguments is None else arguments)
 
 

@@ -287,6 +287,9 @@ def set_environment() -> None:
     # Their warnings are for their callers, not for who typed the command.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    # Some pseudo-terminals say so, and tables would be empty.
+    if os.environ.get("COLUMNS") == "0":
+        del os.environ["COLUMNS"]
     # By default GNU's OpenMP threads spin for milliseconds while they wait for one another. Where another
     # program has a core, a step then takes up to ten times as long; on an idle machine nothing changes.
     if "OMP_WAIT_POLICY" not in os.environ:

@@ -130,12 +130,22 @@ class HarnessModel(HFLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Log-likelihoods of whole texts, in disjoint windows that are sorted and batched together."""
+        texts = [request.args[0] for request in requests]
+        for request, text in zip(requests, texts, strict=True):
+            if not isinstance(text, str):
+                raise InputError(
+                    f"{request.task_name}: document {request.doc_id} is {text!r}, not text; "
+                    "let doc_to_target name a field of texts"
+                )
+        if not any(map(str.strip, texts)):
+            raise InputError(f"{requests[0].task_name}: its documents are blank; give it texts")
+
         self._characters = characters(requests)
         windows = []
         owners = []  # the request of each window
-        for owner, request in enumerate(requests):
+        for owner, text in enumerate(texts):
             rolling = get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
+                token_list=self.tok_encode(text),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
@@ -342,7 +352,9 @@ def _load_source(
     except Exception as error:  # the harness, the hub's client and tasks share no error class
         if isinstance(error, ModuleNotFoundError) and (missing := explained(error)):
             raise missing from None
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+        cause = error.__cause__ or error  # of rows that cannot be read, the reason
+        reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
         raise InputError(f"{source.name}: the task cannot be loaded{hint}: {reason}") from error
 
 

@@ -65,6 +65,9 @@ def place(recipe, tokenizer, tmp_path_factory) -> Path:
     (place / "dangling").symlink_to(place / "nowhere")
     (place / "file").write_text("x")
     (place / "runs").mkdir()
+    (place / "headless" / "train").mkdir(parents=True)
+    (place / "headless" / "train" / "00000.tokens").write_bytes(bytes(8))
+    (place / "headless" / "index.json").write_text('{"format": ')
     for name in ("alpha", "beta"):
         (place / "several" / name).mkdir(parents=True)
         (place / "several" / name / "metrics.jsonl").write_text("")
@@ -131,6 +134,25 @@ TABLE = [
     (
         "info runs",
         r"runs: not a recipe; did you mean nalanda train demo data\.source=runs output_dir=runs/runs\?",
+    ),
+    ("train ''", r"an empty name: no such recipe or file; nalanda recipes lists those that ship"),
+    *(
+        [("tune", r"tune: torch sees no GPU; tune on a machine with one")]
+        if not torch.cuda.is_available()
+        else []
+    ),
+    ("train r.yaml data.workers=1000000", r"data\.workers: expected 0 to 256, got 1000000"),
+    ("train r.yaml train.cpu_threads=0", r"train\.cpu_threads: expected 1 to 4,096, got 0"),
+    (
+        "train r.yaml 'tokenizer={train: bpe, vocab_size: 1000000000000}'",
+        r"tokenizer\.vocab_size: expected 4 to 10,000,000, got 1000000000000",
+    ),
+    *(
+        (
+            f"{command}=headless",
+            r"data\.source: headless is a token set without a whole index\.json; .* again",
+        )
+        for command in ("train r.yaml data.source", "data prepare r.yaml out data.source")
     ),
     ("train nothing_like_it", r".*: no such recipe or file; nalanda recipes lists those that ship"),
     *(
@@ -286,6 +308,28 @@ def test_bad_input_gets_one_line_and_code_2(
     assert code == 2
 
 
+def test_weights_that_may_not_be_read_are_not_called_damaged(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    real = Path.open
+
+    def locked(path, *arguments, **keywords):
+        if path.name == "model.safetensors":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "open", locked)
+    line = "nalanda: model/model.safetensors: Permission denied\n"
+    assert said(capsys, "generate", "model", "x") == (2, line)
+
+
+def test_a_terminal_may_say_little_of_itself(monkeypatch):
+    """No columns, and an encoding without all of our characters."""
+    command = [sys.executable, "-m", "nalanda_cli", "recipes"]
+    for odd in ({"COLUMNS": "0"}, {"PYTHONIOENCODING": "ascii"}):
+        run = subprocess.run(command, env=os.environ | odd, capture_output=True, check=True)
+        assert b"demo" in run.stdout, run.stderr
+
+
 # ------------------------------ ctrl-C
 
 COMMANDS = (
@@ -387,6 +431,12 @@ def test_too_little_memory_while_training_says_what_would_fit(
         "out of memory: 1152921504606846976"
     )
     assert latest_checkpoint(run / "checkpoints") == before
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "summed_loss", asks_for_too_much)
+        patch.setattr(build, "check_causal", lambda *_: None)
+        with pytest.raises(OutOfMemory) as error:
+            loop.train(configured(recipe, run, "validation.batch_size=512"))
+    assert "or lower validation.batch_size, 512 now; " in str(error.value)
     loop.train(configured(recipe, run, "train.micro_batch_size=2", "train.steps=6"))
 
 

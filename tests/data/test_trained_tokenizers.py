@@ -111,7 +111,7 @@ def test_sentencepiece_models(tmp_path, prose):
         ({"path": "a", "train": "bpe"}, "give either path"),
         ({"train": "wordpiece"}, "expected one of bpe, words; got 'wordpiece'"),
         ({"train": "bpe", "vocab_size": 256}, "needs 257 or more"),
-        ({"train": "words", "vocab_size": 3}, "and a word need 4"),
+        ({"train": "words", "vocab_size": 3}, "expected 4 to 10,000,000, got 3"),
         ({"train": "words", "min_count": 0}, "min_count: expected 1 or more, got 0"),
         ({"train": "bpe", "min_count": 2}, "only train: words counts words"),
         ({"path": "./nowhere"}, "'./nowhere' cannot be loaded .*; give mistral, a directory"),

@@ -997,6 +997,32 @@ def test_packaged_and_own_task_files(adapter, checkpoint, tmp_path, monkeypatch)
     assert f"| mine | acc | {rows[0][2]} |" in report.results_markdown(results)
 
 
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ('{"text": "a b"}\n{"text": 5}\n', "mine: document 1 is 5, not text; .*"),
+        ('{"text": " "}\n{"text": ""}\n', "mine: its documents are blank; give it texts"),
+        (
+            '{"text": "a b"}\n{"text": 5',
+            r"mine\.yaml: the task cannot be loaded: .*value at position 10",
+        ),
+    ],
+)
+def test_documents_of_an_own_task_that_are_no_text(checkpoint, tmp_path, monkeypatch, rows, says):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "mine.yaml").write_text(
+        "task: mine\ndataset_path: json\ndataset_kwargs: {data_files: {test: mine.jsonl}}\ntest_split: test\n"
+        "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: text\n"
+        "metric_list: [{metric: bits_per_byte}]\n"
+    )
+    (tmp_path / "mine.jsonl").write_text(rows)
+    with pytest.raises(InputError) as error:
+        evaluate([checkpoint], [str(tmp_path / "mine.yaml")])
+    assert re.fullmatch(says, str(error.value).removeprefix(f"{tmp_path}/"))
+
+
 def test_few_shot_examples_are_the_same_for_every_model(checkpoint, tmp_path, monkeypatch):
     import datasets
 

@@ -112,7 +112,7 @@ def _hash(compiler: str) -> str:
     version = _run([compiler, "--version"])
     parts = [compiler, version, *FLAGS, *THREADS, platform.machine(), processor()]
     for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
-        parts += [source.name, source.read_text()]
+        parts += [source.name, source.read_text("utf-8")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 

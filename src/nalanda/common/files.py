@@ -138,11 +138,14 @@ def append_record(record: Path | None, entry: Any) -> None:
 
 
 def stored_recipe(folder: Path) -> dict[str, Any]:
-    """The recipe of a run or model as it stands in config.yaml; {} without one."""
+    """The recipe of a run or model as it stands in config.yaml; {} without one, or for a damaged one."""
     import yaml
 
-    file = folder / "config.yaml"
-    return yaml.safe_load(file.read_text("utf-8", "replace")) if file.is_file() else {}
+    file, recipe = folder / "config.yaml", None
+    if file.is_file():
+        with contextlib.suppress(yaml.YAMLError):
+            recipe = yaml.safe_load(file.read_text("utf-8", "replace"))
+    return recipe if isinstance(recipe, dict) else {}
 
 
 def update_json(file: Path, **settings: Any) -> dict[str, Any]:

@@ -20,6 +20,11 @@ def at_least(n: float) -> Bound:
     return Bound(f"{n:g} or more", lambda value: value >= n)
 
 
+def between(low: int, high: int) -> Bound:
+    """The bound [low, high]."""
+    return Bound(f"{low:,} to {high:,}", lambda value: low <= value <= high)
+
+
 POSITIVE = Bound("a positive number", lambda value: value > 0)
 BETWEEN_0_AND_1 = Bound("a number between 0 and 1", lambda value: 0 < value < 1)
 SHARE = Bound("a number in [0, 1]", lambda value: 0 <= value <= 1)

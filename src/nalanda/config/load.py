@@ -162,12 +162,12 @@ def find_recipe(name: str) -> Path:
     inside = Path(name) / "config.yaml"
     if inside.is_file():
         raise InputError(f"{name}: a folder, not a recipe; its recipe is {inside}")
-    if name.endswith(TEXTS) or Path(name).is_dir():
+    if name.endswith(TEXTS) or (name and Path(name).is_dir()):
         settings = shlex.join([f"data.source={name}", f"output_dir=runs/{Path(name).stem}"])
         raise InputError(f"{name}: not a recipe; did you mean nalanda train demo {settings}?")
     near = closest(name, shipped_recipes())
     advice = f"did you mean {near}?" if near else "nalanda recipes lists those that ship"
-    raise InputError(f"{name}: no such recipe or file; {advice}")
+    raise InputError(f"{name or 'an empty name'}: no such recipe or file; {advice}")
 
 
 def shipped_recipes() -> dict[str, Path]:

@@ -18,6 +18,7 @@ from nalanda.config.bounds import (
     POSITIVE,
     SHARE,
     at_least,
+    between,
     check_bounds,
     check_choice,
 )
@@ -158,7 +159,7 @@ class DataConfig:
     """Hub: reading while training, instead of a download first."""
     retries: Annotated[int, at_least(0)] = 8
     """Hub, URLs, stores: consecutive tries, at growing intervals, before the run stops."""
-    workers: Annotated[int, at_least(0)] = 1
+    workers: Annotated[int, between(0, 256)] = 1
     """0: the training thread reads; 1: a thread reads ahead; 2 or more: as many processes tokenise for it."""
 
     def __post_init__(self) -> None:
@@ -243,7 +244,7 @@ class TokenizerConfig:
     from the installed package mistral-common."""
     train: str | None = None
     """Kind to train on the training documents: "bpe", byte-level, or "words", split at white space."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, between(4, 10**7)] = None
     """Size of a trained one, special tokens included; null: bpe 4096, words all."""
     min_count: Annotated[int, at_least(1)] = 1
     """words: occurrences that a word needs; rarer ones are unknown."""
@@ -273,14 +274,10 @@ class TokenizerConfig:
             raise InputError(
                 "tokenizer.mask: only of a trained one; give a tokenizer with a mask token"
             )
-        # The least vocabularies: the 256 bytes, or a word, and the special tokens.
+        # The 256 bytes and the special tokens. Words need a size of 4: <unk>, </s>, <s> and a word.
         if self.train == "bpe" and (self.vocab_size or 0) < (least := 257 + self.mask):
             raise InputError(
                 f"tokenizer.vocab_size is {self.vocab_size}; a byte-level BPE needs {least} or more"
-            )
-        if self.train == "words" and self.vocab_size is not None and self.vocab_size < 4:
-            raise InputError(
-                f"tokenizer.vocab_size is {self.vocab_size}; <unk>, </s>, <s> and a word need 4"
             )
         if self.min_count > 1 and self.train != "words":
             raise InputError(
@@ -319,7 +316,7 @@ class TrainConfig:
     resume: str | int | None = None
     """Checkpoint step-N to resume from; later ones are set aside. Applies once: later starts with the same
     value resume from the newest."""
-    cpu_threads: Annotated[int | None, at_least(1)] = None
+    cpu_threads: Annotated[int | None, between(1, 4096)] = None
     """Threads of one process on a CPU; null: the launcher's number (`accelerate launch` sets 1)."""
 
     def check(self) -> None:

@@ -149,6 +149,10 @@ def open_texts(
 def _open_corpus(data: DataConfig, split: str, validation: bool, walk: Walk) -> Corpus:
     """The documents of a single source. Raises `InputError` for settings that do not fit it."""
     source = source_of(data, split)
+    if isinstance(source, str) and any(Path(source).glob("train/*.tokens")):
+        raise InputError(
+            f"data.source: {source} is a token set without a whole index.json; copy or prepare it again"
+        )
     shards, counts = _open_shards(data, source, split, walk)
     joined = data.documents == "joined"
     if counts.get("validation") or data.validation_source:  # nothing must be held out
@@ -692,7 +696,10 @@ class DocumentStream:
     def _why_empty(self, read: int, blank: int) -> str:
         """The message where none of `read` documents, some of them blank, is for this split."""
         hold_out = self.corpus.hold_out
-        line = f"data.source: the corpus is empty for {self.corpus.split}: of {read:,} documents "
+        line = f"data.source: the corpus is empty for {self.corpus.split}: "
+        if not read:
+            return f"{line}it has no documents"
+        line += f"of {read:,} documents "
         if read == blank or hold_out is None:
             return f"{line}all are blank; look at data.source and data.text_field"
         side = "none falls" if self.corpus.split == "validation" else "all fall"

@@ -129,6 +129,8 @@ def explain_out_of_memory(config: RunConfig, kind: str) -> Iterator[None]:
         advice = f"lower train.micro_batch_size, {config.train.micro_batch_size} now"
         with contextlib.suppress(Exception):  # the estimate needs memory too
             advice = would_fit(config, kind)
+        if (rows := config.validation.batch_size or 0) > config.train.micro_batch_size:
+            advice += f", or lower validation.batch_size, {rows} now"
         saved = checkpoint_folders(Path(config.output_dir) / "checkpoints")
         start = "no checkpoint was saved yet"
         if saved:
