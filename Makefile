@@ -29,7 +29,7 @@ test-all: test
 test-lab: .venv/.ready
 	@$(PYTEST) -c lab/pyproject.toml lab/tests tools/gpu/tests
 
-# The plugin in vLLM, in an environment of 3.4 GB: vLLM pins another transformers. A quarter of an hour.
+# The plugin in vLLM, in an environment of 3.4 GB: vLLM pins another transformers.
 VLLM = .venv-vllm/bin
 test-vllm: .venv-vllm/.ready
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM)/python -m pytest --confcutdir tests/vllm tests/vllm
@@ -40,7 +40,7 @@ test-vllm: .venv-vllm/.ready
 	@$(VLLM)/python -m pip install -q --disable-pip-version-check --no-deps -r tests/vllm/requirements.txt -e .
 	@touch $@
 
-# The product alone: its wheel in an empty environment trains two steps and generates. About two minutes.
+# The product alone: its wheel in an empty environment trains two steps and generates.
 WHEEL = env -u PYTHONPATH HF_HUB_OFFLINE=1 env/bin/nalanda
 wheel:
 	@rm -rf dist && $(PYTHON) -m venv dist/env
