@@ -910,6 +910,13 @@ def test_results_that_cannot_be_read_lose_no_model(evaluated, tmp_path, capsys):
     assert all(f"{name}/results.json: unreadable" in said for name in "abc")
 
 
+@pytest.mark.parametrize("damaged", ["a: [", "- 5"])
+def test_a_recipe_that_cannot_be_read_loses_no_model(evaluated, tmp_path, damaged):
+    (evaluated / "config.yaml").write_text(damaged)
+    card = (exporting.export(evaluated, tmp_path / "out") / "README.md").read_text()
+    assert "| copa | acc | 0.6250 | 0.0625 |" in card
+
+
 def test_only_scores_of_all_documents_are_in_the_card(evaluated, tmp_path, capsys):
     results = json.loads((evaluated / "eval" / "results.json").read_text())
     mine = results["models"][0]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import covering, slow_but_for
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tiny_models import SAME_STATES, VARIANTS, VOCAB, build, close, ids, llama, logits
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -419,6 +419,16 @@ def test_saved_and_loaded(model, tmp_path):
         model.generate(state=again, **options), model.generate(state=state, **options)
     )
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_state_that_cannot_be_written_names_its_file(small, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise SafetensorError("I/O error: Input/output error (os error 5)")
+
+    monkeypatch.setattr("nalanda.model.state.save_file", refuse)
+    with pytest.raises(OSError, match="not saved: I/O error") as error:
+        small.read(ids(1, 5)).save(tmp_path / "state")
+    assert error.value.filename == str(tmp_path / "state")
 
 
 @pytest.mark.slow

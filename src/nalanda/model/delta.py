@@ -77,8 +77,7 @@ class DeltaNet(Mixer):
     lengths of q and k before the map back, per head:
 
     norm_write: β' = 1 − exp(−β‖k‖²/K) in place of β, in (0, 1) for every k. With the identity as map this is
-        the delta rule's exact solution for a step β and a key of length ‖k‖/√K, as in error-free linear
-        attention (arXiv 2512.12602).
+        the continuous rule's exact solution for the unit key and a step β‖k‖²/K (compare arXiv 2512.12602).
     norm_read: o ← RMSNorm(o)·(½ + tanh(‖q‖/√K)), the function of the norm in NaLa's exponent.
 
     qk_norm: `l2`; `none`, the features as they are; `rms`, φ/rms(φ), of length √F. The state is stable while
