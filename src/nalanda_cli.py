@@ -3,7 +3,6 @@
 This module is outside the package, whose import takes seconds: each command imports only what it needs.
 """
 
-import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -469,8 +468,6 @@ def main(arguments: list[str] | None = None) -> None:
     global running
     running = True
     set_environment()
-    with contextlib.suppress(AttributeError):  # a caller's own stream
-        sys.stdout.reconfigure(errors="replace")  # pyrefly: ignore[missing-attribute]
     run_command(app, "nalanda", sys.argv[1:] if arguments is None else arguments)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -150,6 +151,9 @@ def run_command(app: typer.Typer, name: str, arguments: list[str]) -> None:
     """
     from nalanda.common.errors import one_line_errors, report_failure
 
+    # An encoding may lack our characters. A caller's own stream has none.
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="replace")  # pyrefly: ignore[missing-attribute]
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
 

@@ -149,10 +149,6 @@ def open_texts(
 def _open_corpus(data: DataConfig, split: str, validation: bool, walk: Walk) -> Corpus:
     """The documents of a single source. Raises `InputError` for settings that do not fit it."""
     source = source_of(data, split)
-    if isinstance(source, str) and any(Path(source).glob("train/*.tokens")):
-        raise InputError(
-            f"data.source: {source} is a token set without a whole index.json; copy or prepare it again"
-        )
     shards, counts = _open_shards(data, source, split, walk)
     joined = data.documents == "joined"
     if counts.get("validation") or data.validation_source:  # nothing must be held out
@@ -248,6 +244,10 @@ def _open_shards(
         raise InputError(
             f"data.source: {source} is a Megatron set; make a token set of it: nalanda data prepare {source} "
             "OUT --tokenizer ITS_TOKENIZER"
+        )
+    if any(root.glob("train/*.tokens")):
+        raise InputError(
+            f"data.source: {source} is a token set without a whole index.json; copy or prepare it again"
         )
     if is_local(source):
         return _file_shards(data, *_find_files(root, split, walk))
