@@ -229,7 +229,7 @@ def draw_coordinates(
     title = f"Change of activations over width: µP's largest exponent is {worst['change_slope']:+.2f} ({worst['kind']})"
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     caption = f"Root mean square of an output's distance from its first value. {about}\n"
-    caption += "With tied embeddings the last norm carries the head's factor, 1 / width."
+    caption += "With tied embeddings the last norm carries the head's factor, 1 / √width."
     _, looks = in_panels(kinds)
     with drawing(file, title, caption, 2, height=2.8, sharey=True) as panels:
         for axes, parametrization in zip(panels, PARAMETRIZATIONS, strict=True):

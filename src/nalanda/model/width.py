@@ -14,7 +14,10 @@ grow r times and n_in c times from the narrow model to this one. Then, with n = 
 A model grows by heads of equal size. What belongs to one head therefore keeps its initial values and rate: decays,
 filters, norms, the parameters of feature maps. So do embeddings, because a look-up sums over no side. Weight decay
 times rate stays, so that matrices forget their initial values equally fast (arXiv 2405.13698).
-Nothing but initial weights and rates differs, so a trained model is like any other.
+
+A tied head has the factor c^(−1/2), not µP's 1 / c, for its initial size and its rate. That fits updates which are
+not aligned with the head's input (arXiv 2407.05872). With 1 / c wide models trained worse than in the standard
+parametrization. Nothing but initial weights and rates differs, so a trained model is like any other.
 """
 
 import math
@@ -100,7 +103,8 @@ def growths(model: Any) -> dict[str, Growth]:
             (n_out, n_in), (base_out, base_in) = module.weight.shape, matrices[name].shape
             factors[name] = Growth(n_out / base_out, n_in / base_in)
     if config.tie_word_embeddings:
-        # Embeddings that are the head too cannot fit both: the norm before the head is scaled in its place.
-        head = Growth(columns=config.hidden_size / config.base_width)
+        # Embeddings that are the head too cannot fit both: the norm before the head is scaled
+        # in its place, by c^(−1/2).
+        head = Growth(columns=math.sqrt(config.hidden_size / config.base_width))
         factors |= {name: head for name, _ in model.named_modules() if name in FINAL_NORM}
     return factors
