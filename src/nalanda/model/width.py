@@ -103,8 +103,8 @@ def growths(model: Any) -> dict[str, Growth]:
             (n_out, n_in), (base_out, base_in) = module.weight.shape, matrices[name].shape
             factors[name] = Growth(n_out / base_out, n_in / base_in)
     if config.tie_word_embeddings:
-        # Embeddings that are the head too cannot fit both: the norm before the head is scaled
-        # in its place, by c^(−1/2).
+        # Embeddings that are the head too cannot fit both: the norm before the head is scaled in their
+        # place. Both of its factors are 1 / columns, so the root of c makes them c^(−1/2).
         head = Growth(columns=math.sqrt(config.hidden_size / config.base_width))
         factors |= {name: head for name, _ in model.named_modules() if name in FINAL_NORM}
     return factors
