@@ -54,8 +54,6 @@ check: .venv/.ready
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/pyrefly check
-	@$(BIN)/python tools/house.py --check
-	@$(BIN)/python tools/english.py
 
 format: .venv/.ready
 	@$(BIN)/ruff format .

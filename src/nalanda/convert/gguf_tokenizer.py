@@ -29,7 +29,7 @@ _SPLITS = {
 Spec = dict[str, Any]
 
 
-def add_tokenizer(
+def add_tokenizer(  # noqa: C901, PLR0912
     writer: Any, tokenizer: PreTrainedTokenizerBase, config: NalandaConfig, ends: list[int]
 ) -> None:
     """Adds the tokenizer and its chat template to a `gguf.GGUFWriter`.

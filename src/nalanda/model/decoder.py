@@ -308,7 +308,7 @@ class Decoder(NalandaPreTrainedModel):
             self(inputs_embeds=unread[0], attention_mask=unread[1], past_key_values=cache)
 
     @can_return_tuple
-    def forward(
+    def forward(  # noqa: PLR0913 (transformers' own signature)
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,

@@ -346,7 +346,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         return columns
 
     @can_return_tuple
-    def forward(
+    def forward(  # noqa: PLR0913 (transformers' own signature)
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,

@@ -39,7 +39,7 @@ else:
         )
 
 
-def delta_rule(
+def delta_rule(  # noqa: PLR0913
     q: Tensor,
     k: Tensor,
     v: Tensor,
