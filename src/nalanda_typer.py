@@ -42,10 +42,16 @@ class Panels(typer.core.TyperGroup):
                 formatter.write_dl(rows)
 
 
+TRAIN_FURTHER = (
+    "nalanda train RECIPE model.init_from=RUN/final tokenizer=RUN/final data.source=FILE, "
+    "or nalanda linearize for a transformer"
+)
 INSTEAD_OF_COMMANDS = {
     "analyze": "nalanda eval or nalanda perplexity",
     "chat": "nalanda generate or python examples/chat/chat.py",
     "compare": "nalanda plot RUN RUN",
+    "download": "nalanda train RECIPE data.source=OWNER/DATASET, which streams it, or hf download",
+    "finetune": TRAIN_FURTHER,
     "inspect": "nalanda data inspect",
     "list": "nalanda recipes or nalanda runs",
     "maps": "nalanda info",
@@ -54,6 +60,8 @@ INSTEAD_OF_COMMANDS = {
     "prepare": "nalanda data prepare",
     "pretrain": "nalanda train",
     "sample": "nalanda generate",
+    "serve": "transformers serve RUN/final --trust-remote-code",
+    "sft": TRAIN_FURTHER,
     "version": "nalanda --version",
 }
 """Commands of other programs, with ours for the same end. They are only suggested."""

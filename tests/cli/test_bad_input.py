@@ -107,6 +107,11 @@ TABLE = [
         r"log=.*: line 1: not YAML: 'every' is a duplicate of line 1",
     ),
     (
+        "train r.yaml 'model.mixer_options={num_v_heads:2}'",
+        r"model\.mixer_options=.*: line 1: not YAML: num_v_heads:2 needs a blank after the colon; "
+        r"write \{num_v_heads: 2\}",
+    ),
+    (
         "train r.yaml steps=10",
         r"steps: no such key; did you mean train\.steps or linearize\.steps\?",
     ),

@@ -259,8 +259,13 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
         seen: dict[Any, int] = {}
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
             name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
+            # {steps:10} has the key "steps:10" and nothing for its value.
+            if node.flow_style and name and not key.style and ":" in key.value and not value.value:
+                pair = key.value.replace(":", ": ", 1)
+                problem = f"{key.value} needs a blank after the colon; write {{{pair}}}"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             # With its tag: 1 and '1' are two keys.
             if name in seen:
                 problem = f"{key.value!r} is a duplicate of line {seen[name]}"

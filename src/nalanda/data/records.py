@@ -118,7 +118,9 @@ def document_of(record: Any, fields: Fields, where: str) -> Document | Left:
     text = field_of(record, fields.text, _MISSING)
     if text is _MISSING:
         names = ", ".join(map(str, record)) or "none"
-        why = f"no field {fields.text!r} (there are: {names}); set data.text_field"
+        texts = [name for name, value in record.items() if isinstance(value, str)]
+        setting = f"data.text_field={texts[0]}" if len(texts) == 1 else "data.text_field"
+        why = f"no field {fields.text!r} (there are: {names}); set {setting}"
         return fields.unusable(where, why)
     if not isinstance(text, str):
         return fields.unusable(
