@@ -162,6 +162,9 @@ class PromptFiles:
         str | None, Option(help="folder that keeps the file's state, so that it is read once")
     ] = None
     state: Annotated[str | None, Option(help="continue a state that --save-state wrote")] = None
+    force: Annotated[
+        bool, Option("--force", help="continue it though another tokenizer read its text")
+    ] = False
     save_state: Annotated[str | None, Option(help="write the prompt's state to this file")] = None
     state_dtype: Annotated[
         str | None,

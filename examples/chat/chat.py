@@ -91,7 +91,7 @@ class Conversation:
             "follows": "yes" if self.follows_text else "",
         }
         try:
-            self.state.save(file, **notes)
+            self.state.save(file, tokenizer=self.tokenizer, **notes)
         except (OSError, SafetensorError) as error:
             raise InputError(
                 f"{file}: not saved ({first_line(error)}); name another file"
@@ -99,7 +99,7 @@ class Conversation:
 
     def load(self, path: str) -> None:
         """Continues a conversation that `save` wrote, or the state of any text."""
-        state = load_state(path, self.model)
+        state = load_state(path, self.model, self.tokenizer)
         messages = read_messages(path, state.notes)
         self.reset(state)
         if messages is None:

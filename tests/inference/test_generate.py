@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import subprocess
 import sys
 
@@ -18,15 +19,16 @@ from tiny_models import SAME_STATES, VARIANTS, VOCAB, build, close, ids, llama, 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedTokenizerFast, StoppingCriteria
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, StoppingCriteria
 from typer.testing import CliRunner
 
 from nalanda import NalandaCache, NalandaForCausalLM, State
 from nalanda.common.errors import InputError
 from nalanda.inference import generate as generation
 from nalanda.inference.generate import Printer
+from nalanda.inference.load import load_model
 from nalanda.model import MIXERS
-from nalanda.model.state import file_sum
+from nalanda.model.state import file_sum, tokenizer_fingerprint
 from nalanda.testing import in_threads
 from nalanda_cli import app
 
@@ -855,6 +857,37 @@ def test_generate_goes_on_from_a_saved_state(checkpoint, tmp_path):
     assert alone.stdout == first.stdout
 
 
+def other_rules(tokenizer) -> PreTrainedTokenizerFast:
+    """A tokenizer of the same tokens, of which two have each other's id."""
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = rules["model"]["vocab"]
+    vocabulary["s"], vocabulary["t"] = vocabulary["t"], vocabulary["s"]
+    backend = Tokenizer.from_str(json.dumps(rules))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **tokenizer.special_tokens_map)
+
+
+def test_a_state_of_another_tokenizer_is_refused(checkpoint, tokenizer, tmp_path):
+    options = ("--max-new-tokens", "4", "--temperature", "0")
+    state, swapped = str(tmp_path / "read.state"), str(tmp_path / "swapped")
+    run("generate", checkpoint, "state and", "--save-state", state, *options)
+    shutil.copytree(checkpoint, swapped)
+    other_rules(tokenizer).save_pretrained(swapped)
+    says = "read.state was read with another tokenizer, .* generate --force"
+    with pytest.raises(InputError, match=says):
+        run("generate", swapped, " gate", "--state", state, *options)
+    forced = run("generate", swapped, " gate", "--state", state, "--force", *options)
+    assert "tokens in" in forced.stderr
+
+    # In Python too, and a file without a tokenizer goes on with any.
+    model, own = load_model(swapped)
+    with pytest.raises(ValueError, match=says):
+        model.load_state(state, own)
+    model.load_state(state).save(state)
+    run("generate", swapped, " gate", "--state", state, *options)
+    with pytest.raises(InputError, match=r"--force goes on from .*; give --state"):
+        run("generate", checkpoint, "hello", "--force")
+
+
 def test_a_file_is_read_once_for_all_prompts_behind_it(checkpoint, tmp_path, monkeypatch):
     options = ("--max-new-tokens", "12", "--temperature", "0")
     file, states = tmp_path / "instructions.txt", tmp_path / "states"
@@ -1030,6 +1063,29 @@ def wordlevel() -> PreTrainedTokenizerFast:
 
 
 TOKENIZERS = (byte_fallback, byte_level, unigram, wordpiece, wordlevel)
+
+
+def test_a_tokenizer_is_known_by_its_rules(tmp_path):
+    seen = set()
+    for make in TOKENIZERS:
+        tokenizer = make()
+        name = tokenizer_fingerprint(tokenizer)
+        seen.add(name)
+        # A call, the padding and a copy on the disk change no id.
+        tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
+        tokenizer(["state", "a gate"], padding=True, truncation=True, max_length=2)
+        folder = tmp_path / make.__name__
+        tokenizer.save_pretrained(folder)
+        assert tokenizer_fingerprint(AutoTokenizer.from_pretrained(folder)) == name
+        assert tokenizer_fingerprint(tokenizer) == name
+
+        tokenizer.add_tokens(["st gate"])
+        seen.add(tokenizer_fingerprint(tokenizer))
+        tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+        seen.add(tokenizer_fingerprint(tokenizer))
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Digits()
+        seen.add(tokenizer_fingerprint(tokenizer))
+    assert len(seen) == 4 * len(TOKENIZERS)
 
 
 def decoded(tokenizer, tokens: list[int]) -> str:

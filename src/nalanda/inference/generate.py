@@ -160,8 +160,10 @@ def read_with_progress(
     return state
 
 
-def load_state(path: str | Path, model: Any) -> State:
-    """The saved state. Raises InputError if it cannot be read or belongs to another model."""
+def load_state(
+    path: str | Path, model: Any, tokenizer: PreTrainedTokenizerBase | None = None
+) -> State:
+    """The saved state. Raises InputError if it cannot be read, or belongs to another model or tokenizer."""
     if not is_ours(model):
         raise InputError(
             f"{model.config.model_type} models have no state to load; leave the state file out"
@@ -171,8 +173,10 @@ def load_state(path: str | Path, model: Any) -> State:
         raise InputError(f"{path}: a folder; name a file with a state")
     if not path.exists():
         raise InputError(f"{path}: no such file; write one with --save-state")
+    if not path.is_file():
+        raise InputError(f"{path}: a device or a pipe; name a file with a state")
     try:
-        return model.load_state(path)
+        return model.load_state(path, tokenizer)
     except (OSError, ValueError) as error:
         raise InputError(str(error).splitlines()[0]) from error
 
@@ -233,7 +237,9 @@ def generate(
     options |= end_tokens(network, tokenizer)
     check_states(files, network)
 
-    state = None if files.state is None else load_state(files.state, network)
+    state = None
+    if files.state is not None:
+        state = load_state(files.state, network, None if files.force else tokenizer)
     # Only the first text stands behind bos, unless it continues a state.
     first, second = (text, None) if before is None else (before, text)
     tokens = prompt_tokens(first, network, tokenizer, in_mid_text=state is not None)
@@ -260,7 +266,7 @@ def generate(
             seconds = time.perf_counter() - start
             print(f"read {len(tokens)} tokens in {seconds:.1f} s", file=sys.stderr)
         if new_file:
-            state.save(new_file)
+            state.save(new_file, tokenizer=tokenizer)
         inputs = {"state": state, "state_dtype": files.state_dtype}
         prompt_length = 0  # of the sequence that `generate` returns
         start = time.perf_counter()
@@ -295,6 +301,8 @@ def check_outputs(files: PromptFiles) -> tuple[Path | None, Path | None]:
         if files.file is None or files.state is not None:
             raise InputError("--states keeps the state of --file, without --state; give --file")
         folder = output_folder(files.states, "--states")
+    if files.force and files.state is None:
+        raise InputError("--force goes on from the state of another tokenizer; give --state")
     return new_file, folder
 
 

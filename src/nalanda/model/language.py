@@ -236,9 +236,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
                 states = self.model(input_ids=piece, context=context, **rows).carried_cache
         return (cache if states is None else states).convert(state_dtype)
 
-    def load_state(self, path: str | Path) -> State:
-        """`State.load(path, self)`."""
-        return State.load(path, self)
+    def load_state(self, path: str | Path, tokenizer: Any = None) -> State:
+        """`State.load(path, self, tokenizer)`."""
+        return State.load(path, self, tokenizer)
 
     def generate(
         self,
