@@ -5,7 +5,8 @@
 #
 # Submit it, or a copy of it, from any folder. output_dir must be on storage that all nodes share. Three minutes
 # before the time limit Slurm signals this script; the trainer finishes its step, saves a checkpoint and exits with
-# 138, and the job is requeued and resumes. Otherwise the script exits with the code of its launcher.
+# 138, and the job is requeued and resumes. Otherwise the script exits with the code of its launcher. SIGTERM, to
+# this script or to every process of the step, saves too; the job then ends: scancel --batch --signal=TERM JOB.
 #SBATCH --job-name=nalanda
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
@@ -53,19 +54,22 @@ ended() {
     return "$code"
 }
 
-# One task a node. torchrun ignores USR1, which would end it; its processes have their own handlers.
+# One task a node. torchrun ignores USR1, which would end it, and TERM, which would give its processes 30 seconds.
+# Its processes have their own handlers.
 srun --kill-on-bad-exit=1 bash -c "$(declare -f ended)"'
-    (trap "" USR1; exec torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node "$NALANDA_PROCESSES" \
+    (trap "" USR1 TERM; exec torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node "$NALANDA_PROCESSES" \
         --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$NALANDA_RENDEZVOUS" \
-        "$NALANDA_PRETRAIN" "$@") &
+        --signals_to_handle SIGINT,SIGHUP,SIGQUIT "$NALANDA_PRETRAIN" "$@") &
     agent=$!
     trap "woken=yes; pkill -USR1 -P $agent" USR1
+    trap "woken=yes; pkill -TERM -P $agent" TERM
     ended "$agent"
 ' bash "$@" &
 step=$!
 
 signalled=
 trap 'signalled=yes woken=yes; kill -USR1 "$step"' USR1  # srun forwards it to its tasks
+trap 'woken=yes; kill -USR1 "$step"' TERM  # of TERM srun makes a KILL
 ended "$step"
 code=$?
 

@@ -413,7 +413,7 @@ def test_signals_save(recipe, tmp_path, whole, monkeypatch, capfd, signum):
     saved, expected = tensors(tmp_path / "run", 10), tensors(whole, 10)
     assert saved.keys() == expected.keys()
     assert all(torch.equal(saved[name], expected[name]) for name in saved)
-    assert ("ctrl-C again ends at once" in capfd.readouterr().err) == (signum == signal.SIGINT)
+    assert ("ctrl-C after 3 s ends at once" in capfd.readouterr().err) == (signum == signal.SIGINT)
 
 
 @pytest.mark.parametrize("signum", slow_but_for([signal.SIGINT], [signal.SIGUSR1, signal.SIGINT]))
@@ -427,11 +427,18 @@ def kept_handlers(*signums: int):
     return {signum: signal.getsignal(signum) for signum in signums}
 
 
-@pytest.mark.parametrize(
-    "pair", [("SIGTERM", "SIGHUP"), ("SIGXCPU", "SIGXCPU"), ("SIGUSR1", "SIGINT")]
-)
+PAIRS = [
+    ("SIGTERM", "SIGTERM"),
+    ("SIGTERM", "SIGHUP"),
+    ("SIGXCPU", "SIGXCPU"),
+    ("SIGUSR1", "SIGINT"),
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
 def test_two_signals_that_save_together(recipe, tmp_path, monkeypatch, pair):
-    """systemd sends SIGTERM and SIGHUP; the system repeats SIGXCPU every second until the process ends."""
+    """A scheduler and torchrun both send SIGTERM; systemd sends SIGTERM and SIGHUP; the system repeats SIGXCPU
+    every second until the process ends."""
     first, second = (getattr(signal, name) for name in pair)
     before = kept_handlers(first, second)
     monkeypatch.setattr(
@@ -443,16 +450,26 @@ def test_two_signals_that_save_together(recipe, tmp_path, monkeypatch, pair):
         loop.train(configured(recipe, tmp_path / "run", *NO_VALIDATION))
     assert stop.value.code in (128 + first, 128 + second)
     assert step_of(latest_checkpoint(tmp_path / "run" / "checkpoints")) == 4
+    assert read_facts(tmp_path / "run")["state"] == "interrupted"
     assert kept_handlers(first, second) == before
 
 
-def test_a_second_signal_of_the_same_kind_acts_as_usual():
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_later_signal_of_the_same_kind_ends_a_process_that_has_no_launcher(monkeypatch, launched):
+    monkeypatch.delenv("RANK", raising=False)
+    if launched:
+        monkeypatch.setenv("RANK", "0")
+    ended = []
+    signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
     with guards.Interruptions() as signals:
         signals.first = lambda: None
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        assert not ended
+        monkeypatch.setattr(guards, "SAME_SIGNAL", 0.0)
         signal.raise_signal(signal.SIGTERM)
-        assert signals.received == [signal.SIGTERM]
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        assert signal.getsignal(signal.SIGHUP) == signals._note
+        assert ended == [True] * (not launched)
+        assert signals.received == [signal.SIGTERM] * 3
 
 
 def test_nohup_keeps_a_run_going():

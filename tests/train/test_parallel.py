@@ -545,13 +545,13 @@ def test_accelerate_takes_the_configs(monkeypatch):
 
 @pytest.fixture
 def cluster(tmp_path):
-    """Stand-ins for Slurm and torchrun, whose process answers USR1 as the trainer does, in an environment to
-    be activated. Gives a function that starts recipes/slurm.sh from a folder elsewhere."""
+    """Stand-ins for Slurm and torchrun, whose process answers USR1 and TERM as the trainer does, in an environment
+    to be activated. Gives a function that starts recipes/slurm.sh from a folder elsewhere."""
     (tmp_path / "env" / "bin").mkdir(parents=True)
     programs = {
         "scontrol": 'echo "$@" >> log; echo node1',
-        "srun": 'echo "$SRUN_CPUS_PER_TASK" > cores; shift; exec "$@"',
-        "torchrun": f'echo "${{@: -2}}" > asked; {sys.executable} worker.py || exit 1',
+        "srun": 'echo "$SRUN_CPUS_PER_TASK" > cores; echo $$ > step; shift; exec "$@"',
+        "torchrun": f'echo "${{@: -2}}" > asked; echo $$ > agent; {sys.executable} worker.py || exit 1',
         "python": f'exec {sys.executable} "$@"',
     }
     for name, text in programs.items():
@@ -562,9 +562,11 @@ def cluster(tmp_path):
     (tmp_path / "worker.py").write_text("""
 import pathlib, signal
 def stop(*_):
+    for signum in (signal.SIGUSR1, signal.SIGTERM): signal.signal(signum, signal.SIG_IGN)
     with open("log", "a") as log: print("saved", file=log)
     raise SystemExit(138)
 signal.signal(signal.SIGUSR1, stop)
+signal.signal(signal.SIGTERM, stop)
 signal.alarm(60)
 pathlib.Path("up").touch()
 while True: signal.pause()
@@ -594,6 +596,21 @@ def test_slurm_requeues_what_it_interrupted(tmp_path, cluster):
     assert said == ["show hostnames node[1-2]", "saved", "requeue 17"]
     assert (tmp_path / "cores").read_text() == "64\n"  # srun does not take over sbatch's
     assert (tmp_path / "asked").read_text() == f"{ROOT / 'recipes' / 'pretrain.py'} recipe.yaml\n"
+
+
+@pytest.mark.parametrize("to", ["the script", "every process of the step"])
+def test_slurm_lets_a_run_save_at_sigterm_and_ends(tmp_path, cluster, to):
+    script = cluster()
+    while not (tmp_path / "up").exists():
+        assert script.poll() is None
+        time.sleep(0.02)
+    if to == "the script":
+        script.send_signal(signal.SIGTERM)
+    else:
+        for name in ("step", "agent"):  # the shell around torchrun, and torchrun
+            os.kill(int((tmp_path / name).read_text()), signal.SIGTERM)
+    assert script.wait(timeout=60) == 1
+    assert (tmp_path / "log").read_text().splitlines()[1:] == ["saved"]
 
 
 def test_slurm_ends_with_its_launchers_code(tmp_path, cluster):

@@ -29,6 +29,9 @@ SIGNALS = {
 REPEATED = {getattr(signal, "SIGXCPU", None)}
 """Signals that the system itself repeats: SIGXCPU comes every second above a limit of CPU time."""
 
+SAME_SIGNAL = 3.0
+"""Seconds in which a second signal of a kind is the first one, sent twice."""
+
 
 class SpikeDetector:
     """Detects bad steps by comparing loss and gradient norm with a window of good steps.
@@ -84,19 +87,25 @@ class SpikeDetector:
 class Interruptions:
     """The signals of `SIGNALS` that this process received: the loop can finish its step and save.
 
-    A second signal of the same kind ends the process at once. One of another kind does not: systemd sends
-    SIGTERM and then SIGHUP. SIGXCPU never does: the system repeats it. SIGHUP stays ignored under nohup.
+    A second signal of the same kind ends the process at once, unless it is the first one, sent twice. Within
+    `SAME_SIGNAL` seconds it is: a scheduler signals every process, and torchrun forwards its own. In a process
+    of a launch it always is: the launcher itself ends processes that stay. One of another kind ends nothing:
+    systemd sends SIGTERM and then SIGHUP. SIGXCPU never does: the system repeats it. SIGHUP stays ignored
+    under nohup.
 
     Attributes:
+        launched: whether a launcher started this process.
         received: their numbers.
         first: called with the first one, in the main thread; None while the run is set up. A signal then
             raises SystemExit, 128 + its number, or KeyboardInterrupt: there is nothing to save yet.
     """
 
     def __init__(self) -> None:
+        self.launched = "RANK" in os.environ
         self.received: list[int] = []
         self.first: Callable[[], None] | None = None
         self._previous: dict[int, Any] = {}
+        self._came: dict[int, float] = {}  # when the first of each kind did
 
     def __enter__(self) -> "Interruptions":
         if threading.current_thread() is threading.main_thread():
@@ -113,17 +122,30 @@ class Interruptions:
             signal.signal(signum, handler)
 
     def _note(self, signum: int, frame: Any) -> None:
+        # Another signal may interrupt each line: then both are taken for the first, which does no harm.
+        is_first, is_first_of_kind = not self.received, signum not in self._came
         self.received.append(signum)
-        # A second one of this kind has its usual effect, which ends the process.
-        if signum not in REPEATED:
-            signal.signal(signum, self._previous[signum])
+        if not is_first_of_kind:
+            if not self._is_repeated(signum):
+                # Its usual effect, which ends the process.
+                signal.signal(signum, self._previous[signum])
+                signal.raise_signal(signum)
+            return
+        self._came[signum] = time.monotonic()
+
         if self.first is None:
             raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
         if signum == signal.SIGINT and first_process():
+            again = "" if self.launched else f"; ctrl-C after {SAME_SIGNAL:.0f} s ends at once"
             with contextlib.suppress(OSError):  # not `print`, which this may have interrupted
-                os.write(2, b"\nfinishing the step, then saving; ctrl-C again ends at once\n")
-        if len(self.received) == 1:
+                os.write(2, f"\nfinishing the step, then saving{again}\n".encode())
+        if is_first:
             self.first()
+
+    def _is_repeated(self, signum: int) -> bool:
+        """Whether a second signal of a kind is the first one, sent twice."""
+        age = time.monotonic() - self._came[signum]
+        return age < SAME_SIGNAL or signum in REPEATED or self.launched
 
 
 class Watchdog:

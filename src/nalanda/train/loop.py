@@ -63,7 +63,7 @@ def train(config: RunConfig) -> Path:
         NothingTrained: every step was skipped.
         SystemExit: 128 + signal after a signal of `guards.SIGNALS` on any process. The step is finished and a
             checkpoint saved; the same command resumes from it. While the run is set up, it ends at once. So
-            does a second signal of the same kind (`guards.Interruptions`).
+            does a later signal of the same kind (`guards.Interruptions`).
     """
     # The checks come first: they need neither processes nor a folder.
     config = at_home(config)
