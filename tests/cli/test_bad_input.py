@@ -122,7 +122,7 @@ TABLE = [
     ("train r.yaml plugins=cubed", r"plugins: expected a list, got 'cubed'; write \[cubed\]"),
     (
         "train r.yaml 'plugins=[cubed.py]'",
-        r"plugins: cubed\.py cannot .*; name the module without \.py, plugins=\[cubed\]",
+        r"plugins: cubed\.py: no such file; write its path from /.*",
     ),
     ("generate several/gamma x", r"no such run: several/gamma; there are alpha, beta"),
     (

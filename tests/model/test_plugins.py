@@ -456,6 +456,31 @@ def test_plugins_that_cannot_be_imported(recipe, tmp_path, monkeypatch):
         load_config(recipe, ["model.mixer=forgetful"])
 
 
+def test_a_plugin_is_named_by_its_path(recipe, tmp_path, monkeypatch, forget):
+    """From where it is typed, and the run's own recipe from anywhere."""
+    for folder in ("mine", "work", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    for folder in ("mine", "elsewhere"):
+        write(tmp_path / folder, "by_path", PLUGIN.format(name="by_path", line=""))
+    monkeypatch.chdir(tmp_path / "work")
+    chosen = ["model.mixer=deltanet", "model.feature_map=twice_by_path"]
+    config = load_config(recipe, ["plugins=[../mine/by_path.py]", *chosen])
+    assert config.plugins == [str(tmp_path / "mine" / "by_path.py")]
+    assert "by_path" in imported  # as processes that it starts import it
+
+    stored = tmp_path / "config.yaml"
+    stored.write_text(config.to_yaml())
+    forget()
+    monkeypatch.chdir(tmp_path)
+    assert load_config(stored).plugins == config.plugins
+    assert "twice_by_path" in FEATURE_MAPS
+
+    with pytest.raises(
+        InputError, match=r"elsewhere/by_path\.py: .*/mine/by_path\.py has .* rename"
+    ):
+        load_config(recipe, ["plugins=[elsewhere/by_path.py]", *chosen])
+
+
 def test_a_config_imports_plugins_only(tmp_path, monkeypatch):
     """Config files come from anywhere: what they name is imported if it is a plugin that a user put there."""
     monkeypatch.syspath_prepend(tmp_path)

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from nalanda.common.errors import InputError
-from nalanda.common.plugins import import_plugins
+from nalanda.common.plugins import find_plugins, import_plugins
 from nalanda.common.text import closest, redact, suggest
 from nalanda.config.bounds import check_choice
 from nalanda.config.schema import EXPONENT, RunConfig, TokenizerConfig
@@ -39,6 +39,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
 def recipe_of(sections: dict, folder: Path) -> RunConfig:
     """The recipe of these sections, whose plugins may lie in `folder`. Raises as `load_config` does."""
     config = at_home(section(RunConfig, sections, ""))
+    config.plugins = find_plugins(config.plugins, Path.cwd(), folder)
     import_plugins(config.plugins, Path.cwd(), folder)
     config.check()
     return config

@@ -526,7 +526,8 @@ class RunConfig:
     linearize: LinearizeConfig = field(default_factory=LinearizeConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     plugins: list[str] = field(default_factory=list)
-    """Modules to import, which register mixers, feature maps, optimizers or readers of the user's own."""
+    """Modules or files (`../mine/x.py`) to import, which register mixers, feature maps, optimizers or readers of
+    the user's own."""
 
     def __post_init__(self) -> None:
         self.output_dir = local_path(self.output_dir)
