@@ -2,17 +2,14 @@
 
 import functools
 import gc
-import json
 import math
 import os
-import random
 from importlib import metadata
 from pathlib import Path
 
-os.environ.setdefault("NALANDA_ONEDNN", "0")  # one route in all processes, whatever the clock says
-os.environ.setdefault(
-    "HF_HUB_OFFLINE", "1"
-)  # read when huggingface_hub is imported: no test asks the network
+from training import ENVIRONMENT, configured, tiny_recipe, write_recipe, write_texts
+
+os.environ |= {**ENVIRONMENT, **os.environ}  # before torch and huggingface_hub read it
 
 import kernel_device  # noqa: F401  before anything imports Triton: its own functions are interpreted too
 import pytest
@@ -78,62 +75,23 @@ def tokenizer():
     return tokenizer
 
 
-WORDS = [
-    "state",
-    "gate",
-    "decay",
-    "query",
-    "key",
-    "value",
-    "head",
-    "norm",
-    "chunk",
-    "scan",
-    "delta",
-    "rule",
-]
-
-
 @pytest.fixture(scope="session")
 def recipe(tmp_path_factory) -> Path:
     """A run of a few seconds; documents of 1 to 60 words, so that label counts differ from row to row."""
-    import yaml
-
     folder = tmp_path_factory.mktemp("corpus")
-    draw = random.Random(0)
-    texts = [" ".join(draw.choices(WORDS, k=draw.choice((1, 1, 1, 2, 60)))) for _ in range(1500)]
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    settings = {
-        "output_dir": str(folder / "unset"),
-        "seed": 3,
-        "model": {
-            "mixer": "gated_deltanet",
-            "hidden_size": 32,
-            "num_hidden_layers": 1,
-            "num_heads": 2,
-        },
-        "tokenizer": {"train": "bpe", "vocab_size": 320},
-        "data": {
-            "source": str(folder),
-            "seq_len": 32,
-            "shuffle_buffer": 50,
-            "max_validation_rows": 7,
-        },
-        "optim": {"lr": 3e-3},
-        "schedule": {"warmup_steps": 2},
-        "train": {
-            "steps": 24,
-            "tokens_per_step": 256,
-            "micro_batch_size": 4,
-            "precision": "fp32",
-            "cpu_threads": 1,
-        },
-        "validation": {"every": 10},
-        "checkpoint": {"every": 5, "keep_last": 9},
-        "log": {"every": 1, "tensorboard": False},
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
-    return folder / "recipe.yaml"
+    write_texts(folder / "a.jsonl", 1500, (1, 1, 1, 2, 60))
+    recipe = tiny_recipe(
+        folder,
+        model={"mixer": "gated_deltanet", "num_hidden_layers": 1},
+        train={"steps": 24, "tokens_per_step": 256, "micro_batch_size": 4},
+        seed=3,
+        tokenizer={"train": "bpe", "vocab_size": 320},
+        data={"source": str(folder), "seq_len": 32, "shuffle_buffer": 50, "max_validation_rows": 7},
+        schedule={"warmup_steps": 2},
+        validation={"every": 10},
+        checkpoint={"every": 5, "keep_last": 9},
+    )
+    return write_recipe(folder / "recipe.yaml", recipe)
 
 
 @pytest.fixture
@@ -150,7 +108,6 @@ def fresh_accelerate():
 def whole(recipe, tmp_path_factory) -> Path:
     """The run as nothing interrupts it."""
     from accelerate.state import AcceleratorState
-    from training import configured
 
     from nalanda.train.loop import train
 

@@ -9,12 +9,10 @@ recorded and nothing is compared.
 """
 
 import contextlib
-import hashlib
 import io
 import json
 import os
 import platform
-import random
 import re
 import subprocess
 import sys
@@ -24,9 +22,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
-# Compilers round otherwise, and so does oneDNN, which the clock chooses.
-os.environ |= {"NALANDA_BACKEND": "torch", "NALANDA_ONEDNN": "0"}
+sys.path.append(str(Path(__file__).with_name("helpers")))
+
+from training import ENVIRONMENT, WORDS, hash_bits, tiny_recipe, write_texts
+
+# Another compiler may round otherwise than torch.
+os.environ |= {**ENVIRONMENT, "ACCELERATE_USE_CPU": "true", "NALANDA_BACKEND": "torch"}
 
 import torch
 import torch.distributed as dist
@@ -201,38 +202,20 @@ def twenty_training_steps() -> Values:
 
 
 def recipe(folder: Path) -> dict[str, Any]:
-    words = ["state", "gate", "decay", "query", "key", "value", "head", "norm", "chunk", "scan"]
-    draw = random.Random(0)
-    texts = [" ".join(draw.choices(words, k=draw.randint(1, 40))) for _ in range(300)]
-    (folder / "corpus.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    write_texts(folder / "corpus.jsonl", 300, range(1, 41), WORDS[:10])
+    return tiny_recipe(
+        folder,
+        model={"mixer": ["gated_deltanet", "softmax"], "feature_map": "nala"},
+        train={"steps": 20, "tokens_per_step": 512, "micro_batch_size": 4},
+        output_dir=str(folder / "run"),
+        seed=1,
+        tokenizer={"train": "bpe", "vocab_size": 300},
+        data={"source": str(folder / "corpus.jsonl"), "seq_len": 64, "max_validation_rows": 7},
+        optim={"lr": 5e-3},
+        schedule={"warmup_steps": 5},
+        validation={"every": 10},
+        checkpoint={"every": 10},
     )
-
-    return {
-        "output_dir": str(folder / "run"),
-        "seed": 1,
-        "model": {
-            "mixer": ["gated_deltanet", "softmax"],
-            "feature_map": "nala",
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_heads": 2,
-        },
-        "tokenizer": {"train": "bpe", "vocab_size": 300},
-        "data": {"source": str(folder / "corpus.jsonl"), "seq_len": 64, "max_validation_rows": 7},
-        "optim": {"lr": 5e-3},
-        "schedule": {"warmup_steps": 5},
-        "train": {
-            "steps": 20,
-            "tokens_per_step": 512,
-            "micro_batch_size": 4,
-            "precision": "fp32",
-            "cpu_threads": 1,
-        },
-        "validation": {"every": 10},
-        "checkpoint": {"every": 10},
-        "log": {"every": 1, "tensorboard": False},
-    }
 
 
 PARTS: dict[str, Callable[[], Values]] = {
@@ -249,13 +232,6 @@ PARTS: dict[str, Callable[[], Values]] = {
 
 
 # ------------------------------ the comparison
-
-
-def digest(values: Values) -> str:
-    sha = hashlib.sha256()
-    for value in values:
-        sha.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()[:16]
 
 
 def machine() -> str:
@@ -281,7 +257,7 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     if arguments[:1] == ["--second"]:
         join(1, arguments[1])
-        digest(a_context_of_two_processes())
+        hash_bits(a_context_of_two_processes())
         return 0
 
     hashes = {}
@@ -292,7 +268,7 @@ def main(arguments: list[str]) -> int:
             start = time.perf_counter()
             if part is a_context_of_two_processes:
                 join(0, meeting)
-            hashes[name] = digest(part())
+            hashes[name] = hash_bits(part())[:16]
             if part is a_context_of_two_processes:
                 dist.destroy_process_group()
                 second.wait()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from training import PRETRAIN, configured
+from training import PRETRAIN, configured, environment, torchrun
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import DiskFull, OutOfMemory
@@ -537,13 +537,8 @@ def test_a_limit_of_file_sizes_from_other_commands(
 )
 def test_the_report_of_a_launcher_ends_with_the_line(arguments, words):
     """Below torchrun's traceback; above it the line stands once, not once a process."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *command, PRETRAIN, arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
+        [*torchrun(2), PRETRAIN, arguments], capture_output=True, text=True, env=environment(2)
     )
     assert done.returncode == 1
     lines = done.stderr.rstrip().splitlines()

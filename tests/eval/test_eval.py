@@ -8,11 +8,8 @@ import gzip
 import io
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 import types
 
 import nalanda_kernels
@@ -28,6 +25,7 @@ from nalanda_eval.perplexity import perplexity, print_perplexity
 from nalanda_eval.python_tasks import excerpts, python_tasks, write_python_tasks
 from nalanda_eval.task_data import GROUPS, PACKAGED, find_tasks, read_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
+from training import launched
 from transformers import PreTrainedTokenizerFast
 
 from nalanda import NalandaConfig, NalandaForCausalLM
@@ -919,17 +917,8 @@ def test_two_processes_give_the_results_of_one(checkpoint, data, tmp_path):
         "--output",
         str(tmp_path),
     ]
-    launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "nalanda_cli"]
-    environment = os.environ | {
-        "ACCELERATE_USE_CPU": "1",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", *launch, *arguments], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Transformer++") == 1
+    printed = launched("-m", "nalanda_cli", *arguments)
+    assert printed.count("Transformer++") == 1
     (expected,) = evaluate([checkpoint], ["table4"], EvalOptions(data=str(data)))["models"]
     results = json.loads((tmp_path / "results.json").read_text())
     (model,) = results["models"]

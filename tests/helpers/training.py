@@ -1,25 +1,139 @@
-"""A run of seconds, started in this process or in its own, and everything that it left."""
+"""Runs of seconds: their text, recipe and environment, their start in this or another process, their results.
+
+Tests, `make smoke` and `make torture` train with these. Nothing here imports torch before it is needed, so
+that a script can set `ENVIRONMENT` first.
+"""
 
 import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from nalanda.config.load import load_config
-from nalanda.config.schema import RunConfig
-from nalanda.train.checkpoint_dir import latest_checkpoint
-from nalanda.train.log import read_metrics
+    from nalanda.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PRETRAIN = ROOT / "recipes" / "pretrain.py"
 
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "NALANDA_ONEDNN": "0",  # one route in all processes, whatever the clock says
+}
+"""Of each process that trains: one thread, no network, the same products."""
 
-def configured(recipe: Path, output_dir: Path, *overrides: str) -> RunConfig:
+WORDS = [
+    "state",
+    "gate",
+    "decay",
+    "query",
+    "key",
+    "value",
+    "head",
+    "norm",
+    "chunk",
+    "scan",
+    "delta",
+    "rule",
+]
+CLOCKED = ("tokens_per_second", "mfu")
+"""The metrics that no second run repeats."""
+
+
+# ------------------------------ text and recipe
+
+
+def write_texts(
+    file: Path, count: int, lengths: Sequence[int], words: Sequence[str] = WORDS
+) -> None:
+    """Writes `count` documents of random words, each of one of the `lengths`, to a .jsonl file."""
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(words, k=draw.choice(lengths))) for _ in range(count)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def tiny_recipe(folder: Path, model: dict, train: dict, **sections: Any) -> dict[str, Any]:
+    """A recipe of a tiny model in fp32 on one thread, with a line of metrics for each step.
+
+    folder: where a run goes that names no folder.
+    model, train: join the values of their sections. `sections` replace others whole.
+    """
+    return {
+        "output_dir": str(folder / "unset"),
+        "model": {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, **model},
+        "optim": {"lr": 3e-3},
+        "train": {"precision": "fp32", "cpu_threads": 1, **train},
+        "log": {"every": 1, "tensorboard": False},
+        **sections,
+    }
+
+
+def write_recipe(file: Path, recipe: dict[str, Any]) -> Path:
+    import yaml
+
+    file.write_text(yaml.safe_dump(recipe))
+    return file
+
+
+def configured(recipe: Path, output_dir: Path, *overrides: str) -> "RunConfig":
+    from nalanda.config.load import load_config
+
     return load_config(recipe, [f"output_dir={output_dir}", *overrides])
+
+
+# ------------------------------ processes
+
+
+def torchrun(processes: int) -> list[str]:
+    """The command before a script's path that starts it in several processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc_per_node", str(processes)]
+
+
+def environment(processes: int = 1, **variables: str) -> dict[str, str]:
+    """The variables of a child process, or of each of several that torchrun starts; it finds the helpers."""
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    child = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    if processes > 1:
+        child["ACCELERATE_USE_CPU"] = "true"
+    return child | variables
+
+
+def start(
+    recipe: Path, output_dir: Path, *overrides: str, processes: int = 1, **variables: str
+) -> subprocess.Popen:
+    """Starts recipes/pretrain.py, as a user does."""
+    launcher = torchrun(processes) if processes > 1 else [sys.executable]
+    return subprocess.Popen(
+        [*launcher, str(PRETRAIN), str(recipe), f"output_dir={output_dir}", *overrides],
+        env=environment(processes, **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def launched(*command: str, processes: int = 2, fails: bool = False) -> str:
+    """Runs a script with its arguments in several processes to its end; returns all that they print."""
+    done = subprocess.run(
+        [*torchrun(processes), *command],
+        env=environment(processes),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+# ------------------------------ results
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -27,30 +141,30 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def start(
-    recipe: Path, output_dir: Path, *overrides: str, launcher: tuple = (), **env: str
-) -> subprocess.Popen:
-    command = [
-        *(launcher or (sys.executable,)),
-        str(PRETRAIN),
-        str(recipe),
-        f"output_dir={output_dir}",
-        *overrides,
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
-    return subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def repeatable(lines: Iterable[dict]) -> list[dict]:
+    """Lines of metrics without the metrics of time."""
+    return [{k: v for k, v in line.items() if k not in CLOCKED} for line in lines]
+
+
+def hash_bits(tensors: "Iterable[Tensor]") -> str:
+    """SHA-256 of the bits of tensors, in their order."""
+    import torch
+
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
 
 
 def outcome(run_dir: Path) -> dict:
     """Everything that a resume could change: weights, moments, random states, data position, metrics."""
+    import torch
+
+    from nalanda.train.checkpoint_dir import latest_checkpoint
+    from nalanda.train.log import read_metrics
+
     last = latest_checkpoint(run_dir / "checkpoints")
     files = json.loads((last / "manifest.json").read_text())["files"]
-    lines = [
-        {k: v for k, v in line.items() if k not in ("tokens_per_second", "mfu")}
-        for line in read_metrics(run_dir / "metrics.jsonl")
-    ]
     own = torch.load(last / "rank-0.pt", weights_only=True)
     return {
         "files": {name: files[name]["sha256"] for name in files if not name.endswith(".pt")},
@@ -60,5 +174,5 @@ def outcome(run_dir: Path) -> dict:
         "data": {
             key: value for key, value in own["data"].items() if key != "files"
         },  # hashed as time allows
-        "metrics": lines,
+        "metrics": repeatable(read_metrics(run_dir / "metrics.jsonl")),
     }

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 
 import pytest
 from training import configured, contents, start
@@ -14,7 +13,6 @@ from nalanda.report.rehearse import rehearse
 from nalanda.train import loop
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
 
 def test_a_rehearsal_measures_beside_the_estimate_and_leaves_nothing(
@@ -98,9 +96,7 @@ def test_it_refuses_the_folder_that_training_refuses(recipe, tmp_path, whole):
 
 @pytest.mark.slow
 def test_two_processes_rehearse_together(recipe, tmp_path):
-    process = start(
-        recipe, tmp_path / "runs" / "x", "--rehearse", launcher=TORCHRUN, ACCELERATE_USE_CPU="true"
-    )
+    process = start(recipe, tmp_path / "runs" / "x", "--rehearse", processes=2)
     printed, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert "2 process(es)" in printed

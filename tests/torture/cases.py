@@ -24,7 +24,6 @@ import buckets
 import torch
 import zstandard
 from harness import (
-    PRETRAIN,
     Torn,
     Trainer,
     checkpoints,
@@ -40,6 +39,7 @@ from harness import (
     tensors,
 )
 from safetensors.torch import load_file, save_file
+from training import PRETRAIN
 
 from nalanda.common.files import manifest_text, verify_manifest
 from nalanda.config.load import load_config

@@ -14,29 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import yaml
 import zstandard
+from training import WORDS, environment, hash_bits, repeatable, tiny_recipe, torchrun, write_recipe
 
-ROOT = Path(__file__).parents[2]
-PRETRAIN = ROOT / "recipes" / "pretrain.py"
 PAUSED = Path(__file__).with_name("paused.py")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 SHARDS = {"web": (4, 300), "code": (3, 30)}  # shards, documents in each
 LENGTHS = {"web": (1, 1, 1, 2, 3), "code": (2, 4, 40)}  # so that a row of one has far fewer labels
-WORDS = [
-    "state",
-    "gate",
-    "decay",
-    "query",
-    "key",
-    "value",
-    "head",
-    "norm",
-    "chunk",
-    "scan",
-    "delta",
-    "rule",
-]
 PATIENCE = 300.0  # seconds that anything may take
 
 
@@ -94,34 +77,19 @@ def make_recipe(folder: Path) -> Path:
     mixture = [
         {"name": name, "source": str(corpus / name), "weight": weights[name]} for name in SHARDS
     ]
-    settings = {
-        "output_dir": str(folder / "unset"),
-        "seed": 5,
-        "model": {
-            "mixer": ["gated_deltanet", "nala"],
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_heads": 2,
-        },
-        "tokenizer": {"train": "words"},
-        "data": {"mixture": mixture, "seq_len": 64, "shuffle_buffer": 24, "validation_share": 0.05},
-        "optim": {"lr": 3e-3},
-        "schedule": {"warmup_steps": 5},
-        "train": {
-            "steps": 80,
-            "tokens_per_step": 256,
-            "micro_batch_size": 2,
-            "precision": "fp32",
-            "cpu_threads": 1,
-        },
-        "validation": {"every": 15},
+    recipe = tiny_recipe(
+        folder,
+        model={"mixer": ["gated_deltanet", "nala"]},
+        train={"steps": 80, "tokens_per_step": 256, "micro_batch_size": 2},
+        seed=5,
+        tokenizer={"train": "words"},
+        data={"mixture": mixture, "seq_len": 64, "shuffle_buffer": 24, "validation_share": 0.05},
+        schedule={"warmup_steps": 5},
+        validation={"every": 15},
         # Not in a thread: the loop stands still where a case pauses a save.
-        "checkpoint": {"every": 7, "keep_last": 2, "keep_every": 35, "asynchronous": False},
-        "log": {"every": 1, "tensorboard": False},
-    }
-    file = folder / "recipe.yaml"
-    file.write_text(yaml.safe_dump(settings))
-    return file
+        checkpoint={"every": 7, "keep_last": 2, "keep_every": 35, "asynchronous": False},
+    )
+    return write_recipe(folder / "recipe.yaml", recipe)
 
 
 # ------------------------------ child processes
@@ -145,21 +113,13 @@ class Trainer:
         for name in ("paused", "go"):
             (self.notes / name).unlink(missing_ok=True)
         orders = {"folder": str(self.notes), "group": 3000, **orders}
-        launcher = (*TORCHRUN, str(processes)) if processes > 1 else (sys.executable,)
-        environment = {
-            **{k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "NALANDA_"))},
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "NALANDA_ONEDNN": "0",  # one route in all processes, whatever the clock says
-            "NALANDA_TORTURE": json.dumps(orders),
-            **({"ACCELERATE_USE_CPU": "true"} if processes > 1 else {}),
-            **(env or {}),
-        }
+        launcher = torchrun(processes) if processes > 1 else [sys.executable]
+        variables = {"NALANDA_TORTURE": json.dumps(orders), **(env or {})}
         self.output = (self.notes / "output.txt").open("a+")
         self.printed = self.output.tell()
         self.process = subprocess.Popen(
             [*before, *launcher, str(PAUSED), str(recipe), f"output_dir={run}", *overrides],
-            env=environment,
+            env=environment(processes, **variables),
             stdin=subprocess.DEVNULL,
             stdout=self.output,
             stderr=subprocess.STDOUT,
@@ -287,9 +247,7 @@ def tensors(source: Path) -> dict[str, str]:
         for name, kind in tensor_files.shapes(source).items()
     }
     tensor_files.read_tensors(source, found)
-    return {
-        name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in sorted(found.items())
-    }
+    return {name: hash_bits([tensor]) for name, tensor in sorted(found.items())}
 
 
 def checkpoints(run: Path) -> dict[int, Path]:
@@ -307,13 +265,12 @@ def outcome(run: Path) -> dict[str, object]:
     """Hashes of weights, moments and token stream, and every line of metrics but its clock."""
     found = checkpoints(run)
     last = found[max(found)]
-    timed = ("tokens_per_second", "mfu")
     return {
         "weights": digest(tensors(run / "final" / "model.safetensors")),
         "weights of the last checkpoint": digest(tensors(saved_part(last, "model"))),
         "moments": digest(tensors(saved_part(last, "optimizer"))),
         "token stream": digest(stream(run)),
-        "metrics": [{k: v for k, v in line.items() if k not in timed} for line in lines(run)],
+        "metrics": repeatable(lines(run)),
     }
 
 

@@ -22,8 +22,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+
+from training import ENVIRONMENT
+
+os.environ |= ENVIRONMENT
 
 import cases
 import torch
@@ -132,6 +135,8 @@ def main() -> int:
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="nalanda-torture-"))
     console = Console()
     console = console if console.is_terminal else Console(width=160)
+    for variable in [name for name in os.environ if name.startswith(("SLURM_", "NALANDA_"))]:
+        del os.environ[variable]  # trainers inherit the rest
     work, began = cases.Work(folder.resolve(), arguments.seed, arguments.quick), time.monotonic()
     torch.set_num_threads(1)
     pool = ThreadPoolExecutor(arguments.jobs)  # a trainer keeps one core busy

@@ -6,17 +6,15 @@ torchrun starts this file itself: `worker` trains there one run after another.
 import functools
 import json
 import os
-import random
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 from accelerate.state import AcceleratorState
+from training import launched, tiny_recipe, write_recipe, write_texts
 
 from nalanda.common.errors import InputError
 from nalanda.config.load import load_config
@@ -82,46 +80,29 @@ if __name__ == "__main__":
 
 
 def launch(processes: int, folder: Path, *jobs: list, fails: bool = False) -> str:
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "ACCELERATE_USE_CPU": "true",
-    }
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    command = [*start, str(processes), __file__, str(folder), json.dumps(jobs)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert (done.returncode != 0) == fails, done.stderr[-4000:]
-    return done.stdout + done.stderr
+    script = __file__, str(folder), json.dumps(jobs)
+    return launched(*script, processes=processes, fails=fails)
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
     """A folder with a recipe and its token set."""
     folder = tmp_path_factory.mktemp("context")
-    words = ["state", "gate", "decay", "query", "key", "value", "head", "norm", "chunk", "scan"]
-    draw = random.Random(0)
-    texts = [" ".join(draw.choices(words, k=draw.choice((1, 2, 9, 60)))) for _ in range(200)]
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    settings = {
-        "output_dir": str(folder / "unset"),
-        "model": {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2},
-        "tokenizer": {"train": "words"},
-        "data": {"source": str(folder / "a.jsonl"), "seq_len": 32, "max_validation_rows": 7},
-        "optim": {"lr": 3e-3},
-        "train": {"steps": 4, "tokens_per_step": 256, "micro_batch_size": 2, "precision": "fp32"},
-        "validation": {"every": 2},
-        "checkpoint": {"every": 2},
-        "log": {"every": 1, "tensorboard": False},
-    }
-    (folder / "text.yaml").write_text(yaml.safe_dump(settings))
-    config = load_config(folder / "text.yaml")
-    prepare(config.data, config.tokenizer, folder / "set")
-    settings["data"]["source"], settings["tokenizer"] = (
-        str(folder / "set"),
-        str(folder / "set" / "tokenizer"),
+    write_texts(folder / "a.jsonl", 200, (1, 2, 9, 60))
+    recipe = tiny_recipe(
+        folder,
+        model={},
+        train={"steps": 4, "tokens_per_step": 256, "micro_batch_size": 2},
+        tokenizer={"train": "words"},
+        data={"source": str(folder / "a.jsonl"), "seq_len": 32, "max_validation_rows": 7},
+        validation={"every": 2},
+        checkpoint={"every": 2},
     )
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    config = load_config(write_recipe(folder / "text.yaml", recipe))
+    prepare(config.data, config.tokenizer, folder / "set")
+    recipe["data"]["source"] = str(folder / "set")
+    recipe["tokenizer"] = str(folder / "set" / "tokenizer")
+    write_recipe(folder / "recipe.yaml", recipe)
     return folder
 
 

@@ -5,8 +5,6 @@ torchrun starts this file itself as two processes over gloo.
 
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from accelerate.state import AcceleratorState
 from tiny_models import rows
 from torch import nn
 from torch.distributed.tensor import DTensor
-from training import configured, outcome
+from training import configured, launched, outcome
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import InputError
@@ -356,18 +354,7 @@ def worker(recipe: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_agree_on_the_scale(recipe, tmp_path):
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__)
-    env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    paths = [str(Path(__file__).parents[1] / "helpers"), os.environ.get("PYTHONPATH", "")]
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    done = subprocess.run(
-        [sys.executable, *command, recipe, tmp_path],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    launched(__file__, str(recipe), str(tmp_path))
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [
         [65536, 32768]
     ] * 2

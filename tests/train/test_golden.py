@@ -7,18 +7,18 @@ Tolerances: on one machine the curve repeats to the bit. With another instructio
 differ by 1e-7, losses differ by 2e-7 and gradient norms by 8e-7, relative; `LOSS` and `NORM` leave room for
 other CPUs and torch releases. An embedding initialised 1 % larger moves losses by 5e-4 and norms by 6e-3.
 
-If a change is meant to move the curve, run `python tests/train/test_golden.py --write` and say why in the
-commit.
+If a change is meant to move the curve, run `PYTHONPATH=tests/helpers python tests/train/test_golden.py
+--write` and say why in the commit.
 """
 
 import json
-import random
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from training import tiny_recipe, write_texts
 
 from nalanda.common import products
 from nalanda.common.products import set_product_route
@@ -32,55 +32,27 @@ TABLE = Path(__file__).with_name("golden.json")
 LOSS, NORM = 1e-4, 1e-3
 """Relative tolerances."""
 
-WORDS = [
-    "state",
-    "gate",
-    "decay",
-    "query",
-    "key",
-    "value",
-    "head",
-    "norm",
-    "chunk",
-    "scan",
-    "delta",
-    "rule",
-]
-
 
 def curve(folder: Path) -> dict[str, list[float]]:
     """Trains 50 steps; returns the loss and the gradient norm of each."""
-    draw = random.Random(0)
-    texts = [" ".join(draw.choices(WORDS, k=draw.randint(1, 40))) for _ in range(600)]
-    (folder / "corpus.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    )
-    recipe = {
-        "output_dir": str(folder / "run"),
-        "seed": 1,
-        "model": {
+    write_texts(folder / "corpus.jsonl", 600, range(1, 41))
+    recipe = tiny_recipe(
+        folder,
+        model={
             "mixer": ["gated_deltanet", "softmax"],
             "feature_map": "nala",
             "feature_map_options": {"power": 2.0},
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_heads": 2,
         },
-        "tokenizer": {"train": "bpe", "vocab_size": 300},
-        "data": {"source": str(folder / "corpus.jsonl"), "seq_len": 64},
-        "optim": {"lr": 5e-3},
-        "schedule": {"warmup_steps": 5},
-        "train": {
-            "steps": 50,
-            "tokens_per_step": 512,
-            "micro_batch_size": 4,
-            "precision": "fp32",
-            "cpu_threads": 1,
-        },
-        "validation": {"every": 0},
-        "checkpoint": {"every": 0},
-        "log": {"every": 1, "tensorboard": False},
-    }
+        train={"steps": 50, "tokens_per_step": 512, "micro_batch_size": 4},
+        output_dir=str(folder / "run"),
+        seed=1,
+        tokenizer={"train": "bpe", "vocab_size": 300},
+        data={"source": str(folder / "corpus.jsonl"), "seq_len": 64},
+        optim={"lr": 5e-3},
+        schedule={"warmup_steps": 5},
+        validation={"every": 0},
+        checkpoint={"every": 0},
+    )
     lines = list(read_metrics(train(section(RunConfig, recipe, "")) / "metrics.jsonl"))
     return {key: [line[key] for line in lines if key in line] for key in ("loss", "grad_norm")}
 

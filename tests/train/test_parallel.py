@@ -6,7 +6,6 @@ torchrun starts this file itself as two processes over gloo: `worker` does there
 import functools
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -30,6 +29,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from training import launched, tiny_recipe, write_recipe, write_texts
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from nalanda import NalandaConfig
@@ -47,7 +47,6 @@ from nalanda.train.loss import packed_logits, summed_loss
 from nalanda.train.optim import build_optimizer
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 ROWS, LENGTH, VOCABULARY, STEPS = (
     8,
     24,
@@ -255,46 +254,21 @@ def fresh_accelerate():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def launched(*command: str) -> None:
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "ACCELERATE_USE_CPU": "true",
-    }
-    done = subprocess.run(
-        [*TORCHRUN, *command], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    words = ["state", "gate", "decay", "query", "key", "value", "head", "norm", "chunk", "scan"]
-    draw = random.Random(0)
-    texts = [" ".join(draw.choices(words, k=draw.choice((1, 2, 60)))) for _ in range(500)]
     (folder / "corpus").mkdir()
-    (folder / "corpus" / "a.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    write_texts(folder / "corpus" / "a.jsonl", 500, (1, 2, 60))
+    recipe = tiny_recipe(
+        folder,
+        model={"mixer": "gated_deltanet"},
+        train={"steps": 4, "tokens_per_step": 256, "micro_batch_size": 2},
+        tokenizer={"train": "bpe", "vocab_size": 320},
+        data={"source": str(folder / "corpus"), "seq_len": 32, "max_validation_rows": 7},
+        validation={"every": 2},
+        checkpoint={"every": 2, "asynchronous": True},
     )
-    settings = {
-        "output_dir": str(folder / "unset"),
-        "model": {
-            "mixer": "gated_deltanet",
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_heads": 2,
-        },
-        "tokenizer": {"train": "bpe", "vocab_size": 320},
-        "data": {"source": str(folder / "corpus"), "seq_len": 32, "max_validation_rows": 7},
-        "optim": {"lr": 3e-3},
-        "train": {"steps": 4, "tokens_per_step": 256, "micro_batch_size": 2, "precision": "fp32"},
-        "validation": {"every": 2},
-        "checkpoint": {"every": 2, "asynchronous": True},
-        "log": {"every": 1, "tensorboard": False},
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    write_recipe(folder / "recipe.yaml", recipe)
     launched(__file__, str(folder))
     return folder
 

@@ -108,18 +108,8 @@ def with_free(free: int, save_chunks=memory.save_chunks):
 def test_the_loss_is_the_same_mean_on_two_processes_and_one_goes_on_from_two(
     recipe, tmp_path, one_big_batch
 ):
-    torchrun = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    )
     overrides = (*ONE_STEP, "train.micro_batch_size=2")
-    process = start(
-        recipe, tmp_path / "run", *overrides, launcher=torchrun, ACCELERATE_USE_CPU="true"
-    )
+    process = start(recipe, tmp_path / "run", *overrides, processes=2)
     _, stderr = process.communicate(timeout=200)
     assert process.returncode == 0, stderr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["processes"] == 2
