@@ -23,10 +23,17 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError, explained
-from nalanda.inference.load import bos_token, check_tokens, is_ours
+from nalanda.inference.load import (
+    after_bos,
+    bos_token,
+    check_numbers,
+    check_tokens,
+    is_ours,
+    number_check,
+)
 from nalanda_eval import scoring
 from nalanda_eval.cache import AnswerCache, model_identity
 from nalanda_eval.needles import SAMPLES, haystack, needle_rows
@@ -99,7 +106,7 @@ class HarnessModel(HFLM):
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         context_ids, continuation_ids = super()._encode_pair(context, continuation)
         # A context of white space alone has no token: it is the continuation's.
-        return (self.bos + context_ids) or [self.prefix_token_id], continuation_ids
+        return after_bos(context_ids, self.bos) or [self.prefix_token_id], continuation_ids
 
     def tok_batch_encode(
         self, strings: list[str], *args: Any, left_truncate_len: int | None = None, **kwargs: Any
@@ -107,7 +114,7 @@ class HarnessModel(HFLM):
         if self.bos:  # as an id: as text it would change how some tokenizers begin the first word
             rows = self.tokenizer(strings, add_special_tokens=False).input_ids  # type: ignore[not-callable]
             padded = self.tokenizer.pad(  # type: ignore[missing-attribute]
-                {"input_ids": [self.bos + row for row in rows]},
+                {"input_ids": [after_bos(row, self.bos) for row in rows]},
                 return_tensors="pt",
                 padding_side="left",
             )
@@ -195,9 +202,7 @@ class HarnessModel(HFLM):
         """
         model: Any = self.model
         tokenizer: Any = self.tokenizer
-        options["logits_processor"] = LogitsProcessorList(
-            [lambda ids, scores: self._check_numbers(scores)]
-        )
+        options |= number_check(model)
         if not is_ours(model):
             out = super()._model_generate(context, max_length, stop, **options)
         else:
@@ -224,8 +229,9 @@ class HarnessModel(HFLM):
             for _, context, continuation in requests
         ]
         # Before any work: an id outside the vocabulary would fail in the middle of it.
+        model: Any = self.model
         used = (token for request in cut_requests for tokens in request for token in tokens)
-        check_tokens(used, self.model, self.tokenizer)  # type: ignore[bad-argument-type]
+        check_tokens(used, model, self.tokenizer)  # type: ignore[bad-argument-type]
 
         processes = self.processes
         share = cut_requests
@@ -242,7 +248,7 @@ class HarnessModel(HFLM):
         # What the cache lacks is kept batch by batch, so a killed run loses one batch.
         missing = [request for request in share if request not in answers]
         for batch in self.score(missing):
-            self._check_numbers(torch.tensor([value for value, _ in batch.values()]))
+            check_numbers(torch.tensor([value for value, _ in batch.values()]), model)
             self.cache.keep(batch)
             self.advance(unit * sum(map(_count_tokens, batch)))
             answers |= batch
@@ -258,16 +264,6 @@ class HarnessModel(HFLM):
         self.found += cached
         # Equal requests have one answer, so each is looked up.
         return [answers[request] for request in cut_requests]
-
-    def _check_numbers(self, values: Tensor) -> Tensor:
-        """Returns the values. Raises `InputError` for NaN: a comparison of choices would take it for an answer."""
-        if bool(values.isnan().any()):
-            name = self.model.name_or_path or "the model"  # type: ignore[missing-attribute]
-            raise InputError(
-                f"{name}: its log-probabilities are not numbers; its weights may be damaged, or --dtype too "
-                "narrow for them"
-            )
-        return values
 
     def _cut_context(self, context: tuple[int, ...], continuation: tuple[int, ...]) -> Request:
         """The request with the left of its context cut so that at most `max_length` inputs remain."""

@@ -32,7 +32,15 @@ from nalanda.inference.generate import (
     load_state,
     read_with_progress,
 )
-from nalanda.inference.load import bos_token, check_tokens, end_tokens, is_ours, load_model
+from nalanda.inference.load import (
+    after_bos,
+    bos_token,
+    check_tokens,
+    end_tokens,
+    is_ours,
+    load_model,
+    number_check,
+)
 from nalanda.inference.sampling import sampling_options
 from nalanda.model import State
 from nalanda_options import Sampling
@@ -60,7 +68,7 @@ class Conversation:
 
         # In plain text an answer ends where the model starts the user's turn.
         self.stop = "" if tokenizer.chat_template else "\nUser:"
-        self.options = options | end_tokens(model, tokenizer)
+        self.options = options | end_tokens(model, tokenizer) | number_check(model)
         self.reset()
 
     def reset(self, base: State | None = None) -> None:
@@ -146,6 +154,10 @@ class Conversation:
         start = time.perf_counter()
         try:
             self._generate(tokens, printer)
+        except InputError:  # the model computes no numbers
+            self.messages.pop()
+            self.state = state_before
+            raise
         except KeyboardInterrupt:
             printer.end()
             if not printer.tokens:
@@ -196,10 +208,7 @@ class Conversation:
         check_tokens(tokens, self.model, self.tokenizer)
 
         started = self.state is not None or bool(self.tokens)
-        bos = bos_token(self.model, self.tokenizer)
-        if started or tokens[: len(bos)] == bos:
-            return tokens
-        return bos + tokens
+        return tokens if started else after_bos(tokens, bos_token(self.model, self.tokenizer))
 
     @property
     def end(self) -> str:

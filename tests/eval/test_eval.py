@@ -1058,6 +1058,10 @@ def test_prompts_begin_as_training_texts_do(adapter):
     ids, _ = scorer.tok_batch_encode(["ab"], left_truncate_len=2)
     assert ids.tolist() == [[5, 6]]
 
+    # A prompt that spells bos, as chat templates do, begins with that one.
+    assert scorer._encode_pair("<s>a", "b") == ([1, 4], [6])
+    assert scorer.tok_batch_encode(["a", "<s>a"])[0].tolist() == [[1, 5], [1, 4]]
+
 
 @pytest.mark.parametrize("f1", [0.93, 93.0])
 def test_percentages_stay_percentages(f1):

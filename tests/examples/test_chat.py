@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import nalanda.inference.generate
 from nalanda import NalandaForCausalLM
 from nalanda.common.errors import InputError
 from nalanda.inference.generate import Printer
-from nalanda.inference.load import end_tokens
+from nalanda.inference.load import end_tokens, load_model
 from nalanda.inference.sampling import sampling_options
 from nalanda_options import Sampling
 
@@ -60,6 +61,16 @@ def test_the_terminal(checkpoint, tmp_path, monkeypatch, capsys):
     assert printed.err.count("tokens/s") == 3
     assert printed.err.count("/reset") == 2  # at the start, and after an unknown command
     assert f"/save {tmp_path}: a folder; name a file" in printed.err
+
+
+def test_a_model_that_computes_no_numbers_ends_the_turn(checkpoint):
+    model, tokenizer = load_model(checkpoint)
+    model.lm_head.weight.data[7, 3] = math.nan
+    conversation = Conversation(model, tokenizer, sampling_options(Sampling()))
+    with pytest.raises(InputError, match="its log-probabilities are not numbers"):
+        conversation.answer("hello")
+    assert conversation.messages == []
+    assert conversation.state is None
 
 
 def test_bad_input_is_one_line(checkpoint, capsys):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import pickle
 import random
@@ -912,15 +913,17 @@ def test_a_file_is_read_once_for_all_prompts_behind_it(checkpoint, tmp_path, mon
     assert lengths == [first, second, second]  # the second time only the prompt
     (saved,) = states.glob("*.safetensors")
 
-    # Another text under this name, and a damaged file.
-    other = tmp_path / "other"
+    # Another text under this name, a damaged file and an empty one are read again, once.
+    other, intact = tmp_path / "other", saved.read_bytes()
     run("generate", checkpoint, "hello", "--save-state", str(other), *options)
-    saved.write_bytes(other.read_bytes())
-    with pytest.raises(InputError, match="the state of another text; delete the file"):
-        run(*kept)
-    saved.write_bytes(b"x" + saved.read_bytes()[1:])
-    with pytest.raises(InputError, match="is not a state that this version can load"):
-        run(*kept)
+    for content in (other.read_bytes(), b"x" + intact[1:], intact[:-1] + b"x", b""):
+        saved.write_bytes(content)
+        lengths.clear()
+        result = run(*kept)
+        assert "state and" + result.stdout == whole
+        assert f"{saved}: damaged, or the state of another text; reading" in result.stderr
+        assert lengths == [first, second]
+        assert "damaged" not in run(*kept).stderr
 
 
 def test_states_of_eight_bits(checkpoint, tmp_path):
@@ -970,6 +973,7 @@ def test_generate_refuses(checkpoint, tmp_path):
             "damaged does not have the bytes .* read the text",
         ),
         (("hello", "--state", str(tmp_path)), "a folder; name a file"),
+        (("hello", "--state", os.devnull), "a device or a pipe; name a file with a state"),
         (
             ("hello", "--state-dtype", "int4"),
             "state_dtype 'int4' is unknown; choose one of float32",
@@ -980,6 +984,25 @@ def test_generate_refuses(checkpoint, tmp_path):
         with pytest.raises(InputError, match=says) as error:
             run("generate", checkpoint, *args)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+@pytest.mark.parametrize("kind", ["nalanda", "llama"])
+def test_a_model_that_computes_no_numbers_generates_no_text(tokenizer, tmp_path, kind, temperature):
+    sizes = {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 0}
+    model = build(dtype=torch.float32, **sizes) if kind == "nalanda" else llama(len(tokenizer))
+    model.get_output_embeddings().weight.data[7, 3] = math.nan
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="its log-probabilities are not numbers; its weights may"):
+        run("generate", str(tmp_path), "hello", "--temperature", temperature)
+
+
+def test_a_prompt_that_begins_with_bos_gets_no_second(checkpoint, tokenizer):
+    options = ("--max-new-tokens", "12", "--temperature", "0")
+    plain = run("generate", checkpoint, "state and", *options).stdout
+    bos = tokenizer.decode([0])
+    assert run("generate", checkpoint, f"{bos}state and", *options).stdout == bos + plain
 
 
 SPECIAL = ["<unk>", "<s>", "</s>"]

@@ -19,7 +19,15 @@ from nalanda.common.errors import InputError, output_file, output_folder
 from nalanda.common.processes import peak_resident
 from nalanda.common.progress import Progress
 from nalanda.common.text import size
-from nalanda.inference.load import bos_token, check_tokens, end_tokens, is_ours, load_model
+from nalanda.inference.load import (
+    after_bos,
+    bos_token,
+    check_tokens,
+    end_tokens,
+    is_ours,
+    load_model,
+    number_check,
+)
 from nalanda.inference.sampling import sampling_options
 from nalanda.model import NalandaCache, State
 from nalanda.model.precision import check_state_dtype
@@ -234,17 +242,17 @@ def generate(
     new_file, folder = check_outputs(files)
 
     network, tokenizer = load_model(model, **vars(loading))
-    options |= end_tokens(network, tokenizer)
+    options |= end_tokens(network, tokenizer) | number_check(network)
     check_states(files, network)
 
-    state = None
-    if files.state is not None:
-        state = load_state(files.state, network, None if files.force else tokenizer)
+    allowed = None if files.force else tokenizer
+    state = None if files.state is None else load_state(files.state, network, allowed)
     # Only the first text stands behind bos, unless it continues a state.
     first, second = (text, None) if before is None else (before, text)
     tokens = prompt_tokens(first, network, tokenizer, in_mid_text=state is not None)
     if folder:
-        state, tokens = kept_state(network, tokens, folder, files.state_dtype), []
+        state = kept_state(network, tokens, folder, files.state_dtype, tokenizer)
+        tokens = []
     if second:
         tokens = tokens + prompt_tokens(second, network, tokenizer, in_mid_text=True)
 
@@ -279,9 +287,9 @@ def generate(
         out = network.generate(  # type: ignore[not-callable]
             **inputs, **options, streamer=printer, return_dict_in_generate=True
         )
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, InputError):
         if stream:
-            print()  # the message about the interrupt begins a line
+            print()  # the message about it begins a line
         raise
 
     new = out.sequences[0, prompt_length:]
@@ -324,14 +332,17 @@ def check_states(files: PromptFiles, model: Any) -> None:
 
 
 def kept_state(
-    model: Any, tokens: list[int], folder: str | Path, state_dtype: str | None = None
+    model: Any,
+    tokens: list[int],
+    folder: str | Path,
+    state_dtype: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> State:
     """The state after `tokens`: read from its file in `folder`, or else by the model and written there.
 
-    The file's name has the hashes of weights and tokens, and a precision other than float32.
-    Processes that want the same state wait for the first.
-
-    Raises InputError for a damaged file, or one that holds the state of other tokens.
+    The file's name has the hashes of weights and tokens, and a precision other than float32. A damaged file,
+    or one with the state of another text, is written again. Processes that want the same state wait for the
+    first. tokenizer: that of `tokens`, for the file to name.
     """
     digest = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
     name = f"{fingerprint(model)}-{digest[:16]}"
@@ -339,13 +350,20 @@ def kept_state(
         name += f"-{state_dtype}"
     file = output_folder(folder, "folder") / f"{name}.safetensors"
     with FileLock(file.with_suffix(".lock")):
-        if not file.exists():
-            state = read_with_progress(model, tokens, state_dtype=state_dtype)
-            state.save(file, text=digest)
-            return state
-        state = load_state(file, model)
-    if state.notes.get("text") != digest:
-        raise InputError(f"{file}: the state of another text; delete the file")
+        if file.exists():
+            try:
+                state = load_state(file, model)
+                if state.notes.get("text") == digest:
+                    return state
+            except InputError:
+                pass  # of no use here, whatever the reason
+            print(
+                f"{file}: damaged, or the state of another text; reading the text again",
+                file=sys.stderr,
+            )
+
+        state = read_with_progress(model, tokens, state_dtype=state_dtype)
+        state.save(file, tokenizer=tokenizer, text=digest)
     return state
 
 
@@ -373,7 +391,7 @@ def prompt_tokens(
     check_tokens(tokens, model, tokenizer)
     if in_mid_text:
         return tokens
-    tokens = bos_token(model, tokenizer) + tokens
+    tokens = after_bos(tokens, bos_token(model, tokenizer))
     if not tokens:
         raise InputError("the prompt is empty and the tokenizer has no bos token; give a prompt")
     return tokens

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from nalanda_kernels import keep_model_types, take_torch_path
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -115,6 +117,22 @@ def check_tokens(
         )
 
 
+def check_numbers(scores: Tensor, model: PreTrainedModel) -> Tensor:
+    """The scores of tokens or texts. Raises `InputError` for NaN, which a comparison takes for an answer."""
+    if bool(scores.isnan().any()):
+        raise InputError(
+            f"{model.name_or_path or 'the model'}: its log-probabilities are not numbers; its weights may be "
+            "damaged, or --dtype too narrow for them"
+        )
+    return scores
+
+
+def number_check(model: PreTrainedModel) -> dict[str, Any]:
+    """The option of `generate` that ends it by `InputError` at the first scores that are not numbers."""
+    check = LogitsProcessorList([lambda ids, scores: check_numbers(scores, model)])
+    return {"logits_processor": check}
+
+
 def choose_device(name: str | None) -> str:
     """`name`, or a GPU if there is one, else the CPU. Raises InputError for an unavailable device."""
     if name is None:
@@ -157,6 +175,11 @@ def bos_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> lis
     else:
         written = tokenizer("a").input_ids[0] == bos
     return [bos] if bos is not None and written else []
+
+
+def after_bos(tokens: list[int], bos: list[int]) -> list[int]:
+    """The tokens of a text's start after bos, which a prompt may have already, as chat templates write it."""
+    return tokens if tokens[: len(bos)] == bos else bos + tokens
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
