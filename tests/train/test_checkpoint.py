@@ -146,6 +146,29 @@ def test_a_half_written_checkpoint_is_none(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
 
 
+def test_files_under_the_names_of_checkpoints_stop_no_save(tmp_path):
+    """Such as a note, or what a copy left: a file is replaced and cleared away as a folder is."""
+    model, optimizer = made()
+    for name in ("step-1", ".tmp-step-2", ".tmp-step-1-old"):
+        (tmp_path / name).write_text("a file")
+    for step in (1, 2):
+        save(tmp_path, step, model, optimizer)
+        prune(tmp_path, CheckpointConfig(keep_last=1), step)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-2"
+
+
+def test_a_checkpoint_is_called_saved_though_an_older_one_cannot_be_removed(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), "step-1")
+
+    model, optimizer = made()
+    monkeypatch.setattr(checkpoint, "prune", refuse)
+    with pytest.raises(InputError, match=r"step-2: saved, but .* be removed: .*busy.*; remove it"):
+        save(tmp_path, 2, model, optimizer)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-2"
+
+
 def broken(code: int, after: int):
     """An os.fsync that fails once it was called `after` times."""
     calls = iter(range(after, -1, -1))

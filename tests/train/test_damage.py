@@ -1,5 +1,6 @@
 """Damaged files of a run, and models that are of no use."""
 
+import errno
 import hashlib
 import json
 import math
@@ -15,7 +16,7 @@ from covering import covering
 from training import configured, contents, outcome
 from transformers import AutoModelForCausalLM
 
-from nalanda.common.errors import InputError
+from nalanda.common.errors import DiskFull, InputError, explained
 from nalanda.common.files import manifest_text
 from nalanda.report.verify import verify
 from nalanda.train import loop, loss
@@ -86,6 +87,27 @@ def test_a_finished_run_whose_model_is_gone_or_cut_exports_it_again(recipe, tmp_
         harm()
         loop.train(config)
         assert (final / "model.safetensors").read_bytes() == expected
+
+
+def test_a_disk_that_fills_up_while_the_model_is_written_is_named_by_the_model(
+    stopped, tmp_path, whole, monkeypatch
+):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run, config = stopped
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            os, "sendfile", full
+        )  # of `shutil.copy`, to which the model's code falls first
+        with pytest.raises(DiskFull, match=rf"^{run / 'final'}: the disk is full; make room, and"):
+            loop.train(config)
+        with pytest.raises(OSError, match="No space") as error:
+            shutil.copy(run / "config.yaml", tmp_path / "copy")
+    assert str(explained(error.value)).startswith(f"{tmp_path / 'copy'}: the disk is full")
+    assert not list(run.glob(".tmp-final*"))
+    loop.train(config)
+    assert outcome(run) == outcome(whole)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

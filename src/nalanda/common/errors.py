@@ -103,6 +103,8 @@ def explained(error: BaseException) -> InputError | None:
         )
     file = getattr(error, "filename", None)
     if no_room(error):
+        # Of a copy the second name is of the file that was written.
+        file = getattr(error, "filename2", None) or file
         problem = "the disk is full"
         if getattr(error, "errno", None) == errno.EFBIG or f"(os error {errno.EFBIG})" in str(
             error

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nalanda.common.errors import InputError, output_folder
+from nalanda.common.errors import DiskFull, InputError, no_room, output_folder
 
 
 def verify_manifest(path: Path) -> str | None:
@@ -156,6 +156,15 @@ def update_json(file: Path, **settings: Any) -> dict[str, Any]:
     return table
 
 
+def discard(path: Path) -> None:
+    """Removes a folder with its files, a file or a link. What the system keeps stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
 def missing_folders(path: Path) -> list[Path]:
     """The folder `path` and those around it that do not exist yet, from the inside out."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -182,26 +191,29 @@ def new_folder(out: Path, replace: bool = False) -> Iterator[Path]:
 
     Raises:
         InputError: `out` exists and `replace` is False.
+        DiskFull: the block found no room.
     """
     if not replace:
         refuse_existing(out)
     output_folder(out.parent, "the folder to make:")
     new, old = out.with_name(f".tmp-{out.name}"), out.with_name(f".tmp-{out.name}-old")
-    shutil.rmtree(new, ignore_errors=True)
+    discard(new)
     new.mkdir(parents=True)
     try:
         yield new
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
+    except BaseException as error:
+        discard(new)
+        if no_room(error) and not isinstance(error, InputError):
+            raise DiskFull(f"{out}: the disk is full; make room, and start again") from None
         raise
 
     # Complete on the disk before it gets its name; the old folder stays until then.
     for file in new.rglob("*"):
         sync(file)
     sync(new)
-    shutil.rmtree(old, ignore_errors=True)
+    discard(old)
     if out.exists():
         out.rename(old)
     new.rename(out)
     sync(out.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    discard(old)

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from nalanda.common.errors import DiskFull, InputError, first_line, no_room
-from nalanda.common.files import manifest_text, sync
+from nalanda.common.files import discard, manifest_text, sync
 from nalanda.common.text import size
 from nalanda.config.schema import CheckpointConfig
 from nalanda.train import memory
@@ -204,6 +204,7 @@ class Commit:
         )
         self.bytes_needed = sum(exchange(bytes_here))
         self.bytes_written = 0  # by this process
+        self.complete = False
 
     def run(self) -> Path:
         """Makes the steps; returns the checkpoint's folder."""
@@ -212,13 +213,14 @@ class Commit:
         written = self.together(self.write_files, writes=True)
         entries = {name: entry for process in written for name, entry in process.items()}
         self.together(partial(self.seal, entries))
+        self.complete = True
         return self.final
 
     def make_folder(self) -> None:
         """Makes an empty temporary folder, if the disk has room."""
         if self.rank != 0:
             return
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        discard(self.temporary)
         self.temporary.mkdir(parents=True)
         free = shutil.disk_usage(self.directory).free
         if free < self.bytes_needed:
@@ -255,7 +257,7 @@ class Commit:
 
         if self.final.exists():  # a damaged one, or one from before a rollback
             old = self.temporary.with_name(f"{self.temporary.name}-old")
-            shutil.rmtree(old, ignore_errors=True)
+            discard(old)
             self.final.rename(old)
         # From this rename on the checkpoint exists, and after the sync also through a power cut.
         self.temporary.rename(self.final)
@@ -290,13 +292,18 @@ class Commit:
         if first_error is None:
             return list(results)
         if self.rank == 0:
-            shutil.rmtree(self.temporary, ignore_errors=True)
+            discard(self.temporary)
         raise self.explain(first_error, self.bytes_needed - sum(counts) if writes else 0)
 
     def explain(self, error: Exception, bytes_left: int) -> Exception:
         """The error to raise for one of a step: `DiskFull` or `InputError` for an error of the disk."""
         if not isinstance(error, OSError):
             return error
+        if self.complete:
+            return InputError(
+                f"{self.final}: saved, but an older checkpoint cannot be removed: {error}; remove it, and start "
+                "again"
+            )
         others = [path for path in checkpoint_folders(self.directory) if path != self.final]
         stays = f"{others[-1].name} stays" if others else "there is no earlier one"
         if not no_room(error):

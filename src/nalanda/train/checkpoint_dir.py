@@ -1,12 +1,11 @@
 """The checkpoint folders of a run: finding, marking and pruning them."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from nalanda.common.errors import InputError
-from nalanda.common.files import verify_manifest, write_atomically
+from nalanda.common.files import discard, verify_manifest, write_atomically
 from nalanda.config.schema import CheckpointConfig
 
 MARK = "unsound.txt"
@@ -82,7 +81,7 @@ def prune(directory: Path, config: CheckpointConfig, step: int) -> None:
             # Renamed first: if the process is killed, the rest is not taken for a checkpoint.
             path.rename(directory / f".tmp-{path.name}-old")
     for remains in directory.glob(".tmp-step-*"):
-        shutil.rmtree(remains, ignore_errors=True)
+        discard(remains)
 
 
 def saved_between_bad_steps(path: Path) -> bool:
