@@ -207,6 +207,33 @@ def test_a_truncated_plain_file_is_named(tmp_path, form, share):
         read(path)
 
 
+def test_a_record_spoilt_by_damage_of_its_file_is_not_called_unusable(tmp_path):
+    """Stored without compression, so that only the sum at the end tells."""
+    lines = "".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(9)).encode()
+    whole = gzip.compress(lines, compresslevel=0)
+    spoilt = whole.replace(b'"text 4"', b'"text 4!')
+    path = write(tmp_path / "a.jsonl.gz", spoilt)
+    with pytest.raises(InputError, match=r"gz: corrupt or truncated \(CRC .*; restore it") as error:
+        read(path, fields=Fields("text", ""))
+    assert "skip" not in str(error.value)
+    write(path, gzip.compress(lines.replace(b'"text 4"', b'"text 4!')))
+    with pytest.raises(InputError, match=r"line 5: not JSON.*; set data\.unusable=skip"):
+        read(path, fields=Fields("text", ""))
+
+
+def test_a_page_of_a_parquet_file_is_compared_with_its_sum(tmp_path):
+    rows, path = pyarrow.table({"text": [f"text {i}" for i in range(9)]}), tmp_path / "a.parquet"
+    parquet.write_table(
+        rows, path, compression="none", use_dictionary=False, write_page_checksum=True
+    )
+    data = path.read_bytes()
+    assert len(read(path, fields=Fields("text", ""))) == 9
+    place = data.index(b"text 4")
+    write(path, data[:place] + b"n" + data[place + 1 :])
+    with pytest.raises(InputError, match=r"row 1: corrupt or truncated .*CRC checksum"):
+        read(path, fields=Fields("text", ""))
+
+
 @pytest.mark.parametrize("compression", [".gz", ".zst", ".bz2", ".xz"])
 def test_streams_that_were_joined(tmp_path, compression):
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in ("one", "two")]

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -246,6 +247,10 @@ def test_an_empty_split_is_named_with_its_numbers(tmp_path):
         InputError, match=r"is empty for train: of 2 documents all are blank; look at data\.source"
     ):
         texts_of(open_corpora(data)["train"])
+    write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    small = replace(data, max_document_bytes=1, oversized="skip")
+    with pytest.raises(InputError, match="train: 2 documents above data.max_document_bytes were"):
+        texts_of(open_corpora(small)["train"])
 
 
 @pytest.mark.parametrize("parts", [("",), ("train/", "validation/")])

@@ -45,7 +45,7 @@ from nalanda.data.hold_out import NONE, HoldOut, choose, cut_shard
 from nalanda.data.hub import is_hub_id, open_hub
 from nalanda.data.python_docs import python_splits
 from nalanda.data.readers import documents_among, refuse_two_kinds
-from nalanda.data.records import left_out
+from nalanda.data.records import describe_left, left_out
 from nalanda.data.stores import StoreShard, open_urls
 from nalanda.data.token_set import SPLITS, is_token_set, megatron_splits
 
@@ -654,7 +654,7 @@ class DocumentStream:
         """The documents that this epoch has not given yet; then the state is the start of the next epoch."""
         shards = self.corpus.shards
         order = self.order or self.permutation(len(shards))
-        read = blank = 0
+        read, blank, left_before = 0, 0, self.left.copy()
         while self.shard < len(order):
             shard = shards[order[self.shard]]
             for document, cursor in shard.read(self.cursor):
@@ -689,14 +689,18 @@ class DocumentStream:
             self.documents += 1
             yield document
         if not self.documents:
-            raise InputError(self._why_empty(read, blank))
+            raise InputError(self._why_empty(read, blank, self.left - left_before))
         # The order of a changed listing was for this epoch alone.
         self.epoch, self.shard, self.documents, self.order = self.epoch + 1, 0, 0, None
 
-    def _why_empty(self, read: int, blank: int) -> str:
-        """The message where none of `read` documents, some of them blank, is for this split."""
+    def _why_empty(self, read: int, blank: int, left: Counter[str]) -> str:
+        """The message where none of `read` documents, some of them blank, is for this split. left: how many were
+        left out besides, by kind."""
         hold_out = self.corpus.hold_out
         line = f"data.source: the corpus is empty for {self.corpus.split}: "
+        if not read and left:
+            keys = "data.text_field and data.max_document_bytes"
+            return f"{line}{describe_left(left)}; look at data.source, {keys}"
         if not read:
             return f"{line}it has no documents"
         line += f"of {read:,} documents "

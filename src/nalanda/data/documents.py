@@ -15,6 +15,7 @@ from nalanda.data.readers import (
     BLOCK,
     READERS,
     Reader,
+    check_compression,
     is_single,
     read_jsonl,
     read_parquet,
@@ -24,7 +25,7 @@ from nalanda.data.readers import (
     suffix_of,
     suffixes,
 )
-from nalanda.data.records import Document, Fields, Left, document_in, document_of
+from nalanda.data.records import Document, Fields, Left, UnusableRecord, document_in, document_of
 
 __all__ = [
     "BLOCK",
@@ -143,8 +144,16 @@ class FileShard:
             )
         if not self.size:
             return
-        for document, row in reader_of(self.path)(self.path, self.fields, cursor or 0):
-            yield Left.OVERSIZED if document is None else document, row  # None: of an older plugin
+        try:
+            for document, row in reader_of(self.path)(self.path, self.fields, cursor or 0):
+                yield (
+                    Left.OVERSIZED if document is None else document,
+                    row,
+                )  # None: of an older plugin
+        except UnusableRecord:
+            # Damage that a decompressor passes on looks like such a record, and its sum comes at the end.
+            check_compression(self.path, self.fields)
+            raise
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,19 @@ COMPRESSIONS: dict[str, Callable[[Path, int], Iterator[bytes]]] = {
 """The decompressed blocks of a file, by its last suffix."""
 
 
+def check_compression(path: Path, fields: Fields) -> None:
+    """Raises `InputError` if the sums of a compressed file do not fit its content."""
+    if not compression_of(path.name):
+        return
+    try:
+        for _ in read_blocks(path, fields):
+            pass
+    except DAMAGE as error:
+        raise InputError(
+            f"{path}: corrupt or truncated ({first_line(error)}); restore it from its source"
+        ) from None
+
+
 def compression_of(name: str) -> str:
     """The suffix of a compression that `name` ends in; "" if there is none."""
     return next((c for c in COMPRESSIONS if c and name.lower().endswith(c)), "")

@@ -48,6 +48,10 @@ def describe_left(left: Mapping[str, int]) -> str:
     return ", ".join([f"{number} document{'s' * (number != '1')} {why}", *more]) + verb
 
 
+class UnusableRecord(InputError):
+    """A record without usable text, which is refused."""
+
+
 class Fields(NamedTuple):
     """Where a record holds a document, how large it may be, and what is left out."""
 
@@ -80,10 +84,10 @@ class Fields(NamedTuple):
         )
 
     def unusable(self, where: str, why: str) -> Left:
-        """Returns if records without usable text are left out. Raises `InputError` if they are refused."""
+        """Returns if records without usable text are left out. Raises `UnusableRecord` if they are refused."""
         if self.skip_unusable:
             return Left.UNUSABLE
-        raise InputError(f"{where}: {why}; set data.unusable=skip to leave it out")
+        raise UnusableRecord(f"{where}: {why}; set data.unusable=skip to leave it out")
 
 
 _MISSING: Any = object()
