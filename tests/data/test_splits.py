@@ -249,7 +249,7 @@ def test_an_empty_split_is_named_with_its_numbers(tmp_path):
         texts_of(open_corpora(data)["train"])
     write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
     small = replace(data, max_document_bytes=1, oversized="skip")
-    with pytest.raises(InputError, match="train: 2 documents above data.max_document_bytes were"):
+    with pytest.raises(InputError, match=r"train: 2 documents above data\.max_document_bytes were"):
         texts_of(open_corpora(small)["train"])
 
 
