@@ -429,29 +429,34 @@ def fork(
         Option("--report", help="only print the verdicts and draw them, once all runs have ended"),
     ] = False,
     study: Annotated[
-        str | None, Option(metavar="FILE", help="another file like lab/nalanda_lab/fork.yaml")
-    ] = None,
+        str, Option(help="fork, fork2, or another file like lab/nalanda_lab/fork.yaml")
+    ] = "fork",
 ) -> None:
     """Fork trained models to see whether query norms lower the loss.
 
     \b
     nalanda-lab fork --text CORPUS --out runs/fork
     nalanda-lab fork --out runs/fork --report
+    nalanda-lab fork --study fork2 --text CORPUS --out runs/fork2
 
-    Trains NaLa's mixers and softmax, and forks them with and without ‖q‖ in the exponent. One process of one
-    thread, for about 21 hours; it resumes after an interruption.
+    Trains NaLa's mixers and softmax, and forks them with and without ‖q‖ in the exponent; fork2 tells ‖q‖
+    from the exponent's level. One thread, for about a day. It resumes after an interruption, and a second
+    process of the same command shares the runs.
     """
     from pathlib import Path
 
     if only not in (None, "rates", "trunks"):
         raise typer.BadParameter("choose rates or trunks", param_hint="--only")
     with loading_torch():
-        from nalanda_lab.fork import STUDY, Experiment
-        from nalanda_lab.fork_report import report as print_report
+        from nalanda_lab import fork2_report, fork_report
+        from nalanda_lab.fork import STUDIES, Experiment, load_study
 
-    file = Path(study) if study else STUDY
+    file = STUDIES.get(study, Path(study))
+    if not file.is_file():
+        raise typer.BadParameter("choose fork, fork2 or a file", param_hint="--study")
     if report:
-        raise typer.Exit(0 if print_report(Path(out), file) else 1)
+        reports = fork2_report if "contrasts" in load_study(file) else fork_report
+        raise typer.Exit(0 if reports.report(Path(out), file) else 1)
     Experiment(text, Path(out), file).run(only)
 
 

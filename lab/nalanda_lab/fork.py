@@ -1,19 +1,23 @@
-"""The fork experiment: with a fifth of training left, does ‖q‖ in NaLa's exponent lower the loss?
+"""The fork experiments: does ‖q‖ in NaLa's exponent lower the loss?
 
 A trunk is trained once. Its forks get its weights, its optimizer's state and its batches, and differ in the
-exponent alone. `fork.yaml` has the models, arms, margins, sentences and readings, fixed before the first
-record. `fork_arms.py` has the arms, `fork_report.py` the estimator. Each run leaves one record, and goes on
-after a kill.
+exponent alone. A study's YAML has the models, arms, sentences and readings, fixed before the first record:
+`fork.yaml`, and `fork2.yaml`, which tells the norm from the exponent's level. `fork_arms.py` has the arms,
+`fork_report.py` and `fork2_report.py` the estimators. Each run leaves one record, and goes on after a kill.
+Several processes may share a folder.
 """
 
+import contextlib
 import itertools
 import json
 import time
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
+from nalanda_kernels import use_backend
 
 import nalanda.model
 import nalanda.train.loss
@@ -22,15 +26,17 @@ from nalanda.common.errors import InputError
 from nalanda.common.versions import versions
 from nalanda.config.load import parse_yaml, section
 from nalanda.config.schema import RunConfig
+from nalanda.data.text_bytes import text_bytes
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda.model import NalandaForCausalLM
 from nalanda.train.build import open_batches
-from nalanda_lab import equal, estimate, fork_arms, norms, paired, texts
-from nalanda_lab.fork_arms import Fork, add_noise, head_means, measure
+from nalanda_lab import equal, fork_arms, norms, paired, texts
+from nalanda_lab.fork_arms import Fork, add_noise, beta_means, head_means, measure
 from nalanda_lab.paired import cpu_model, draw_weights
 from nalanda_lab.sweep import Record, appended
 
 STUDY = Path(__file__).with_name("fork.yaml")
+STUDIES = {"fork": STUDY, "fork2": STUDY.with_name("fork2.yaml")}
 SAVE_EVERY = 240.0
 """Seconds between two saved states of a run."""
 
@@ -44,17 +50,14 @@ def hash_files(*files: Path) -> str:
 
 
 def code_hashes(study_file: Path) -> dict[str, str]:
-    """The hashes `rule`, of files fixed before the first record, and `model`, of code that trains."""
-    here = Path(__file__)
-    modules = [nalanda.train.loss, nalanda.train.optim, fork_arms, paired, norms, equal, texts]
-    trains = [Path(str(module.__file__)) for module in modules]
-    model_files = sorted(Path(str(nalanda.model.__file__)).parent.glob("*.py"))
+    """The hashes `rule`, of the study's text, and `model`, of code that trains.
 
-    estimator = [here.with_name("fork_report.py"), Path(str(estimate.__file__))]
-    return {
-        "rule": hash_files(here, study_file, *estimator),
-        "model": hash_files(*model_files, *trains),
-    }
+    Runs need both. A report needs the rule alone, so that it reads records of earlier code.
+    """
+    modules = [nalanda.train.loss, nalanda.train.optim, fork_arms, paired, norms, equal, texts]
+    trains = [Path(__file__), *(Path(str(module.__file__)) for module in modules)]
+    model_files = sorted(Path(str(nalanda.model.__file__)).parent.glob("*.py"))
+    return {"rule": hash_files(study_file), "model": hash_files(*model_files, *trains)}
 
 
 # ------------------------------ runs and records
@@ -77,6 +80,8 @@ def rate_grid(grid: list[float], losses: dict[float, float]) -> list[float]:
 
 def rate_runs(study: dict[str, Any], records: dict[str, Record]) -> list[dict[str, Any]]:
     """The rates' runs, as far as the records tell which there are: seed by seed over the mixers."""
+    if "rates" not in study:
+        return []
     runs = []
     for seed, mixer in itertools.product(study["rates"]["seeds"], study["mixers"]):
         for rate in rate_grid(study["rates"]["grid"], mean_losses(study, records, mixer)):
@@ -101,7 +106,9 @@ def mean_losses(
 
 
 def chosen_rates(study: dict[str, Any], records: dict[str, Record]) -> dict[str, float]:
-    """The rate of each mixer whose rates are finished."""
+    """The rate of each mixer: the study's own, or the best once its rates are finished."""
+    if "rates" not in study:
+        return {name: mixer["rate"] for name, mixer in study["mixers"].items()}
     chosen = {}
     for mixer in study["mixers"]:
         losses = mean_losses(study, records, mixer)
@@ -111,19 +118,28 @@ def chosen_rates(study: dict[str, Any], records: dict[str, Record]) -> dict[str,
 
 
 def trunk_runs(study: dict[str, Any], rates: dict[str, float | None]) -> list[dict[str, Any]]:
-    """The arms of all trunks, seed by seed over the mixers."""
+    """The arms of all trunks, seed by seed over the mixers. An arm with seeds of its own has only those."""
     runs = []
     seeds = sorted({seed for mixer in study["mixers"].values() for seed in mixer["seeds"]})
     for seed, (mixer, settings) in itertools.product(seeds, study["mixers"].items()):
         if seed not in settings["seeds"]:
             continue
-        kind = "softmax" if mixer == "softmax" else "nala"
+        kind = "softmax" if settings["model"]["mixer"] == "softmax" else "nala"
         for fork, arms in study["arms"].items():
-            for arm in arms[kind]:
-                if arm != "noise" or seed in study["noise"]["seeds"]:
+            for arm in arms.get(kind, []):
+                if seed in study.get(arm, {}).get("seeds", [seed]):
                     run = {"part": "trunks", "mixer": mixer, "seed": seed}
                     runs.append(run | {"rate": rates.get(mixer), "arm": arm, "fork": fork})
     return runs
+
+
+def all_runs(study: dict[str, Any], records: dict[str, Record]) -> list[dict[str, Any]]:
+    return rate_runs(study, records) + trunk_runs(study, dict(chosen_rates(study, records)))
+
+
+def missing(study: dict[str, Any], records: dict[str, Record]) -> list[str]:
+    """The names of the runs without a record."""
+    return [name for run in all_runs(study, records) if (name := name_of(run)) not in records]
 
 
 def read_records(out: Path, hashes: dict[str, str], text: str | None = None) -> dict[str, Record]:
@@ -149,12 +165,13 @@ def read_records(out: Path, hashes: dict[str, str], text: str | None = None) -> 
 
 
 class Experiment:
-    """Runs what a folder has no record for. `records`, `work` and `log.txt` are in the folder."""
+    """Runs what a folder has no record for. `records`, `work`, `locks` and `log.txt` are in the folder."""
 
     def __init__(self, text: str | None, out: Path, study_file: Path = STUDY):
         self.study = load_study(study_file)
         self.out = out
-        self.text = texts.prepare_text(self.study["recipe"], text, out, 1)
+        with appended(out / "locks" / "text"):
+            self.text = texts.prepare_text(self.study["recipe"], text, out, 1)
         self.facts = texts.text_facts(self.text)
         self.hashes = code_hashes(study_file) | {"text": self.facts["fingerprint"]}
         self.saved_at = time.perf_counter()
@@ -174,9 +191,11 @@ class Experiment:
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)
         (self.out / "records").mkdir(parents=True, exist_ok=True)
-        with appended(self.out / "lock"):
-            if only != "trunks":
-                self.run_rates()
+        # Arms with a map of their own have no kernel: own and free must round alike.
+        with use_backend("torch"):
+            if only != "trunks" and "rates" in self.study:
+                with appended(self.out / "locks" / "rates"):
+                    self.run_rates()
             if only != "rates":
                 self.run_trunks()
 
@@ -193,15 +212,31 @@ class Experiment:
                 f"{self.out}: no rate for {', '.join(sorted(lacking))}; run rates first"
             )
         runs = trunk_runs(self.study, dict(rates))
-        for _, arms in itertools.groupby(runs, key=lambda run: (run["seed"], run["mixer"])):
-            if todo := [run for run in arms if self.lacks(run)]:
-                self.run_trunk(todo)
+        for (seed, mixer), arms in itertools.groupby(runs, lambda run: (run["seed"], run["mixer"])):
+            with self.alone(f"{mixer}-{seed}") as alone:
+                # Read under the lock: another process may just have finished.
+                todo = [run for run in arms if self.lacks(run)] if alone else []
+                if todo:
+                    self.run_trunk(todo)
+
+    @contextlib.contextmanager
+    def alone(self, trunk: str) -> Iterator[bool]:
+        """Whether this process has the trunk and its arms for itself. If so, it keeps them from others."""
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(appended(self.out / "locks" / trunk))
+                alone = True
+            except InputError:
+                self.say(f"{trunk}: another process has it")
+                alone = False
+            yield alone
 
     def run_trunk(self, todo: list[dict[str, Any]]) -> None:
         """Trains a trunk to its forks, then the arms that have no record."""
         any_arm = todo[0]
         trunk = {**any_arm, "arm": "trunk", "fork": 0}
-        forks = {fork: self.state_file({**trunk, "fork": fork}) for fork in (50, 80)}
+        every = {fork: self.state_file({**trunk, "fork": fork}) for fork in self.study["arms"]}
+        forks = {fork: every[fork] for fork in sorted({run["fork"] for run in todo})}
         if not all(self.usable(file) for file in forks.values()):
             run = self.open(trunk)
             for fork, file in forks.items():
@@ -215,13 +250,14 @@ class Experiment:
                 run.load(torch.load(forks[settings["fork"]], weights_only=True)["run"])
                 self.leave(run, settings)
             self.finish(run, settings)
-        for file in (*forks.values(), self.state_file(trunk)):
+        for file in (*every.values(), self.state_file(trunk)):
             file.unlink(missing_ok=True)
 
     def leave(self, run: Fork, settings: dict[str, Any]) -> None:
         """Makes a run that stands at its fork the arm of `settings`."""
         run.seconds = 0.0
-        run.become(settings["arm"], head_means(run.model, list(run.recent)))
+        means = beta_means if settings["arm"] == "deaf" else head_means
+        run.become(settings["arm"], means(run.model, list(run.recent)))
         if settings["arm"] == "noise":
             add_noise(run.model, self.study["noise"]["size"], settings["seed"])
 
@@ -254,6 +290,7 @@ class Experiment:
         keep = self.study["mean_rows"] // config.train.micro_batch_size
         run = Fork(net, config, batches, keep)
         run.rows, run.bos = list(itertools.chain(*validation.values())), tokenizer.bos_token_id
+        run.text_bytes = text_bytes(tokenizer)
         if self.usable(file := self.state_file(settings)):
             run.load(torch.load(file, weights_only=True)["run"])
         return run

@@ -1,7 +1,8 @@
-"""Arms of the fork experiment, and their training: what happens to ‖q‖ after a fork."""
+"""Arms of the fork experiments, and their training: what happens to ‖q‖ or β after a fork."""
 
 import contextlib
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from nalanda.config.schema import RunConfig
 from nalanda.model import Mixer, NalandaForCausalLM
 from nalanda.model.feature_maps import EPS, NaLa
 from nalanda.model.layers import Fp32Module
-from nalanda.train.loss import count_labels
+from nalanda.train.loss import count_bytes, count_labels
 from nalanda.train.optim import build_optimizer
 from nalanda_lab.norms import changed_norms
 from nalanda_lab.paired import Batch, Trunk, document_sums, sum_by_document
@@ -29,6 +30,16 @@ class Blind(Fp32Module, NaLa):
 
     def exponents(self, n: Tensor) -> tuple[Tensor, float]:
         return self.power * (0.5 + self.m.tanh())[:, None], self.key_power
+
+
+class Fixed(Blind):
+    """NaLa with the p_h at which `Blind` starts. It is not learnt."""
+
+    def __init__(self, *, num_heads: int, head_dim: int, mean: Tensor):
+        super().__init__(num_heads=num_heads, head_dim=head_dim, mean=mean)
+        m = self.m.detach()
+        del self.m
+        self.register_buffer("m", m)
 
 
 class Free(Fp32Module, NaLa):
@@ -49,8 +60,8 @@ def mixers_of(model: nn.Module) -> list[Any]:
 
 
 def install(model: nn.Module, arm: str, means: list[Tensor]) -> None:
-    """Replaces the maps of `blind` and `free`; other arms keep theirs. means: of each layer, `[H]`."""
-    kind = {"blind": Blind, "free": Free}.get(arm)
+    """Replaces the maps of `fixed`, `blind` and `free`; other arms keep theirs. means: of each layer, `[H]`."""
+    kind = {"fixed": Fixed, "blind": Blind, "free": Free}.get(arm)
     if kind is not None:
         for mixer, mean in zip(mixers_of(model), means, strict=True):
             mixer.feature_map = kind(num_heads=mixer.num_heads, head_dim=mixer.K, mean=mean)
@@ -69,6 +80,54 @@ def held_norms(model: nn.Module, means: list[Tensor]):
         yield
 
 
+@contextlib.contextmanager
+def changed_betas(model: nn.Module, changes: list[Callable[[Tensor], Tensor]]):
+    """Replaces β `[B, T, HV]` of each layer by the layer's `change(β)`. Decays stay."""
+
+    def gates(original: Callable, change: Callable, heads: Any) -> dict[str, Tensor]:
+        tensors = original(heads)
+        return tensors | {"beta": change(tensors["beta"])}
+
+    mixers = mixers_of(model)
+    for mixer, change in zip(mixers, changes, strict=True):
+        mixer.gates = partial(gates, mixer.gates, change)
+    try:
+        yield
+    finally:
+        for mixer in mixers:
+            del mixer.gates
+
+
+def held_betas(model: nn.Module, means: list[Tensor]) -> contextlib.AbstractContextManager:
+    """Holds β of each head at its mean, `[HV]` of each layer."""
+
+    def hold(mean: Tensor, beta: Tensor) -> Tensor:
+        return mean.expand_as(beta)
+
+    return changed_betas(model, [partial(hold, mean) for mean in means])
+
+
+@torch.no_grad()
+def beta_means(model: nn.Module, batches: list[Batch]) -> list[Tensor]:
+    """The mean of β over tokens, `[HV]` of each layer."""
+    betas: list[list[Tensor]] = [[] for _ in mixers_of(model)]
+
+    def note(layer: list[Tensor], beta: Tensor) -> Tensor:
+        layer.append(beta.flatten(0, 1))  # [B·T, HV]
+        return beta
+
+    with changed_betas(model, [partial(note, layer) for layer in betas]):
+        read_all(model, batches)
+    return [torch.cat(layer).mean(0) for layer in betas]
+
+
+def read_all(model: nn.Module, batches: list[Batch]) -> None:
+    """Evaluates the model on all batches, for what its mixers note."""
+    model.eval()
+    for batch in batches:
+        model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"], use_cache=False)
+
+
 @torch.no_grad()
 def head_means(model: nn.Module, batches: list[Batch]) -> list[Tensor]:
     """The mean over tokens of p(‖q‖), or of ‖q‖ without a map: `[H]` of each layer."""
@@ -82,9 +141,7 @@ def head_means(model: nn.Module, batches: list[Batch]) -> list[Tensor]:
     with contextlib.ExitStack() as stack:
         for mixer, layer in zip(mixers, seen, strict=True):
             stack.enter_context(changed_norms([mixer], partial(note, layer)))
-        model.eval()
-        for batch in batches:
-            model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"], use_cache=False)
+        read_all(model, batches)
 
     means = []
     for mixer, layer in zip(mixers, seen, strict=True):
@@ -123,6 +180,7 @@ class Fork(Trunk):
         self.arm, self.seconds, self.failed = "own", 0.0, ""
         self.rows: list[Batch] = []  # of validation
         self.bos = 0
+        self.text_bytes: Any = None
 
     def step_at(self, percent: int) -> int:
         return self.steps - round((100 - percent) * self.steps / 100)
@@ -178,10 +236,11 @@ class Fork(Trunk):
 
     def norms(self) -> contextlib.AbstractContextManager:
         """The context in which the arm's model runs."""
-        if self.arm != "held":
+        hold = {"held": held_norms, "deaf": held_betas}.get(self.arm)
+        if hold is None:
             return contextlib.nullcontext()
         assert self.means is not None
-        return held_norms(self.model, self.means)
+        return hold(self.model, self.means)
 
 
 # ------------------------------ measuring
@@ -202,6 +261,7 @@ def measure(run: Fork, beside: bool) -> dict[str, Any]:
     with run.norms():
         loss, documents = loss_by_document()
     record: dict[str, Any] = {"loss": loss, "rows": sum(len(row["labels"]) for row in run.rows)}
+    record["bytes"] = sum(count_bytes(row, run.text_bytes) for row in run.rows)
     record |= {"documents": documents, "document_tokens": sum_by_document(masks, run.rows, run.bos)}
     record |= {"means_at_fork": as_lists(run.means or []), "learnt": learnt(run.model)}
     if not beside:

@@ -10,16 +10,7 @@ from rich.table import Table
 
 from nalanda.report.figures import COLOURS, GREY, drawing
 from nalanda_lab.estimate import Gap, document_variance, holm, paired_gap, signed
-from nalanda_lab.fork import (
-    STUDY,
-    chosen_rates,
-    code_hashes,
-    load_study,
-    name_of,
-    rate_runs,
-    read_records,
-    trunk_runs,
-)
+from nalanda_lab.fork import STUDY, chosen_rates, code_hashes, load_study, missing, read_records
 from nalanda_lab.sweep import Record
 
 Losses = dict[tuple[str, int, str], dict[int, float]]
@@ -158,12 +149,6 @@ def losses_of(records: dict[str, Record]) -> Losses:
             by_seed = losses.setdefault((run["mixer"], run["fork"], run["arm"]), {})
             by_seed[run["seed"]] = record["loss"]
     return losses
-
-
-def missing(study: dict[str, Any], records: dict[str, Record]) -> list[str]:
-    """The names of the runs without a record."""
-    runs = rate_runs(study, records) + trunk_runs(study, dict(chosen_rates(study, records)))
-    return [name for run in runs if (name := name_of(run)) not in records]
 
 
 def report(out: Path, study_file: Path = STUDY) -> bool:

@@ -219,20 +219,29 @@ def maps_in_torch():
 def tiny(tmp_path_factory) -> tuple[Path, str]:
     """A study of two seeds and 20 steps of tiny models, and its text."""
     folder = tmp_path_factory.mktemp("fork")
-    study = copy.deepcopy(STUDY)
+    study = shrunk(STUDY)
+    study["rates"] = {"grid": [0.001, 0.002, 0.004], "seeds": [101]}
+    return write_study(study, folder / "study.yaml"), write_texts(folder / "mini")
+
+
+def write_study(study: dict, file: Path) -> Path:
+    file.write_text(yaml.safe_dump(study, allow_unicode=True, sort_keys=False), encoding="utf-8")
+    return file
+
+
+def shrunk(study: dict) -> dict:
+    """The study with two seeds, and 20 steps of tiny models."""
+    study = copy.deepcopy(study)
     study["model"] |= {"hidden_size": 32, "num_heads": 2, "head_dim": 16}
     study["recipe"]["tokenizer"] = {"train": "bpe", "vocab_size": 300}
     study["recipe"]["data"] |= {"seq_len": 32, "max_validation_rows": 6}
     study["recipe"]["train"] |= {"steps": 20, "tokens_per_step": 64}
     study["recipe"]["schedule"]["warmup_steps"] = 2
-    study["rates"] = {"grid": [0.001, 0.002, 0.004], "seeds": [101]}
     study["noise"]["seeds"] = [1, 2]
     for mixer in study["mixers"].values():
         mixer["model"]["intermediate_size"] = 32
         mixer["seeds"] = [1, 2]
-    file = folder / "study.yaml"
-    file.write_text(yaml.safe_dump(study, allow_unicode=True, sort_keys=False), encoding="utf-8")
-    return file, write_texts(folder / "mini")
+    return study
 
 
 def settings(mixer: str, arm: str = "trunk") -> dict:
