@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import re
 
 import pytest
 
@@ -24,9 +25,9 @@ def clock(monkeypatch):
     return now
 
 
-def open_terminal(monkeypatch) -> Terminal:
+def open_terminal(monkeypatch, width: int = 80) -> Terminal:
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
     return terminal
 
@@ -94,6 +95,38 @@ def test_a_terminal_gets_a_bar_that_goes(monkeypatch, total):
     assert "a [bold] line\n" in text
     assert ("1/4  half [x]" in text) == bool(total)
     assert text.endswith("\x1b[2K")  # the last line is erased
+
+
+STEP = "step 26,000/28,672  loss 2.5417  401 K tok/s  MFU 46.2%  grad norm 0.55  lr 5.43e-05  ETA 3 h 05 min"
+MEMORY = "memory     36.1 MiB a device for weights, gradients and moments, at most 190.7 MiB for activations"
+
+
+@pytest.mark.parametrize("width", [120, 80, 40])
+def test_lines_fit_the_terminal_and_no_number_is_cut(monkeypatch, width):
+    terminal = open_terminal(monkeypatch, width)
+    _, note, *details, _ = STEP.split("  ")
+    with Progress("step", 28_672) as shown:
+        shown.to(26_000, note, details=details, left=11_100)
+        bar = shown.bar.tasks[0].fields["text"]
+        shown.bar.stop()
+        terminal.truncate(terminal.seek(0))
+        shown.to(26_000, note, details=details, left=11_100, end=True)
+        shown.say(MEMORY)
+    lines = terminal.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+
+    # Of the step what fits; of other lines all, further lines under the text.
+    first = next(i for i, line in enumerate(lines) if line.startswith("memory"))
+    step, memory = " ".join(lines[:first]), lines[first:]
+    assert set(re.split(" {2,}", step)) <= set(re.split(" {2,}", STEP))
+    assert {120: STEP, 80: STEP.replace("  grad norm 0.55  lr 5.43e-05", "")}.get(
+        width, step
+    ) == step
+    assert "step 26,000/28,672  loss 2.5417" in re.sub(" {2,}", "  ", step)
+    assert " ".join(" ".join(memory).split()) == " ".join(MEMORY.split())
+    assert all(line.startswith(" " * 11) for line in memory[1:])
+    assert len(f"step ⠋ {bar}") < width
+    assert set(re.split(" {2,}", bar)) <= {"26,000/28,672", *STEP.split("  ")}
 
 
 def test_work_of_unknown_length_counts_what_is_done(monkeypatch, capsys):

@@ -82,7 +82,7 @@ def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
     for part in (
         "a line [bold] above",
         "2.5000",
-        "12.3 K tokens/s",
+        "12.3 K tok/s",
         "MFU 25.0%",
         "ETA 8 s",
         "validating",
@@ -103,10 +103,10 @@ def test_a_log_file_gets_a_line_now_and_then_and_at_the_end(tmp_path, monkeypatc
     end = "MFU 50.0%  grad norm 1.00  lr 1.00e-01"
     assert capsys.readouterr().out.splitlines() == [
         *(
-            f"step {n:>5}/1,000  loss 2.5000  200 tokens/s  {end}  ETA {50 - n / 20:.0f} s"
+            f"step {n:>5}/1,000  loss 2.5000  200 tok/s  {end}  ETA {50 - n / 20:.0f} s"
             for n in (160, 320, 400, 640, 960)
         ),
-        f"step 1,000/1,000  loss 2.5000  200 tokens/s  {end}",
+        f"step 1,000/1,000  loss 2.5000  200 tok/s  {end}",
     ]
 
 

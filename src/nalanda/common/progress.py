@@ -6,12 +6,16 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, Self, TextIO
 
-from nalanda.common.text import duration
+from nalanda.common.text import duration, wrap_line
 
 FIRST, LAST = 10.0, 60.0
 """Seconds between two lines without a terminal: at the beginning, and after some minutes."""
+
+BAR = 10
+"""Columns that texts leave to the bar on a narrow terminal."""
 
 
 def first_process() -> bool:
@@ -93,16 +97,16 @@ class Progress:
         done: float,
         note: str = "",
         *,
-        details: str = "",
+        details: Sequence[str] = (),
         total: float | None = None,
         left: float | None = None,
         end: bool = False,
     ) -> None:
         """`done` units of `total` are done, with those of before.
 
-        note: text beside the count. details: more text, for which only a line has room; a terminal then gets
-        lines too. left: seconds, if they are known better than from the speed so far. end: write a line even
-        if none is due.
+        note: text beside the count. details: more texts, the most important first; a terminal shows those
+        that fit, and gets lines too. left: seconds, if they are known better than from the speed so far. end:
+        write a line even if none is due.
         """
         self.done = done
         if total is not None:
@@ -115,15 +119,18 @@ class Progress:
             seconds = time.monotonic() - self.pace.begun
             left = (self.total - done) * seconds / (done - self.start)
         eta = f"ETA {duration(left)}" if left and left > 0 else ""
+        count = self._write_count()
         if self.bar:
-            text = _join_texts(self._write_count(), note, eta)
+            room = self.bar.console.width - len(f"{self.what} ⠋ ") - BAR
+            text = _join_fitting(room, [count, note], details, eta)
             self.bar.update(
                 self.bar.task_ids[0], completed=done, total=self.total or None, text=text
             )
         if self.bar and not details:
             return
         if end or (self.pace.due() and done < (self.total or 0)):
-            self.say(_join_texts(f"{self.what} {self._write_count()}", note, details, eta))
+            room = self.bar.console.width if self.bar else None
+            self.say(_join_fitting(room, [f"{self.what} {count}", note], details, eta))
 
     def call(self, what: str) -> None:
         """Renames what is under way."""
@@ -132,11 +139,13 @@ class Progress:
             self.bar.update(self.bar.task_ids[0], description=what)
 
     def say(self, line: str) -> None:
-        """Writes a line, above the bar if there is one."""
+        """Writes a line, above the bar if there is one. A narrow terminal gets it in several."""
         if self.quiet:
             return
         if self.bar:
-            self.bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console = self.bar.console
+            lines = wrap_line(line, console.width)
+            console.print(lines, markup=False, highlight=False, soft_wrap=True)
         else:
             print(line, file=self.stream, flush=True)
 
@@ -178,6 +187,21 @@ class Progress:
         text = self._write_count() if self.total else ""
         bar.add_task(self.what, total=self.total or None, completed=self.start, text=text)
         return bar
+
+
+def _join_fitting(room: int | None, texts: Sequence[str], details: Sequence[str], eta: str) -> str:
+    """The texts, the first of the details that fit into `room` columns, and the ETA if it fits, too.
+
+    room: None for as many as there are.
+    """
+    shown = list(details)
+    line = _join_texts(*texts, *shown, eta)
+    while room is not None and len(line) > room and shown:
+        shown.pop()
+        line = _join_texts(*texts, *shown, eta)
+    if room is not None and len(line) > room:
+        line = _join_texts(*texts)
+    return line
 
 
 def _join_texts(*texts: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
@@ -51,6 +52,24 @@ def suggest(name: str, names: Iterable[str], section: str = "") -> str:
     if close := closest(name, names) or next((x for x in names if x == initials), None):
         return f"; did you mean {section}{close}?"
     return f"; there are {', '.join(names)}" if names else ""
+
+
+def wrap_line(line: str, width: int) -> str:
+    """`line` as lines of at most `width`, unless a word is longer. A number stays with the word behind it.
+
+    The further lines stand under the text behind a label, as in `memory     36 MiB …`.
+    """
+    label = re.match(r"\S+ {2,}", line)
+    # textwrap breaks no line at a no-break space.
+    glued = re.sub(r"(?<=\d) (?=\S)", "\N{NO-BREAK SPACE}", line)
+    lines = textwrap.wrap(
+        glued,
+        width,
+        subsequent_indent=" " * (label.end() if label else 4),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def duration(seconds: float) -> str:

@@ -118,8 +118,13 @@ class RunLog:
         self.doing("step")
         self.progress.to(
             step,
-            f"loss {loss:.4f}  {si(tokens_per_second)} tokens/s  MFU {mfu:.1%}",
-            details=f"grad norm {grad_norm:.2f}  lr {lr:.2e}",
+            f"loss {loss:.4f}",
+            details=[
+                f"{si(tokens_per_second)} tok/s",
+                f"MFU {mfu:.1%}",
+                f"grad norm {grad_norm:.2f}",
+                f"lr {lr:.2e}",
+            ],
             # The first step allocates and compiles: no time is foretold from it.
             left=0.0 if self.expected else left,
             end=step == self.steps,
