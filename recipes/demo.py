@@ -81,10 +81,7 @@ def accelerate(threads: int) -> list[str]:
 
 def run(program: str, *arguments: str) -> None:
     """Shows and runs a command of this environment. If it fails, the demo exits with its code."""
-    words = [program]
-    for argument in arguments:
-        simple = argument.isprintable() and " " not in argument
-        words.append(argument if simple else repr(argument))
+    words = [program, *map(quote, arguments)]
     console.print(f"$ {' '.join(words)}", style="bold", markup=False, soft_wrap=True)
 
     command = [Path(sys.executable).with_name(program), *arguments]
@@ -97,6 +94,14 @@ def run(program: str, *arguments: str) -> None:
             continue
     if code:
         raise SystemExit(code)
+
+
+def quote(argument: str) -> str:
+    """The argument as it is typed in a shell; line ends as `\\n` in $'…', which bash and zsh read."""
+    if argument.isprintable():
+        return shlex.quote(argument)
+    escaped = argument.replace("\\", r"\\").replace("'", r"\'")
+    return "$'" + escaped.replace("\n", r"\n").replace("\t", r"\t") + "'"
 
 
 def next_commands(run_dir: Path) -> list[str]:

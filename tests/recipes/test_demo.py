@@ -3,6 +3,7 @@
 import math
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -184,6 +185,17 @@ def test_a_folder_of_others_is_refused_with_the_command_for_another(tmp_path, ca
     said = capsys.readouterr().err
     assert "choose another output_dir, such as python recipes/demo.py output_dir=" in said
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["runs/demo", "a b", "it's", 'def f():\n\t"""It\'s \\n', "data.source=*.txt", "é$HOME"],
+)
+def test_a_command_that_is_shown_does_what_the_demo_did(argument):
+    typed = runpy.run_path(str(RECIPES / "demo.py"))["quote"](argument)
+    assert "\n" not in typed
+    shell = subprocess.run(["bash", "-c", f"printf %s {typed}"], capture_output=True, text=True)
+    assert shell.stdout == argument
 
 
 def test_the_next_commands_activate_an_environment_that_is_not_active(monkeypatch):
