@@ -7,10 +7,10 @@ import os
 import re
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from nalanda.common.progress import first_process
 from nalanda.common.text import is_url, local_path, redact
 
 
@@ -148,18 +148,27 @@ def one_line_errors() -> Iterator[None]:
 
 
 def report_failure(line: str) -> None:
-    """Prints the line on stderr. torchrun and accelerate get it too, and end their own report with it.
+    """Prints the line on stderr. Below torchrun or accelerate their report ends with it instead.
 
-    Of a launch's processes the first prints it, as all may fail alike; that of another stands in the report.
+    Of a launch's processes that fail alike the first one reports. The others end with code 0: the launcher
+    lists each process with another code.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file is not None:
+    if file is None:
+        print(line, file=sys.stderr, flush=True)
+        return
+
+    # The folder around those of the processes is new at each start.
+    mark = Path(file).parents[1] / f"{zlib.crc32(line.encode())}.reported"
+    with contextlib.suppress(OSError):
+        try:
+            mark.touch(exist_ok=False)
+        except FileExistsError:
+            raise SystemExit(0) from None
+
         # Before the second of those that the launcher then ends: it calls the first one the cause.
         failure = {"message": line, "timestamp": int(time.time()) - 1}
-        with contextlib.suppress(OSError):
-            Path(file).write_text(json.dumps(failure))
-    if file is None or first_process():
-        print(line, file=sys.stderr, flush=True)
+        Path(file).write_text(json.dumps(failure))
 
 
 def caused_by_interrupt(error: BaseException | None) -> bool:
