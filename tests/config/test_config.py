@@ -248,6 +248,14 @@ def test_a_path_replaces_a_tokenizer_that_the_recipe_trains_and_the_other_way_ro
         )
 
 
+def test_joined_documents_have_no_bos_unless_it_is_asked_for(recipe):
+    assert load_config(recipe).data.bos
+    joined = "data.documents=joined"
+    assert not load_config(recipe, [joined]).data.bos
+    message = "data.bos: joined documents are the lines of one text; set data.bos=false"
+    assert refusal(recipe, joined, "data.bos=true") == message
+
+
 def test_missing_keys_and_files_get_one_line(tmp_path, recipe):
     for key in ("output_dir", "model", "train"):
         lines = [line for line in RECIPE.splitlines() if not line.startswith(key)]

@@ -89,6 +89,11 @@ def read_sections(path: Path, overrides: typing.Sequence[str] = ()) -> dict:
     _drop_another_tokenizer(values, overrides)
     for override in overrides:
         _override(values, override)
+
+    data = values.get("data")
+    if isinstance(data, dict) and data.get("documents") == "joined":
+        # The lines of one text have no bos. A recipe that asks for it is refused later.
+        data.setdefault("bos", False)
     return values
 
 

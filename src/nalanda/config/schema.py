@@ -120,7 +120,7 @@ class DataConfig:
     source_field: str = "meta.redpajama_set_name"
     """Field that names a document's own source, if it has one; found as `text_field` is."""
     bos: bool = True
-    """Whether a document begins with the tokenizer's bos token."""
+    """Whether a document begins with the tokenizer's bos token. false in recipes with `documents: joined`."""
     eos: bool = True
     """Whether a document ends with the tokenizer's eos token."""
     documents: Literal["apart", "joined"] = "apart"
