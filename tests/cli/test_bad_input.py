@@ -63,7 +63,8 @@ def place(recipe, tokenizer, tmp_path_factory) -> Path:
     (place / "deep.yaml").write_text("model: " + "{a: " * 5000)
     (place / "twice.yaml").write_text(text + "seed: 1\n")
     (place / "dangling").symlink_to(place / "nowhere")
-    (place / "file").write_text("x")
+    for name in ("file", "b.txt"):
+        (place / name).write_text("x")
     (place / "runs").mkdir()
     (place / "headless" / "train").mkdir(parents=True)
     (place / "headless" / "train" / "00000.tokens").write_bytes(bytes(8))
@@ -129,16 +130,25 @@ TABLE = [
         "plot several",
         r"several: a folder of runs; name some of them, such as several/alpha several/beta",
     ),
+    (
+        "report several",
+        r"several: a folder of runs; name some of them, such as several/alpha several/beta",
+    ),
+    ("report nowhere/b", r"nowhere/b: no such directory; name the folder of a run"),
     ("train r.yaml step=10", r"step: no such key; did you mean train\.steps or linearize\.steps\?"),
     ("train r.yaml data.lr=1", r"data\.lr: no such key; did you mean optim\.lr or linearize\.lr\?"),
     ("train r.yaml data=book.txt", r"data: .*; did you mean data\.source=book\.txt\?"),
     (
         "train b.txt",
-        r"b\.txt: not a recipe; did you mean nalanda train demo data\.source=b\.txt output_dir=runs/b\?",
+        r"b\.txt: not a recipe; to train on it: nalanda train demo data\.source=b\.txt output_dir=runs/b",
+    ),
+    (
+        "train other.txt",
+        r"other\.txt: no such file; to train on a text: nalanda train demo data\.source=FILE",
     ),
     (
         "info runs",
-        r"runs: not a recipe; did you mean nalanda train demo data\.source=runs output_dir=runs/runs\?",
+        r"runs: not a recipe; to train on it: nalanda train demo data\.source=runs output_dir=runs/runs",
     ),
     ("train ''", r"an empty name: no such recipe or file; nalanda recipes lists those that ship"),
     *(

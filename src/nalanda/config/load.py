@@ -168,9 +168,12 @@ def find_recipe(name: str) -> Path:
     inside = Path(name) / "config.yaml"
     if inside.is_file():
         raise InputError(f"{name}: a folder, not a recipe; its recipe is {inside}")
-    if name.endswith(TEXTS) or (name and Path(name).is_dir()):
+    if name and Path(name).exists():
         settings = shlex.join([f"data.source={name}", f"output_dir=runs/{Path(name).stem}"])
-        raise InputError(f"{name}: not a recipe; did you mean nalanda train demo {settings}?")
+        raise InputError(f"{name}: not a recipe; to train on it: nalanda train demo {settings}")
+    if name.endswith(TEXTS):
+        train = "nalanda train demo data.source=FILE"
+        raise InputError(f"{name}: no such file; to train on a text: {train}")
     near = closest(name, shipped_recipes())
     advice = f"did you mean {near}?" if near else "nalanda recipes lists those that ship"
     raise InputError(f"{name or 'an empty name'}: no such recipe or file; {advice}")

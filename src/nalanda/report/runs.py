@@ -66,6 +66,20 @@ def find_runs(directory: str | Path) -> list[Path]:
     return runs
 
 
+def check_run(folder: Path) -> None:
+    """Raises `InputError` for a folder that is no run; of a folder of runs it names some."""
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such directory; name the folder of a run")
+    records = ("config.yaml", "run.json", "metrics.jsonl")
+    if any((folder / name).is_file() for name in records):
+        return
+    runs = sorted({file.parent for name in records for file in folder.glob(f"*/{name}")})
+    if runs:
+        named = " ".join(map(str, runs[:3]))
+        raise InputError(f"{folder}: a folder of runs; name some of them, such as {named}")
+    raise InputError(f"{folder}: not a run; name a folder with a metrics.jsonl")
+
+
 def read_run(folder: Path, name: str | None = None) -> RunSummary:
     """The run in `folder`; if that cannot be read, `state` is unreadable and `problem` says why."""
     files = [folder / name for name in ("metrics.jsonl", "run.json", "config.yaml")]
