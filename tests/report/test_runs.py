@@ -1,6 +1,7 @@
 """Lists of runs, including damaged ones, and pictures of their losses."""
 
 import io
+import itertools
 import json
 import math
 import os
@@ -243,33 +244,48 @@ def test_the_legend_tells_what_differs(tmp_path):
     assert legend({}, {f"model__k{i}": i for i in range(9)}) == ["run0", "run1"]
 
 
-@pytest.mark.parametrize("x", ["tokens", "steps", "hours"])
-def test_several_runs_in_one_picture(tmp_path, x, monkeypatch):
+@pytest.fixture
+def drawn(monkeypatch) -> list:
+    """The figures that are saved."""
     import matplotlib.figure
 
-    drawn = []
+    figures = []
     save = matplotlib.figure.Figure.savefig
 
     def keep(figure, *arguments, **options):
-        drawn.append(figure)
+        figures.append(figure)
         return save(figure, *arguments, **options)
 
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
+    return figures
+
+
+@pytest.mark.parametrize("x", ["tokens", "steps", "hours"])
+def test_several_runs_in_one_picture(tmp_path, x, drawn):
     events = {31: "skipped", 40: "rollback", 50: "interrupted"}
-    folders = [
-        make(tmp_path / f"run{i}", lines=losses(60, events=events if i else None), seed=i)
-        for i in (0, 1)
-    ]
+    lines = [losses(60), losses(60, events=events)]
+    for line in itertools.chain(*lines):
+        if "val_loss" in line:
+            line["val_loss"] += 1
+    folders = [make(tmp_path / f"run{i}", lines=lines[i], seed=i) for i in (0, 1)]
     png = plot(folders, tmp_path / "pictures" / "loss.png", x=x)
     assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     axes = drawn[0].axes[0]
+    ends = {"tokens": 60 * 512, "steps": 60, "hours": 60 * 512 / 3600 / 3600}
     assert [text.get_text() for text in axes.texts] == ["seed 0", "seed 1"]
+    # A name hangs on the run's last validation.
+    markers = [line for line in axes.lines if line.get_label() in ("seed 0", "seed 1")]
+    to_panel = markers[0].get_transform() - axes.transAxes
+    last = 1 + 3 + 5 * math.exp(-60 / 9)
+    for text, line in zip(axes.texts, markers, strict=True):
+        assert line.get_xdata()[-1] == pytest.approx(ends[x])
+        assert line.get_ydata()[-1] == pytest.approx(last)
+        assert text.xy == pytest.approx(to_panel.transform((ends[x], last)))
     caption = drawn[0].get_supxlabel()
     assert all(
         what in caption
         for what in ("validation", "rollback", "skipped step", "n = 2 runs, seeds 0, 1")
     )
-    ends = {"tokens": 60 * 512, "steps": 60, "hours": 60 * 512 / 3600 / 3600}
     assert max(max(line.get_xdata(), default=0) for line in axes.lines) == pytest.approx(ends[x])
     marks = {line.get_marker(): line for line in axes.lines if len(line.get_xdata()) == 1}
     place, height = (float(v[0]) for v in marks["x"].get_data())
@@ -283,12 +299,12 @@ def test_several_runs_in_one_picture(tmp_path, x, monkeypatch):
         (
             {"optim__lr": 0.01},
             [2.0, 1.0],
-            "Lowest last validation loss: lr 0.01, 1.000 nats a token",
+            "Last validation losses of 2 runs, one seed each: 1.000 to 2.000 nats a token",
         ),
         (
             {"tokenizer": {"train": "bpe", "vocab_size": 9}},
             [1.0, 2.0],
-            "Lowest .*size 8.*1.000 bits a byte",
+            "Last .* one seed each: 1.000 to 2.000 bits a byte",
         ),
         (
             {"tokenizer": {"train": "bpe", "vocab_size": 9}},
@@ -299,10 +315,11 @@ def test_several_runs_in_one_picture(tmp_path, x, monkeypatch):
         (
             {"data__source": "b", "data__validation_source": "v"},
             [1.0, 2.0],
-            "Lowest .*a.*1.000 bits a byte",
+            "Last .* one seed each: 1.000 to 2.000 bits a byte",
         ),
         ({"data__max_validation_rows": 2}, [1.0, 2.0], "Validation loss of 2 runs"),
-        ({"data__seq_len": 2}, [2.0, 1.0], "Lowest last validation loss: .* 1.000 nats a token"),
+        ({"data__seq_len": 2}, [2.0, 1.0], "Last .* one seed each: 1.000 to 2.000 nats a token"),
+        ({"seed": 7}, [2.0, 1.0], "Last .* 2 runs, 2 seeds: 1.000 to 2.000 nats a token"),
     ],
 )
 def test_only_losses_that_compare_are_compared(tmp_path, settings, bits, title):
@@ -317,7 +334,7 @@ def test_only_losses_that_compare_are_compared(tmp_path, settings, bits, title):
         )
         for i, more in enumerate(({}, settings))
     ]
-    assert re.fullmatch(title, _title(curves, labels(curves)))
+    assert re.fullmatch(title, _title(curves))
     texts = {"data__source", "data__max_validation_rows"} & settings.keys() and not own
     assert ("validation texts differ" in _caption(curves, labels(curves))) == bool(texts)
     assert ("tokenizers differ" in _caption(curves, labels(curves))) == bool(
@@ -332,7 +349,7 @@ def test_no_run_of_another_length_is_named_the_best(tmp_path):
         make(tmp_path / "b", lines=losses(20), train__steps=20),
     ]
     curves = [curve(run) for run in runs]
-    assert _title(curves, ["a", "b"]) == "Validation loss of 2 runs of different length"
+    assert _title(curves) == "Validation loss of 2 runs of different length"
     caption = _caption(curves, ["a", "b"])
     assert "The runs differ in length, 10.2 K to 41 K tokens, so none is named the best." in caption
     at_20 = 3 + 5 * math.exp(-20 / 9)
@@ -340,7 +357,7 @@ def test_no_run_of_another_length_is_named_the_best(tmp_path):
     assert plot(runs, tmp_path / "loss.png").is_file()
 
     same = [curves[0], replace(curves[0], name="c")]
-    assert _title(same, ["a", "c"]).startswith("Lowest last validation loss: ")
+    assert _title(same).startswith("Last validation losses of 2 runs, one seed each: ")
     assert "Compared: the last validation losses, after 41 K tokens." in _caption(same, ["a", "c"])
 
 
@@ -358,6 +375,14 @@ def test_one_runs_picture(tmp_path):
         plot([tmp_path / "odd"], tmp_path / "none.png")
 
 
+def test_a_lone_loss_is_a_dot_and_no_empty_line(tmp_path, drawn):
+    plot([make(tmp_path / "run", lines=losses(1))])
+    axes = drawn[0].axes[0]
+    (name,) = axes.texts
+    (line,) = (line for line in axes.lines if line.get_label() == name.get_text())
+    assert line.get_marker() == "."
+
+
 def test_a_run_that_ended_without_a_loss_says_so(tmp_path):
     """A line that just ends looks like a run that was stopped."""
     lines = losses(30)
@@ -369,10 +394,8 @@ def test_a_run_that_ended_without_a_loss_says_so(tmp_path):
         make(tmp_path / "whole", lines=losses(30)),
     )
     one, two = [curve(broken)], [curve(broken), curve(whole)]
-    assert _title(one, ["broken"]) == "broken: no finite training loss from step 26 on"
-    assert (
-        _title(two, ["a", "b"]) == "Training loss of 2 runs, of which 1 ended without a finite one"
-    )
+    assert _title(one) == "broken: no finite training loss from step 26 on"
+    assert _title(two) == "Training loss of 2 runs, of which 1 ended without a finite one"
     assert "Without a finite training loss: a from step 26 on." in _caption(two, ["a", "b"])
     assert plot([broken], tmp_path / "loss.png").is_file()
 

@@ -13,7 +13,7 @@ from nalanda.common.text import si
 from nalanda.config.load import differences
 from nalanda.data.records import field_of
 from nalanda.report.figures import Look, drawing, files, in_panels, log_axis, look
-from nalanda.report.runs import layers, read_recipe
+from nalanda.report.runs import check_run, layers, read_recipe
 from nalanda.train.log import read_metrics, with_hours
 
 Point = tuple[float, float, float, float]
@@ -45,11 +45,7 @@ def curve(folder: str | Path) -> Curve:
     """The losses of the run in `folder`. Raises InputError if it is not a run or has no training loss yet."""
     folder = Path(folder)
     file = folder / "metrics.jsonl"
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such directory; name the folder of a run")
-    if not file.exists() and (runs := sorted(folder.glob("*/metrics.jsonl"))):
-        named = " ".join(str(run.parent) for run in runs[:3])
-        raise InputError(f"{folder}: a folder of runs; name some of them, such as {named}")
+    check_run(folder)
     try:
         config = read_recipe(folder) if (folder / "config.yaml").is_file() else {}
         train, validation, events = [], [], []
@@ -71,6 +67,10 @@ def curve(folder: str | Path) -> Curve:
     return Curve(folder.resolve().name, config, train, validation, events, bits)
 
 
+SECTIONS = ("model", "optim", "schedule", "train", "data", "tokenizer")
+"""Sections of a recipe that change a curve, besides the seed."""
+
+
 def labels(curves: Sequence[Curve]) -> list[str]:
     """A name for each run: the settings in which the runs differ if these are few, otherwise the folder's."""
     differing: dict[str, None] = {}
@@ -84,7 +84,7 @@ def labels(curves: Sequence[Curve]) -> list[str]:
     # recipe may leave out keys of the model.
     keys = [
         key
-        for section in ("model", "optim", "schedule", "train", "data", "tokenizer", "seed")
+        for section in (*SECTIONS, "seed")
         for key in differing
         if key.split(".")[0] == section
         and (section == "model" or all(field_of(c.config, key, ...) is not ... for c in curves))
@@ -133,7 +133,7 @@ def plot(
     png = output_file(png or inside_run, "--output")
     names = labels(curves)
     groups, looks = in_panels(range(len(curves)))
-    title, caption = _title(curves, names), _caption(curves, names)
+    title, caption = _title(curves), _caption(curves, names)
     height = 2.8 if len(groups) == 1 else 2.2
 
     with drawing(png, title, caption, len(groups), height=height, sharey=True) as panels:
@@ -159,16 +159,18 @@ def _draw_run(axes: Any, run: Curve, style: Look, name: str | None, x: str) -> N
     """Draws a run's losses and events. name: None for the only run, whose lines are called by their kind."""
     column = {"steps": 0, "tokens": 1, "hours": 2}[x]
     xs, raw = [point[column] for point in run.train], [point[3] for point in run.train]
-    line = style | {"marker": ""}
+    line = style | {"marker": "" if len(xs) > 1 else "."}  # a line of one point is invisible
     drawn = smoothed(raw)
     alpha = 0.35 if name is None else 0.18
     axes.plot(xs, raw, color=line["color"], alpha=alpha, linewidth=0.6)
-    axes.plot(xs, drawn, **line, label="training" if name is None else name)
+    (means,) = axes.plot(xs, drawn, **line, label="training" if name is None else name)
 
     if run.validation:
         dots = look(1) | {"label": "validation"}
         if name is not None:
-            dots = style | {"linestyle": "", "marker": style["marker"] or "o"}
+            # The run's name stands at the loss that the title counts.
+            means.set_label("_training")
+            dots = style | {"linestyle": "", "marker": style["marker"] or "o", "label": name}
             dots["markeredgecolor"] = "white"
         ends = [point[column] for point in run.validation]
         axes.plot(ends, [point[3] for point in run.validation], **dots, zorder=3)
@@ -184,34 +186,49 @@ def _draw_run(axes: Any, run: Curve, style: Look, name: str | None, x: str) -> N
 MARKS = {"skipped": "x", "rollback": "v"}
 
 
-def _title(curves: Sequence[Curve], names: Sequence[str]) -> str:
-    """The last validation loss, or the lowest of several that compare; before all, that a run is broken."""
+def _title(curves: Sequence[Curve]) -> str:
+    """The last validation loss, or the span of several that compare; before all, that a run is broken."""
     if broken := [c for c in curves if c.broken_at is not None]:
         if len(curves) == 1:
             return f"{broken[0].name}: no finite training loss from step {broken[0].broken_at} on"
         return f"Training loss of {len(curves)} runs, of which {len(broken)} ended without a finite one"
-    ends = [(c.validation[-1][3], i) for i, c in enumerate(curves) if c.validation]
-    ends = [end for end in ends if math.isfinite(end[0])]
+    ends = [c.validation[-1][3] for c in curves if c.validation]
+    ends = [loss for loss in ends if math.isfinite(loss)]
     # A run without a finite validation loss: no lowest one can be named.
     if len(ends) < len(curves):
         return f"Training loss of {curves[0].name if len(curves) == 1 else f'{len(curves)} runs'}"
-    loss, i = min(ends)
     # Losses a token compare under one tokenizer alone, bits a byte under any.
+    bits = [c.bits_per_byte for c in curves if c.bits_per_byte is not None]
     tokenizers_differ = _differ(curves, _tokenizer)
-    bits_known = all(c.bits_per_byte is not None for c in curves)
-    if _differ(curves, _validation) or (tokenizers_differ and not bits_known):
+    if _differ(curves, _validation) or (tokenizers_differ and len(bits) < len(curves)):
         return f"Validation loss of {len(curves)} runs"
     if _lengths_differ(curves):
         return f"Validation loss of {len(curves)} runs of different length"
-    if tokenizers_differ:
-        best, i = min((c.bits_per_byte, i) for i, c in enumerate(curves))
-        return f"Lowest last validation loss: {names[i]}, {best:.3f} bits a byte"
+
     if len(curves) > 1:
-        return f"Lowest last validation loss: {names[i]}, {loss:.3f} nats a token"
-    figures = f"perplexity {math.exp(min(loss, 700)):.4g}"
-    if curves[i].bits_per_byte is not None:
-        figures += f", {curves[i].bits_per_byte:.3f} bits a byte"
-    return f"{curves[i].name}: validation loss {loss:.3f} ({figures})"
+        # No run is called the best: it may be by its seed.
+        losses, unit = (bits, "bits a byte") if tokenizers_differ else (ends, "nats a token")
+        span = f"{min(losses):.3f} to {max(losses):.3f} {unit}"
+        return f"Last validation losses of {len(curves)} runs, {_count_seeds(curves)}: {span}"
+
+    figures = [f"perplexity {math.exp(min(ends[0], 700)):.4g}"]
+    figures += [f"{figure:.3f} bits a byte" for figure in bits]
+    return f"{curves[0].name}: validation loss {ends[0]:.3f} ({', '.join(figures)})"
+
+
+def _count_seeds(curves: Sequence[Curve]) -> str:
+    """The seeds of each setting: `one seed each`, `1 to 3 seeds each`, or of a lone setting `3 seeds`."""
+    seeds: dict[str, set[Any]] = {}
+    for c in curves:
+        setting = json.dumps([c.config.get(section) for section in SECTIONS], default=str)
+        seeds.setdefault(setting, set()).add(c.config.get("seed"))
+
+    counts = [len(each) for each in seeds.values()]
+    fewest, most = min(counts), max(counts)
+    if most == 1:
+        return "one seed each"
+    span = f"{most}" if fewest == most else f"{fewest} to {most}"
+    return f"{span} seeds{' each' * (len(seeds) > 1)}"
 
 
 def _caption(curves: Sequence[Curve], names: Sequence[str]) -> str:
