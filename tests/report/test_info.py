@@ -302,13 +302,23 @@ def test_the_tables_of_a_page_are_the_codes(page):
 
 
 @pytest.mark.usefixtures("figures_once")
-def test_tables_fit_a_terminal(capsys):
-    tables.print_tables(tables.all_rows(), Console(width=80))
+def test_tables_fit_a_terminal_and_cut_no_word(capsys):
+    rows = tables.all_rows()
+    tables.print_tables(rows, Console(width=400))
+    words = set(capsys.readouterr().out.split())
+    tables.print_tables(rows, Console(width=80))
     out = capsys.readouterr().out
     assert "κ(Z, Z)" in out
     assert "[relu(x)^p;" in out  # brackets are not markup
     assert "transnormer_t1_wikitext103" in out
     assert all(cell_len(line) <= 80 for line in out.splitlines())
+    assert {word for word in out.split() if "─" not in word} <= words
+
+    # A narrower one gets the first columns.
+    tables.print_tables(rows, Console(width=40))
+    narrow = capsys.readouterr().out
+    assert all(cell_len(line) <= 40 for line in narrow.splitlines())
+    assert {word for word in narrow.split() if "─" not in word} <= words
 
 
 @pytest.mark.usefixtures("figures_once")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -137,7 +138,8 @@ def print_tables(tables: dict[str, list[dict[str, Any]]], console: Console | Non
     recipes, mixers, maps = tables.values()
     print_recipes(recipes, console)
 
-    columns = ["mixer", "feature map", "convolution", "gate", "MFLOPs a token", "state, KiB", NORMS]
+    mixers = [row | {"taps": row["convolution"]} for row in mixers]
+    columns = ["mixer", "feature map", "taps", "gate", "MFLOPs a token", "state, KiB", NORMS]
     title = f"Token mixers: one layer of 8 heads × 128 at length {LENGTH}"
     _print_table(console, title, mixers, columns)
     _print_table(console, "What they compute", mixers, ["mixer", "computes", "source"])
@@ -162,9 +164,17 @@ def print_recipes(rows: list[dict[str, Any]], console: Console | None = None) ->
 def _print_table(
     console: Console, title: str, rows: list[dict[str, Any]], columns: list[str]
 ) -> None:
+    """Prints the first of the columns, as many as fit without a break inside a word."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    room = console.width
     for i, column in enumerate(columns):
-        table.add_column(column, no_wrap=i == 0, overflow="fold")
+        cells = [column, *(str(row[column]) for row in rows)]
+        longest = max(cell_len(word) for cell in cells for word in cell.split())
+        room -= longest + 3  # with the lines around it
+        if room < 0:
+            columns = columns[:i]
+            break
+        table.add_column(column, no_wrap=i == 0, overflow="fold", min_width=longest)
     for row in rows:
         table.add_row(*(escape(str(row[column])) for column in columns))
     console.print(table)
