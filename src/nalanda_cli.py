@@ -71,7 +71,8 @@ def train(
 
     if recipe is None:
         raise InputError("give a recipe: a file, or a name that `nalanda recipes` lists")
-    config = load_config(recipe, overrides or [])  # reports mistakes before anything is opened
+    # Mistakes are reported before anything is opened.
+    config = load_config(recipe, overrides or [], training=True)
     with loading_torch(sys.stdout):
         from nalanda.train.loop import train
     if rehearse:
@@ -106,7 +107,14 @@ def eval(
 
         fetch_tasks(names, fetch)
         return
+    from nalanda_eval.task_data import find_tasks
+
+    from nalanda.inference.options import check_loading
+
+    # Mistakes are reported before torch is imported.
     resolved = resolve_models(models)
+    check_loading(loading)
+    find_tasks(names, options.data)
     with loading_torch():
         from nalanda_eval.harness import evaluate
         from nalanda_eval.report import print_results
@@ -131,7 +139,10 @@ def perplexity(
     Reads the same tokens in one pass and in windows of the training length, to show whether the model uses
     context beyond its training length.
     """
+    from nalanda.inference.options import check_loading
+
     resolved = resolve_models(models)
+    check_loading(loading)
     with loading_torch():
         from nalanda_eval.perplexity import perplexity, print_perplexity
 
@@ -155,9 +166,12 @@ def generate(
     nalanda generate runs/demo "def main(" --temperature 0.5
     nalanda generate runs/demo --file book.txt --save-state book.state
     """
-    from nalanda.inference.sampling import sampling_options
+    from nalanda.inference.options import check_files, check_loading, sampling_options
 
-    sampling_options(sampling)  # reports mistakes before anything is opened
+    # Mistakes are reported before torch is imported.
+    sampling_options(sampling)
+    check_loading(loading)
+    check_files(files)
     resolved = resolve_models([model])[0]
     with loading_torch():
         from nalanda.inference.generate import generate
@@ -264,7 +278,7 @@ def convert(
 ) -> None:
     """Convert models to and from the formats of other libraries.
 
-    nalanda convert runs/hybrid_30m/final hybrid.gguf --to gguf --dtype q8_0
+    nalanda convert runs/hybrid_30m/final hybrid.gguf --dtype q8_0
     nalanda convert runs/hybrid_30m/final published --to qwen3_5
     nalanda convert published ours
 
@@ -274,6 +288,11 @@ def convert(
     llama.cpp and mlx-lm compute their own files.
     """
     resolved = resolve_models([source])[0]
+    out = Path(destination)
+    if to is None and out.suffix == ".gguf":
+        to = "gguf"
+    if to == "gguf" and out.suffix != ".gguf":
+        out = out.with_name(f"{out.name}.gguf")
     if dtype is not None and to not in ("gguf", "mlx"):
         raise typer.BadParameter("--dtype is for --to gguf and mlx; elsewhere weights keep theirs")
     with loading_torch():
@@ -283,14 +302,14 @@ def convert(
     work = "converting and comparing" if check else "converting"
     with under_way(work), source_folder(resolved) as folder:
         if to == "gguf":
-            result = write_gguf(folder, destination, dtype or "f32", check)
+            result = write_gguf(folder, out, dtype or "fp32", check)
         else:
             result = convert(folder, destination, to, check, dtype)
     print(result)
 
     # What comes next depends on the library that reads the result.
     done = f"convert to {to}" if to in ("fla", "gguf", "mlx") else "convert"
-    print_next(done, of=resolved, folder=destination)
+    print_next(done, of=resolved, folder=result)
 
 
 @command(app)
@@ -305,7 +324,8 @@ def linearize(model: opt.Transformer, recipe: opt.Recipe, overrides: opt.Overrid
     """
     from nalanda.config.load import load_config
 
-    config = load_config(recipe, overrides or [])  # reports mistakes before anything is opened
+    # Mistakes are reported before anything is opened.
+    config = load_config(recipe, overrides or [], training=True)
     with loading_torch(sys.stdout):
         from nalanda.convert.fit import fit_layers
 

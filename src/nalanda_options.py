@@ -41,7 +41,7 @@ class LoadOptions:
     """How a model is loaded; see `nalanda.inference.load.load_model`."""
 
     device: Device = None
-    dtype: Annotated[str, Option(help="auto (as saved), float32, bfloat16 or float16")] = "auto"
+    dtype: Annotated[str, Option(help="auto (as saved), fp32, bf16, fp16 or fp64")] = "auto"
     trust_remote_code: RemoteCode = False
 
 
@@ -168,9 +168,7 @@ class PromptFiles:
     save_state: Annotated[str | None, Option(help="write the prompt's state to this file")] = None
     state_dtype: Annotated[
         str | None,
-        Option(
-            help="keep states in float32, bfloat16, int8 or fp8; by default as --state has them"
-        ),
+        Option(help="keep states in fp32, bf16, int8 or fp8; by default as --state has them"),
     ] = None
 
 
@@ -205,14 +203,15 @@ NewFolderOrFile = Annotated[str, Argument(help="the folder to make, or the GGUF 
 ModelFormat = Annotated[
     str | None,
     Option(
-        help="nalanda, fla, llama, qwen3, qwen3_5, kimi_linear, mlx, gguf; required where more fit"
+        help="nalanda, fla, llama, qwen3, qwen3_5, kimi_linear, mlx, gguf (also by OUT.gguf); required where "
+        "more fit"
     ),
 ]
 Check = Annotated[bool, Option(help="compute with both models, one at a time in memory")]
 MatrixType = Annotated[
     str | None,
     Option(
-        help="of the matrices: gguf f32 (default), f16, bf16, q8_0; mlx as they are, f32, f16, bf16, q8"
+        help="of the matrices: gguf fp32 (default), bf16, fp16, q8_0; mlx as they are, fp32, bf16, fp16, q8"
     ),
 ]
 

@@ -1,6 +1,7 @@
 """Who may import whom, and what importing costs."""
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nalanda.common.errors import explained
+from nalanda.inference.options import CARDS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
@@ -230,7 +232,27 @@ LIGHT = {
     "export {folder} {folder}/out": 2,
     "verify {folder}": 2,
     "convert /no/such {folder}/out": 2,
+    "convert /no/such out.gguf": 2,
     "data inspect {folder}": 2,
+    "generate {folder}/model x --file {folder}/none": 2,
+    "generate {folder}/model x --state {folder}/none": 2,
+    "generate {folder}/model x --state-dtype int4": 2,
+    "generate {folder}/model x --dtype fp12": 2,
+    "eval {folder}/model --tasks helaswag": 2,
+    **{
+        f"{command} --device cuda:0": 2
+        for command in (
+            "generate {folder}/model x",
+            "eval {folder}/model",
+            "perplexity {folder}/model",
+        )
+        if not any(any(Path("/dev").glob(files)) for files in CARDS)
+    },
+    **{
+        f"train demo log.tracker={name}": 2
+        for name in ("wandb", "trackio")
+        if importlib.util.find_spec(name) is None
+    },
     "data prepare": 2,
 }
 
@@ -239,6 +261,8 @@ LIGHT = {
 def folder(tmp_path_factory) -> Path:
     """A run as its folder shows it, without a model."""
     folder = tmp_path_factory.mktemp("light")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
     (folder / "run").mkdir()
     (folder / "run" / "config.yaml").write_text("model: {mixer: gla}\ntrain: {steps: 2}\n")
     lines = [

@@ -1,6 +1,5 @@
 """Adapts lm-evaluation-harness: its model wrapper and task loader. Imports lm-eval, which takes seconds."""
 
-import difflib
 import functools
 import math
 import sys
@@ -39,7 +38,7 @@ from nalanda_eval.cache import AnswerCache, model_identity
 from nalanda_eval.needles import SAMPLES, haystack, needle_rows
 from nalanda_eval.python_tasks import python_tasks
 from nalanda_eval.scoring import Answer, Request
-from nalanda_eval.task_data import PACKAGED, TaskSource, read_rows
+from nalanda_eval.task_data import PACKAGED, TaskSource, read_rows, suggest_task
 
 __all__ = ["ENDLESS", "HarnessModel", "characters", "harness", "load_tasks"]
 
@@ -340,7 +339,7 @@ def _load_source(
             config = _task_config(source)
         if isinstance(config, str) and config not in manager.all_tasks:
             raise InputError(
-                f"{config}: unknown task{_suggest_task(config, [*manager.all_tasks, 'python_docs'])}"
+                f"{config}: unknown task{suggest_task(config, [*manager.all_tasks, 'python_docs'])}"
             )
         return manager.load([config])
     except InputError:
@@ -443,10 +442,3 @@ def _allow_infinity(aggregate: Callable[[list], float]) -> Callable[[list], floa
             return math.inf
 
     return aggregate_or_infinity
-
-
-def _suggest_task(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=3)
-    if near:
-        return f", did you mean {', '.join(near)}?"
-    return "; give table4, a task file or one of the harness's"

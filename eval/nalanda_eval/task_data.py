@@ -1,11 +1,14 @@
 """Names of tasks and the files of their documents. Importing this is fast."""
 
+import difflib
 import gzip
+import importlib.util
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -297,8 +300,37 @@ def _expand_task(task: str, data: Path | None) -> list[TaskSource]:
             advice = f"did you mean {near}?"
         raise InputError(f"--data {data}: cannot serve {task}; {advice}")
     else:
+        check_harness_name(task)
         return [TaskSource(task)]
     return [TaskSource(str(file), task_file=file, data=data) for file in files]
+
+
+@cache
+def check_harness_name(name: str) -> None:
+    """Raises `InputError` for a name that stands in no task file of the harness.
+
+    Reads the files, since the harness takes half a minute for an index of them.
+    """
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or spec.origin is None:
+        return  # its import says how to install it
+    known = ["python_docs"]
+    for file in Path(spec.origin).with_name("tasks").rglob("*"):
+        if file.suffix not in (".yaml", ".yml"):
+            continue
+        text = file.read_text("utf-8", "replace")
+        if name in text:
+            return
+        known += re.findall(r"^(?:task|group|tag): *([\w.-]+)", text, re.MULTILINE)
+    raise InputError(f"{name}: unknown task{suggest_task(name, known)}")
+
+
+def suggest_task(name: str, names: list[str]) -> str:
+    """The nearest of the names that tasks have, as the end of a message."""
+    near = difflib.get_close_matches(name, names, n=3)
+    if near:
+        return f", did you mean {', '.join(near)}?"
+    return "; give table4, a task file or one of the harness's"
 
 
 def find_official(name: str, data: Path | None) -> TaskSource:

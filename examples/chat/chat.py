@@ -41,7 +41,7 @@ from nalanda.inference.load import (
     load_model,
     number_check,
 )
-from nalanda.inference.sampling import sampling_options
+from nalanda.inference.options import sampling_options
 from nalanda.model import State
 from nalanda_options import Sampling
 

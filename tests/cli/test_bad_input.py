@@ -292,6 +292,20 @@ TABLE = [
     ("generate model x --save-state dangling", rf"--save-state {DANGLING}"),
     ("convert model dangling", r"dangling exists; choose another folder"),
     ("data prepare r.yaml dangling", DANGLING),
+    # number formats
+    (
+        "generate model x --dtype fp12",
+        r"--dtype fp12: unknown; choose auto, fp32, bf16, fp16, fp64",
+    ),
+    (
+        "generate model x --state-dtype int4",
+        r"--state-dtype int4: unknown; choose fp32, bf16, int8, fp8",
+    ),
+    ("convert model out.gguf --dtype q4", r"--dtype q4: unknown; choose fp32, bf16, fp16, q8_0"),
+    (
+        "train r.yaml train.precision=fp8",
+        r"train\.precision: expected one of bf16, fp16, fp32, auto; got 'fp8'",
+    ),
     # devices
     *(
         (
@@ -489,8 +503,10 @@ def test_too_little_memory_elsewhere_has_a_code(monkeypatch, capsys, error, line
 
 
 @pytest.fixture
-def small_files():
+def small_files(monkeypatch):
     """Sets the size that files of this process may have; Python ignores the signal of it, as in any run."""
+    # Python would keep bytecode that was cut short, and fail to import it from then on.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -13,6 +13,7 @@ import typer.main
 import nalanda_cli
 import nalanda_options
 from nalanda.common.next_steps import NEXT, next_steps, print_next_steps
+from nalanda.common.number_formats import LOADED, STATES
 
 ROOT = typer.main.get_command(nalanda_cli.app)
 
@@ -179,6 +180,22 @@ def test_the_nearest_name_is_suggested(capsys, line, answer):
         nalanda_cli.main(line.split())
     assert stop.value.code == 2
     assert re.fullmatch(f"nalanda.*{re.escape(answer)}.*\n", capsys.readouterr().err)
+
+
+def test_help_names_the_number_formats_that_an_error_names():
+    from nalanda.convert import gguf, mlx
+
+    choices = {
+        **{(name, "dtype"): LOADED for name in ("generate", "eval", "perplexity")},
+        ("generate", "state_dtype"): STATES,
+        ("convert", "dtype"): {*gguf.DTYPES, *mlx.DTYPES},
+    }
+    for (name, option), formats in choices.items():
+        [help] = [p.help for p in COMMANDS[(name,)].params if p.name == option]
+        assert set(re.findall(r"\b(?:auto|b?fp?\d+|int8|q8\w*)\b", help)) == set(formats), (
+            name,
+            help,
+        )
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,9 @@ def test_reads_numbers_that_yaml_takes_for_text(recipe):
         ("data.source='a' # a comment", "a"),
         ("data.source=[a, b]", ["a", "b"]),
         ("data.name=1:30", "1:30"),
+        ("train.precision=bfloat16", "bf16"),
+        ("train.precision=float16", "fp16"),
+        ("distill.precision=float32", "fp32"),
     ],
 )
 def test_values_that_yaml_1_1_reads_otherwise(recipe, override, value):

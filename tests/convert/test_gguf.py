@@ -174,17 +174,17 @@ def test_the_file_computes_the_model(shape, tokenizer, tmp_path):
     assert not list(tmp_path.glob(".tmp*"))
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("f16", 2**-11), ("bf16", 2**-8), ("q8_0", 1 / 127)])
+@pytest.mark.parametrize(("dtype", "error"), [("fp16", 2**-11), ("bf16", 2**-8), ("q8_0", 1 / 127)])
 def test_matrices_have_the_dtype(dtype, error, tokenizer, tmp_path):
     save(tmp_path / "m", tokenizer, **HYBRID, intermediate_size=100)
     exact, file = (
-        File(write_gguf(tmp_path / "m", tmp_path / f"{d}.gguf", d)) for d in ("f32", dtype)
+        File(write_gguf(tmp_path / "m", tmp_path / f"{d}.gguf", d)) for d in ("fp32", dtype)
     )
     assert set(exact.types.values()) == {"F32"}
     assert exact.tensors["blk.0.ffn_down.weight"].shape[-1] == 100
     for name, x in exact.tensors.items():
         small = x.dim() == 1 or "conv1d" in name
-        other = "F16" if dtype == "q8_0" and x.shape[-1] % 32 else dtype.upper()
+        other = "F16" if dtype == "q8_0" and x.shape[-1] % 32 else dtype.upper().replace("FP", "F")
         assert file.types[name] == ("F32" if small else other)
         assert (x - file.tensors[name]).abs().max() <= (0 if small else error * x.abs().max())
 
@@ -234,7 +234,7 @@ def test_refuses_by_name_what_llama_cpp_cannot_compute(changes, said, tokenizer,
 
 def test_refuses_what_is_not_there(tokenizer, tmp_path):
     save(tmp_path / "m", tokenizer)
-    with pytest.raises(InputError, match="'int4' is not one of f32"):
+    with pytest.raises(InputError, match=r"--dtype int4: unknown; choose fp32, bf16, fp16, q8_0"):
         write_gguf(tmp_path / "m", tmp_path / "m.gguf", "int4")
     (tmp_path / "m.gguf").touch()
     with pytest.raises(InputError, match="exists"):
@@ -414,10 +414,10 @@ TAME = {
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        ("hybrid", "f32"),
+        ("hybrid", "fp32"),
         ("pure", "q8_0"),
-        pytest.param("pure", "f32", marks=pytest.mark.slow),
-        pytest.param("hybrid", "f16", marks=pytest.mark.slow),
+        pytest.param("pure", "fp32", marks=pytest.mark.slow),
+        pytest.param("hybrid", "fp16", marks=pytest.mark.slow),
     ],
 )
 def test_llama_cpp_computes_the_same(shape, dtype, tokenizer, tmp_path, capfd):
@@ -430,11 +430,11 @@ def test_llama_cpp_computes_the_same(shape, dtype, tokenizer, tmp_path, capfd):
     found = facts(writing.write_gguf(tmp_path / "m", tmp_path / "m.gguf", dtype))
     assert found["compared on"] == "512 tokens, English; on a CPU, in fp32"
     name = "largest difference of log-probabilities"
-    for kind in {"f32", dtype}:
-        line = found[name if kind == "f32" else f"{name}, {kind}"]
+    for kind in {"fp32", dtype}:
+        line = found[name if kind == "fp32" else f"{name}, {kind}"]
         difference, limit = (float(x.split(" ")[0]) for x in line.split(", tolerance "))
         assert f"({kind})" in line
-        assert difference < limit * (0.05 if kind == "f32" else 1)
+        assert difference < limit * (0.05 if kind == "fp32" else 1)
     assert found["greedy tokens equal"] == "32 of 32, with a cache"
     assert found["texts cut into the same tokens"] == "23 of 23"
     assert ", xllamacpp 20" in found["versions"]
@@ -457,8 +457,8 @@ SMALLEST = (WRONG[0], WRONG[2], WRONG[4])  # of each tensor
 @pytest.mark.parametrize(
     ("dtype", "broken", "change", "files"),
     [
-        ("f32", "ssm_a", torch.neg, "both files"),
-        ("f32", "attn_k_norm", torch.neg, "both files"),
+        ("fp32", "ssm_a", torch.neg, "both files"),
+        ("fp32", "attn_k_norm", torch.neg, "both files"),
         (*WRONG[0], "both files"),
         *(pytest.param(*wrong, "both files", marks=pytest.mark.slow) for wrong in WRONG[1:]),
         *(
@@ -477,14 +477,14 @@ def test_a_wrong_tensor_leaves_nothing(
     right, write, written = writing._tensors, writing._write, []
 
     def wrong(config, ours):
-        exact = files != "both files" and written[-1] == "f32" != dtype
+        exact = files != "both files" and written[-1] == "fp32" != dtype
         return ((n, x if exact or broken not in n else change(x)) for n, x in right(config, ours))
 
     monkeypatch.setattr(writing, "_write", lambda *args: written.append(args[2]) or write(*args))
     monkeypatch.setattr(writing, "_tensors", wrong)
     said = (
         "log-probabilities by"
-        if files == "both files" or dtype == "f32"
+        if files == "both files" or dtype == "fp32"
         else rf"\S*{broken}\S* is not"
     )
     with pytest.raises(InputError, match=f"source and target differ: {said}"):
@@ -585,6 +585,7 @@ def test_short_contexts(context, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("check", [True, False])
 def test_says_why_it_was_not_compared(check, tokenizer, tmp_path, monkeypatch):
+    """The format is named by the output, or the output gets the format's ending."""
     save(tmp_path / "m", tokenizer, num_hidden_layers=1)
     monkeypatch.setitem(sys.modules, "xllamacpp", None)
     run = typer.testing.CliRunner().invoke(
@@ -592,9 +593,7 @@ def test_says_why_it_was_not_compared(check, tokenizer, tmp_path, monkeypatch):
         [
             "convert",
             str(tmp_path / "m"),
-            str(tmp_path / "m.gguf"),
-            "--to",
-            "gguf",
+            *([str(tmp_path / "m.gguf")] if check else [str(tmp_path / "m"), "--to", "gguf"]),
             *["--no-check"][check:],
         ],
     )

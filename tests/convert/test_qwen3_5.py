@@ -463,8 +463,8 @@ TAME = {"head_dim": 32, "hidden_size": 64, "initializer_range": 0.02, "vocab_siz
     [
         ("float32", None, "float32"),
         pytest.param("bfloat16", None, "bfloat16", marks=pytest.mark.slow),
-        pytest.param("bfloat16", "f32", "float32", marks=pytest.mark.slow),
-        pytest.param("float32", "f16", "float16", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "fp32", "float32", marks=pytest.mark.slow),
+        pytest.param("float32", "fp16", "float16", marks=pytest.mark.slow),
         ("float32", "q8", "uint32"),
     ],
 )
@@ -475,7 +475,7 @@ def test_mlx_computes_the_same(source, dtype, stored, tokenizer, tmp_path, capfd
     out = convert(str(tmp_path / "ours"), str(tmp_path / "out"), "mlx", dtype=dtype)
     found = rows(out)
     lines = {k: found[k] for k in found if k.startswith("largest difference of log-probabilities")}
-    assert len(lines) == (2 if dtype in ("f16", "q8") else 1)
+    assert len(lines) == (2 if dtype in ("fp16", "q8") else 1)
     for line, share in zip(lines.values(), (0.1, 1), strict=False):
         difference, limit = (float(x.split(" ")[0]) for x in line.split(", tolerance "))
         assert difference < limit * share
@@ -522,7 +522,7 @@ def test_a_wrong_tensor_of_mlx_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
-@pytest.mark.parametrize(("dtype", "finer"), [("q8", "f16"), ("bf16", "f32")])
+@pytest.mark.parametrize(("dtype", "finer"), [("q8", "fp16"), ("bf16", "fp32")])
 def test_rounding_that_moves_too_much_names_a_finer_dtype(
     dtype, finer, tokenizer, tmp_path, monkeypatch
 ):
@@ -554,13 +554,13 @@ def test_a_folder_of_mlx_is_a_target_only(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "dtype", "message"),
     [
-        ({}, "q4", "dtype 'q4' is not one of f32"),
+        ({}, "q4", "--dtype q4: unknown; choose fp32, bf16, fp16, q8"),
         (
             HYBRID | {"mixer": ["softmax", *["gated_deltanet"] * 3]},
-            "f32",
+            "fp32",
             "softmax must be every n-th layer",
         ),
-        ({"feature_map": "nala"}, "f32", "feature_map='nala'"),
+        ({"feature_map": "nala"}, "fp32", "feature_map='nala'"),
         ({}, None, "pip install 'nalanda[mlx]'"),
     ],
 )

@@ -23,7 +23,7 @@ from nalanda_eval.cache import AnswerCache, model_identity
 from nalanda_eval.harness import _read_earlier, evaluate
 from nalanda_eval.perplexity import perplexity, print_perplexity
 from nalanda_eval.python_tasks import excerpts, python_tasks, write_python_tasks
-from nalanda_eval.task_data import GROUPS, PACKAGED, find_tasks, read_rows
+from nalanda_eval.task_data import GROUPS, PACKAGED, TaskSource, find_tasks, read_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from training import launched
 from transformers import PreTrainedTokenizerFast
@@ -1326,7 +1326,7 @@ def test_an_unknown_task_brings_the_nearest_name(adapter, tmp_path, monkeypatch)
     (tmp_path / "piqa.yaml").write_text("task: piqa\n")  # indexing all of the harness's takes 17 s
     monkeypatch.setattr(lm_eval.tasks.manager, "__file__", str(tmp_path / "manager.py"))
     with pytest.raises(InputError, match=r"piqua: unknown task, did you mean piqa\?"):
-        adapter.load_tasks(find_tasks(["piqua"], None)[0])
+        adapter.load_tasks([TaskSource("piqua")])
 
 
 def test_bad_models_are_one_line(checkpoint, tmp_path):
@@ -1337,7 +1337,7 @@ def test_bad_models_are_one_line(checkpoint, tmp_path):
     }.items():
         with pytest.raises(InputError, match=found):
             evaluate([name], ["table4"])
-    with pytest.raises(InputError, match="unknown dtype"):
+    with pytest.raises(InputError, match="--dtype fp8: unknown"):
         load_model(checkpoint, dtype="fp8")
 
 

@@ -9,7 +9,7 @@ from nalanda_eval import harness
 from nalanda_eval.cache import AnswerCache
 from nalanda_eval.perplexity import ratio
 
-from nalanda.inference.sampling import sampling_options
+from nalanda.inference.options import sampling_options
 from nalanda_options import EvalOptions, LoadOptions, Sampling
 
 TINY = {

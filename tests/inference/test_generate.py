@@ -940,7 +940,7 @@ def test_states_of_eight_bits(checkpoint, tmp_path):
     # A precision has a file of its own, and a state goes on in another one.
     assert len(list(states.glob("*-int8.safetensors"))) == 1
     assert len(list(states.glob("*.safetensors"))) == 2
-    for flags in ((), ("--state-dtype", "float32")):
+    for flags in ((), ("--state-dtype", "float32"), ("--state-dtype", "fp32", "--dtype", "bf16")):
         run("generate", checkpoint, " gate", "--state", str(saved["int8"]), *flags, *options)
 
 
@@ -974,10 +974,7 @@ def test_generate_refuses(checkpoint, tmp_path):
         ),
         (("hello", "--state", str(tmp_path)), "a folder; name a file"),
         (("hello", "--state", os.devnull), "a device or a pipe; name a file with a state"),
-        (
-            ("hello", "--state-dtype", "int4"),
-            "state_dtype 'int4' is unknown; choose one of float32",
-        ),
+        (("hello", "--state-dtype", "int4"), "--state-dtype int4: unknown; choose fp32"),
         (("hello", "--temperature", "nan"), "temperature is nan"),
         (("hello", "--temperature", "1e-40"), "temperature is 1e-40"),
     ):

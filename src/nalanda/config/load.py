@@ -14,14 +14,19 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from nalanda.common.errors import InputError
+from nalanda.common.number_formats import short_name
 from nalanda.common.plugins import find_plugins, import_plugins
 from nalanda.common.text import closest, redact, suggest
 from nalanda.config.bounds import check_choice
 from nalanda.config.schema import EXPONENT, RunConfig, TokenizerConfig
 
 
-def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
+def load_config(
+    path: str | Path, overrides: typing.Sequence[str] = (), *, training: bool = False
+) -> RunConfig:
     """Reads a recipe (`find_recipe`), applies `section.key=value` (values are YAML), and checks the result.
+
+    training: as `RunConfig.check` takes it.
 
     Raises:
         InputError: a missing file, invalid YAML, an unknown or missing key, a value of the wrong type, or
@@ -31,17 +36,17 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
     sections = read_sections(path, overrides)
     before = shorten_warmup(sections, path, overrides)
 
-    config = recipe_of(sections, path.parent)
+    config = recipe_of(sections, path.parent, training=training)
     config.schedule.unshortened_warmup = before
     return config
 
 
-def recipe_of(sections: dict, folder: Path) -> RunConfig:
+def recipe_of(sections: dict, folder: Path, *, training: bool = False) -> RunConfig:
     """The recipe of these sections, whose plugins may lie in `folder`. Raises as `load_config` does."""
     config = at_home(section(RunConfig, sections, ""))
     config.plugins = find_plugins(config.plugins, Path.cwd(), folder)
     import_plugins(config.plugins, Path.cwd(), folder)
-    config.check()
+    config.check(training=training)
     return config
 
 
@@ -382,6 +387,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
                 if isinstance(value, get_origin(choice) or ()):  # a list with a wrong item
                     raise
     if origin is Literal:
+        value = short_name(value)
         check_choice(value, arguments, where)
         return value
     if origin in (list, tuple) and isinstance(value, (list, tuple)):

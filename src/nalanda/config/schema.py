@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
@@ -465,6 +467,12 @@ class LogConfig:
     project: str = "nalanda"
     """Project at the tracker."""
 
+    def check_tracker(self) -> None:
+        """Raises `InputError` if the tracker is not installed."""
+        name = self.tracker
+        if name != "none" and name not in sys.modules and importlib.util.find_spec(name) is None:
+            raise InputError(f"log.tracker: {name} is not installed: pip install {name}")
+
 
 @dataclass
 class LinearizeConfig:
@@ -532,8 +540,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         self.output_dir = local_path(self.output_dir)
 
-    def check(self) -> None:
-        """Checks every section, then combinations of them. Raises `InputError`."""
+    def check(self, *, training: bool = False) -> None:
+        """Checks every section, then combinations of them. Raises `InputError`.
+
+        training: also checks that this machine has what a training needs.
+        """
         # Plugins first: they register names that the checks know.
         import_plugins(self.plugins)
         check_output(self.output_dir, "output_dir")
@@ -544,6 +555,8 @@ class RunConfig:
                 check_bounds(section, f.name)
             if hasattr(section, "check"):
                 section.check()
+        if training:
+            self.log.check_tracker()
         if self.schedule.warmup_steps > self.train.steps:
             raise InputError(
                 f"schedule.warmup_steps: {self.schedule.warmup_steps} is more than "

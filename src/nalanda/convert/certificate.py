@@ -19,11 +19,11 @@ TOLERANCE = 1e-3
 """Largest difference of log-probabilities where no weight was rounded, as a share of the largest logit. Right
 conversions of trained models are below a tenth of it; one with a wrong tensor is at about 1."""
 
-ROUNDED = {"f16": 1e-2, "bf16": 4e-2, "q8_0": 0.1, "q8": 0.1}
+ROUNDED = {"fp16": 1e-2, "bf16": 4e-2, "q8_0": 0.1, "q8": 0.1}
 """The same of rounded weights, by what they were rounded to. It is wide because llama.cpp rounds activations
 too. The weights before rounding have TOLERANCE, and each rounded tensor is compared exactly."""
 
-_FINER = {"q8": "f16", "q8_0": "f16", "f16": "f32", "bf16": "f32"}
+_FINER = {"q8": "fp16", "q8_0": "fp16", "fp16": "fp32", "bf16": "fp32"}
 
 _TEXTS = [
     "naïve Größe ½ ™ ﬁn",

@@ -19,11 +19,13 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from nalanda.common.errors import InputError
 from nalanda.common.files import new_folder, refuse_existing, update_json
+from nalanda.common.number_formats import choose_format
 from nalanda.config.model_folder import weight_files
 from nalanda.convert import fla, kimi_linear, llama, qwen3_5
 from nalanda.convert.certificate import Certificate, card, compare, unchecked
 from nalanda.convert.engines import tokenizer_of
 from nalanda.convert.formats import Config, Tensors, attention_interval, unsupported
+from nalanda.convert.mlx import DTYPES as MLX_DTYPES
 from nalanda.convert.mlx import check_mlx, check_order, check_rounded, keep_rounded, to_mlx
 from nalanda.data.hub import is_hub_id
 from nalanda.model import NalandaConfig
@@ -251,6 +253,8 @@ def convert(
             written.
     """
     # Settings and shapes are checked before the first file is written.
+    if to == "mlx" and dtype is not None:
+        dtype = choose_format(dtype, list(MLX_DTYPES), "--dtype")
     out, folder = Path(destination), local_folder(source)
     refuse_existing(out)
     settings = read_config(folder)
@@ -272,7 +276,7 @@ def convert(
         stored_as = settings.get("dtype", settings.get("torch_dtype"))
         foreign = {} if target == "nalanda" else FORMATS[target].foreign(config)
         if to == "mlx":
-            check_mlx(folder, foreign, dtype)
+            check_mlx(folder, foreign)
         if target == "nalanda":
             config.bos_token_id = find_leading_bos(folder, config)
         parts = match_tensors(stored, config, tensors_of(kind, settings))

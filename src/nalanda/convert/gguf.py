@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from nalanda.common.errors import InputError, explained, first_line
 from nalanda.common.files import refuse_existing, rename_synced
+from nalanda.common.number_formats import choose_format
 from nalanda.convert.certificate import compare, unchecked
 from nalanda.convert.convert import local_folder, read_config
 from nalanda.convert.engines import end_ids, quiet
@@ -21,7 +22,7 @@ from nalanda.convert.gguf_tokenizer import add_tokenizer
 from nalanda.data.tokenizer import check_vocabulary, load_tokenizer
 from nalanda.model import NalandaConfig
 
-DTYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+DTYPES = {"fp32": "ALL_F32", "bf16": "MOSTLY_BF16", "fp16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
 """What `write_gguf` writes matrices as, each with GGUF's name for such a file."""
 
 _BLOCK = {  # in every layer
@@ -35,16 +36,16 @@ _NULL_HEAD = 64  # a usual size, for which every backend has kernels
 
 
 def write_gguf(
-    source: str | os.PathLike, out: str | os.PathLike, dtype: str = "f32", check: bool = True
+    source: str | os.PathLike, out: str | os.PathLike, dtype: str = "fp32", check: bool = True
 ) -> Path:
     """Writes the model of `source`, a folder or hub id, with its tokenizer and chat template, to the new file
     `out`.
 
-    dtype: of the matrices, one of `DTYPES`; q8_0 keeps those whose rows are no multiple of 32 in f16. Norms,
-    decays and convolutions are always f32.
+    dtype: of the matrices, one of `DTYPES`; q8_0 keeps those whose rows are no multiple of 32 in fp16. Norms,
+    decays and convolutions are always fp32.
     check: compare both models where llama.cpp is installed, see `certificate.compare`. The certificate is
     printed on stderr and stored in the file's metadata, as `nalanda.certificate`: no second file is needed.
-    For a rounded file, one in f32 is written too and removed afterwards. Its tensors, rounded, must equal the
+    For a rounded file, one in fp32 is written too and removed afterwards. Its tensors, rounded, must equal the
     file's, and llama.cpp's results from both are compared.
 
     llama.cpp needs a layer of softmax attention for its cache. A model without any gets one more layer, whose
@@ -60,8 +61,7 @@ def write_gguf(
         raise explained(error) or error from None
     out = Path(out)
     # Refusals that need no model.
-    if dtype not in DTYPES:
-        raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    dtype = choose_format(dtype, list(DTYPES), "--dtype")
     refuse_existing(out, "file")
     title, source = Path(source).resolve().name, local_folder(os.fspath(source))
     for name in ("config.json", "tokenizer.json"):
@@ -72,14 +72,14 @@ def write_gguf(
 
     # Beside the target, which gets its name only when it is proved.
     unproved = out.with_name(f".tmp-{out.name}")
-    exact = out.with_name(f".tmp-f32-{out.name}")
+    exact = out.with_name(f".tmp-exact-{out.name}")
     try:
         _write(source, unproved, dtype, title)
         proof = unchecked("asked for with --no-check")
-        if check and dtype == "f32":
+        if check and dtype == "fp32":
             proof = compare(source, unproved, ["nalanda", "gguf"])
         elif check:
-            _write(source, exact, "f32", title)
+            _write(source, exact, "fp32", title)
             _check_rounded(exact, unproved)
             proof = compare(source, exact, ["nalanda", "gguf"], (dtype, unproved))
         print(proof, file=sys.stderr)
@@ -203,7 +203,9 @@ def _stored_as(tensor: Tensor, name: str, dtype: str) -> str:
     if tensor.dim() == 1 or "conv1d" in name:
         return "F32"
     # Blocks of q8_0 have 32 numbers of a row.
-    return "F16" if dtype == "q8_0" and tensor.shape[-1] % 32 else dtype.upper()
+    if dtype == "q8_0" and tensor.shape[-1] % 32:
+        dtype = "fp16"
+    return dtype.upper().replace("FP", "F")
 
 
 def _tensors(config: NalandaConfig, ours: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ from nalanda.common.errors import InputError, explained
 from nalanda.common.files import update_json
 from nalanda.convert.engines import quiet
 
-DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8": None}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "q8": None}
 """mlx's name of each dtype that weights may be stored in. q8: 8 bits in groups of 64, where the width of a
 matrix allows it; the rest keeps its dtype."""
 
@@ -21,14 +21,12 @@ _OVERRULED = ("qwen3_5",)
 tokenizer where tokenizer_config.json has an auto_map, even one that names no class."""
 
 
-def check_mlx(folder: Path, foreign: dict[str, Any], dtype: str | None) -> None:
-    """Raises InputError if mlx-lm is not installed, or names what it cannot load or store."""
+def check_mlx(folder: Path, foreign: dict[str, Any]) -> None:
+    """Raises InputError if mlx-lm is not installed, or names what it cannot load."""
     try:
         import mlx_lm  # noqa: F401  # pyrefly: ignore[missing-import]  (an extra)
     except ModuleNotFoundError as error:
         raise explained(error) or error from None
-    if dtype not in (None, *DTYPES):
-        raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if not (folder / "tokenizer.json").is_file():
         raise InputError("no tokenizer.json in it, which mlx-lm needs")
     check_order(foreign)
@@ -54,7 +52,7 @@ def to_mlx(folder: Path, dtype: str | None) -> tuple[str, Path] | None:
     config = update_json(file, model_type=kind)
     if kind in _OVERRULED:
         update_json(folder / "tokenizer_config.json", auto_map=["", ""])
-    narrow = getattr(mx, (dtype != "f32" and config.get("dtype")) or "float32")
+    narrow = getattr(mx, (dtype != "fp32" and config.get("dtype")) or "float32")
 
     def narrowed(name: str, x: Any) -> Any:
         """Norms come in fp32. Like decays, they may have digits that the model's dtype has not."""
@@ -66,7 +64,7 @@ def to_mlx(folder: Path, dtype: str | None) -> tuple[str, Path] | None:
         # The exact model takes the folder first: rounding starts from it, and both are compared.
         _save(_cast(model, narrowed), config, folder / "exact")
         _replace(folder, folder / "exact")
-        if dtype in (None, "f32"):
+        if dtype in (None, "fp32"):
             return None
 
         rounded = folder / _ROUNDED

@@ -5,6 +5,7 @@ import json
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from nalanda.inference.load import (
     load_model,
     number_check,
 )
-from nalanda.inference.sampling import sampling_options
+from nalanda.inference.options import read_prompt, sampling_options, state_file, state_format
 from nalanda.model import NalandaCache, State
 from nalanda.model.precision import check_state_dtype
 from nalanda.model.state import fingerprint
@@ -176,13 +177,7 @@ def load_state(
         raise InputError(
             f"{model.config.model_type} models have no state to load; leave the state file out"
         )
-    path = Path(path).expanduser()
-    if path.is_dir():
-        raise InputError(f"{path}: a folder; name a file with a state")
-    if not path.exists():
-        raise InputError(f"{path}: no such file; write one with --save-state")
-    if not path.is_file():
-        raise InputError(f"{path}: a device or a pipe; name a file with a state")
+    path = state_file(path)
     try:
         return model.load_state(path, tokenizer)
     except (OSError, ValueError) as error:
@@ -239,6 +234,7 @@ def generate(
     """
     before, text = read_prompt(None, files.file), read_prompt(prompt, None)
     options = sampling_options(sampling)
+    files = replace(files, state_dtype=state_format(files.state_dtype))
     new_file, folder = check_outputs(files)
 
     network, tokenizer = load_model(model, **vars(loading))
@@ -264,7 +260,6 @@ def generate(
     printer = Printer(tokenizer, tokens) if stream else None
 
     start = time.perf_counter()
-    inputs: dict[str, Any]
     # Ours read the prompt into a state, piece by piece; other models take it whole.
     if is_ours(network):
         if tokens:
@@ -275,7 +270,7 @@ def generate(
             print(f"read {len(tokens)} tokens in {seconds:.1f} s", file=sys.stderr)
         if new_file:
             state.save(new_file, tokenizer=tokenizer)
-        inputs = {"state": state, "state_dtype": files.state_dtype}
+        inputs: dict[str, Any] = {"state": state, "state_dtype": files.state_dtype}
         prompt_length = 0  # of the sequence that `generate` returns
         start = time.perf_counter()
     else:
@@ -365,22 +360,6 @@ def kept_state(
         state = read_with_progress(model, tokens, state_dtype=state_dtype)
         state.save(file, tokenizer=tokenizer, text=digest)
     return state
-
-
-def read_prompt(prompt: str | None, file: str | Path | None) -> str | None:
-    """The text of a prompt, of standard input (`-`) or of a file. Raises InputError."""
-    try:
-        if file is not None:
-            text = Path(file).expanduser().read_text(encoding="utf-8")
-        elif prompt == "-":
-            text = sys.stdin.read()
-        else:
-            text = prompt
-        (text or "").encode()  # arguments and standard input may hold bytes that are no text
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise InputError(f"cannot read {file or 'the prompt'}: {reason}") from error
-    return text
 
 
 def prompt_tokens(

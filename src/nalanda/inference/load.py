@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from nalanda.common.errors import InputError, explained, first_line, out_of_memory
+from nalanda.common.number_formats import LOADED, TORCH_NAMES, choose_format
 from nalanda.common.products import choose_product_route, set_product_route
 from nalanda.config.model import silence_transformers
 from nalanda.model.context import Context
@@ -34,7 +35,7 @@ def load_model(
     Args:
         name: a run, a checkpoint directory or an id on the Hugging Face hub, as `resolve` reads it.
         device: device for the model; by default a GPU if there is one, else the CPU.
-        dtype: `float32`, `bfloat16`, `float16`, `float64`, or `auto` for the checkpoint's own.
+        dtype: one of `number_formats.LOADED`, or torch's name of it; `auto` is the checkpoint's own.
         trust_remote_code: run the modeling files of the checkpoint. Not needed for our own checkpoints.
 
     Raises:
@@ -46,10 +47,8 @@ def load_model(
     if device == "cpu":
         torch.set_flush_denormal(True)  # their products are slow
         set_product_route(choose_product_route())
-    if dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
-        raise InputError(
-            f"unknown dtype {dtype!r}: use auto, float32, bfloat16, float16 or float64"
-        )
+    dtype = choose_format(dtype, LOADED, "--dtype")
+    dtype = TORCH_NAMES.get(dtype, dtype)
 
     keep_model_types()
     with silence_transformers():

@@ -67,7 +67,7 @@ def train(config: RunConfig) -> Path:
     """
     # The checks come first: they need neither processes nor a folder.
     config = at_home(config)
-    config.check()
+    config.check(training=True)
     transformers.logging.disable_progress_bar()  # saving a few files needs none
     config, mirror = staged(config)
     kind = parallel.choose_parallel(config.train.parallel, os.environ)

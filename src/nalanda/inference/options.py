@@ -1,0 +1,96 @@
+"""Checks the options of commands that load a model. Imports neither torch nor transformers."""
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from nalanda.common.errors import InputError
+from nalanda.common.number_formats import LOADED, STATES, TORCH_NAMES, choose_format
+from nalanda.config.schema import check_seed
+from nalanda_options import LoadOptions, PromptFiles, Sampling
+
+
+def sampling_options(sampling: Sampling) -> dict[str, Any]:
+    """The options for transformers' `generate`. Raises InputError for values out of range."""
+    length, temperature = sampling.max_new_tokens, sampling.temperature
+    if length < 1:
+        raise InputError(f"max_new_tokens is {length}: it must be at least 1")
+    if not (temperature == 0 or 1e-6 <= temperature < math.inf):
+        raise InputError(f"temperature is {temperature}: it must be 0 (greedy), or 1e-6 or more")
+    if not 0 < sampling.top_p <= 1:
+        raise InputError(f"top_p is {sampling.top_p}: it must be above 0 and at most 1")
+    if sampling.top_k < 0:
+        raise InputError(f"top_k is {sampling.top_k}: it must be 0 (all tokens) or above")
+    check_seed(sampling.seed, "--seed")
+
+    if temperature == 0:
+        return {"max_new_tokens": length, "do_sample": False}
+    return {
+        "max_new_tokens": length,
+        "do_sample": True,
+        "temperature": temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+    }
+
+
+CARDS = ("nvidia*", "nvhost*", "kfd", "dxg")
+"""Linux's device files of GPUs: NVIDIA's, those of its boards, AMD's, and Windows's in WSL."""
+
+
+def check_loading(loading: LoadOptions) -> None:
+    """Raises `InputError` for an unknown format, and for CUDA on a machine without any GPU."""
+    choose_format(loading.dtype, LOADED, "--dtype")
+    device = loading.device or ""
+    if sys.platform == "linux" and device.startswith("cuda"):
+        if not any(any(Path("/dev").glob(pattern)) for pattern in CARDS):
+            raise InputError(f"--device {device}: not on this machine, which has cpu")
+
+
+def check_files(files: PromptFiles) -> None:
+    """Raises `InputError` for a file to read that cannot be read, or an unknown format of states."""
+    state_format(files.state_dtype)
+    if files.state is not None:
+        state_file(files.state)
+    if files.file is not None:
+        path = Path(files.file).expanduser()
+        # Not from a pipe, which can be read once.
+        if path.is_file() or path.is_dir() or not path.exists():
+            read_prompt(None, path)
+
+
+def state_format(name: str | None) -> str | None:
+    """torch's name of a format of states; None for none. Raises `InputError` for an unknown one."""
+    if name is None:
+        return None
+    short = choose_format(name, STATES, "--state-dtype")
+    return TORCH_NAMES.get(short, short)
+
+
+def read_prompt(prompt: str | None, file: str | Path | None) -> str | None:
+    """The text of a prompt, of standard input (`-`) or of a file. Raises InputError."""
+    try:
+        if file is not None:
+            text = Path(file).expanduser().read_text(encoding="utf-8")
+        elif prompt == "-":
+            text = sys.stdin.read()
+        else:
+            text = prompt
+        (text or "").encode()  # arguments and standard input may hold bytes that are no text
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise InputError(f"cannot read {file or 'the prompt'}: {reason}") from error
+    return text
+
+
+def state_file(name: str | Path) -> Path:
+    """The file of a saved state. Raises `InputError` if there is none."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        raise InputError(f"{path}: a folder; name a file with a state")
+    if not path.exists():
+        raise InputError(f"{path}: no such file; write one with --save-state")
+    if not path.is_file():
+        raise InputError(f"{path}: a device or a pipe; name a file with a state")
+    return path
