@@ -95,7 +95,9 @@ LOADING = (
     *("convert {} out", "train r.yaml 'model={{init_from: {}}}'"),
 )
 NOT_THERE = r"no such model: there is no folder runs/none, and the hub says: .*"
-DANGLING = r"dangling: a symbolic link to .*/nowhere, which does not exist"
+DANGLING = (
+    r"dangling: a symbolic link to .*/nowhere, which does not exist; make it, or name another path"
+)
 
 TABLE = [
     *((command.format(name), line) for command in READING for name, line in RECIPES.items()),
@@ -283,6 +285,10 @@ TABLE = [
     ("generate model --state none", r".*none.*"),
     ("perplexity model --text none --output out", r".*none.*"),
     # where nothing can be written
+    (
+        "train r.yaml output_dir=/proc/x",
+        r"output_dir /proc/x: No such file or directory; name another folder",
+    ),
     ("train r.yaml output_dir=dangling", rf"output_dir {DANGLING}"),
     ("train r.yaml output_dir=dangling/run", rf"output_dir dangling/run: {DANGLING}"),
     ("eval model --tasks piqa --output dangling", rf"--output {DANGLING}"),

@@ -219,6 +219,17 @@ def test_time_is_flops_over_a_share_of_the_peak():
         info("gla_340m", [], memory=False, device="B100")
 
 
+def test_the_disk_of_a_recipe():
+    figures = info("gla_340m", ["checkpoint.keep_every=null"], memory=False)
+    n, kept = figures["parameters"], 3
+    assert figures["checkpoint_bytes"] == 12 * n
+    assert figures["final_bytes"] == 4 * n
+    assert figures["disk_bytes"] == (kept + 1) * 12 * n
+    console = Console(width=120, record=True, emoji=False)
+    print_info(figures, console)
+    assert re.search(r"disk +16\.7 GiB +at most; checkpoints 4 of 4\.2 GiB", console.export_text())
+
+
 def test_weights_and_moments_by_how_they_are_shared():
     def held(*overrides: str, processes: int = 1) -> int:
         return info("gla_340m", list(overrides), processes, memory=False)[

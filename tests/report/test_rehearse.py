@@ -10,7 +10,7 @@ import nalanda_cli
 from nalanda.common.errors import InputError
 from nalanda.report import rehearse as rehearsal
 from nalanda.report.rehearse import rehearse
-from nalanda.train import loop
+from nalanda.train import build, loop
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -36,7 +36,7 @@ def test_a_rehearsal_measures_beside_the_estimate_and_leaves_nothing(
     assert [verdict.good for verdict in seen["verdicts"]] == [True]
     assert not list(tmp_path.iterdir())
     printed = capsys.readouterr().out
-    for row in ("seconds a step", "24 steps", "memory a device", "checkpoint"):
+    for row in ("seconds a step", "24 steps", "memory a device", "checkpoint", "disk, at most"):
         assert row in printed
 
 
@@ -46,7 +46,9 @@ def test_its_figures_are_those_of_the_whole_recipe(recipe, tmp_path):
     assert 0 < figures["estimated_seconds"][0] < figures["estimated_seconds"][1]
     assert figures["seconds"] > 0
     assert figures["bytes"] > 0
-    assert figures["checkpoint_bytes"] > 0
+    estimated = figures["estimated_checkpoint_bytes"]
+    assert figures["checkpoint_bytes"] == pytest.approx(estimated, rel=0.2)
+    assert figures["disk_bytes"] == 10 * estimated  # nine are kept
     # Weights, gradients and two moments of at least the embedding.
     assert figures["estimated_bytes"] > 16 * 320 * 32
 
@@ -69,7 +71,10 @@ def test_an_error_and_an_interrupt_leave_nothing(recipe, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
 
 
-def test_a_step_that_a_machine_cannot_hold_is_refused_before_it_starts(recipe, tmp_path):
+def test_a_step_that_a_machine_cannot_hold_is_refused_before_data_are_read(
+    recipe, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(build, "open_data", None)
     settings = ["train.micro_batch_size=1000000", "train.tokens_per_step=64000000"]
     for command in (rehearse, loop.train):
         with pytest.raises(

@@ -13,6 +13,7 @@ from nalanda.config.load import load_config
 from nalanda.model import chunk_forward
 from nalanda.model.sequences import Sequences
 from nalanda.train import estimate, memory
+from nalanda.train.checkpoint_dir import prune
 from nalanda.train.estimate import (
     activation_bytes,
     logits_bytes,
@@ -20,6 +21,9 @@ from nalanda.train.estimate import (
     saved_bytes,
     step_bytes,
 )
+from nalanda.train.loop import train
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -173,6 +177,63 @@ def test_a_cpu_saves_all_chunks_where_memory_is_free(monkeypatch):
         monkeypatch.setattr(memory, "host", lambda free=free: free)
         memory.save_chunks(config, facts | {"device": device}, model)
         assert step_bytes(config, facts, model) == expected
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "keep_last", "keep_every", "saved"),
+    [
+        (10, 100, 3, None, []),
+        (10, 100, 3, 20, []),
+        (0, 100, 3, None, []),
+        (10, 25, 3, None, []),
+        (7, 100, 2, 14, []),
+        (10, 100, 3, 20, [20, 40, 50, 60]),
+        (10, 100, 1, None, [10, 20, 30, 40, 50]),  # with a larger keep_last before
+        (10, 100, 3, None, [80, 90, 100]),
+    ],
+)
+def test_the_disk_of_a_run_is_the_most_that_its_saves_leave_at_a_time(
+    tmp_path, every, steps, keep_last, keep_every, saved
+):
+    kept = {"every": every, "keep_last": keep_last, "keep_every": keep_every}
+    settings = [f"checkpoint.{key}={'null' if x is None else x}" for key, x in kept.items()]
+    config = load_config("demo", [f"train.steps={steps}", "model.vocab_size=96", *settings])
+    files = estimate.run_files(config, meta_model(config), saved)
+
+    # As the loop saves.
+    counts = [len(saved)]
+    for step in saved:
+        (tmp_path / f"step-{step}").mkdir()
+    for step in range(max(saved, default=0) + 1, steps + 1):
+        if step == steps or (every and step % every == 0):
+            (tmp_path / f"step-{step}").mkdir()
+            counts.append(len(list(tmp_path.iterdir())))
+            prune(tmp_path, config.checkpoint, step)
+    last = len(list(tmp_path.iterdir()))
+
+    assert files.checkpoints == max(counts)
+    assert files.total == max(max(counts) * files.checkpoint, last * files.checkpoint + files.final)
+    assert files.more == files.total - len(saved) * files.checkpoint
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_checkpoint_and_the_model_have_the_bytes_that_are_estimated(recipe, tmp_path, optimizer):
+    config = load_config(
+        recipe,
+        [
+            f"output_dir={tmp_path}/run",
+            "train.steps=1",
+            "model.hidden_size=128",
+            f"optim.name={optimizer}",
+            "validation.every=0",
+        ],
+    )
+    run = train(config)
+    files = estimate.run_files(config, meta_model(config))
+    saved = run / "checkpoints" / "step-1"
+    for path, expected in ((saved, files.checkpoint), (run / "final", files.final)):
+        actual = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        assert expected == pytest.approx(actual, rel=0.02)
 
 
 def test_what_was_measured_is_freed():

@@ -1,19 +1,25 @@
 """A run opens each source once and hands it on."""
 
 import json
+import re
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from training import configured
 
+from nalanda.common.errors import DiskFull
 from nalanda.config.load import load_config
 from nalanda.config.schema import DataConfig
 from nalanda.data import corpus, token_set
 from nalanda.data.prepare import prepare
 from nalanda.model.configuration import NalandaConfig
-from nalanda.train import launch
+from nalanda.report.rehearse import rehearse
+from nalanda.train import build, launch
+from nalanda.train.estimate import meta_model, run_files
 from nalanda.train.loop import train
 
 
@@ -109,7 +115,7 @@ def test_settings_are_checked_once(tmp_path, calls):
     short_run(tmp_path, BPE, f"data.source={texts(tmp_path / 'a.jsonl')}")
     assert calls["check"] - config_checks == 1
     assert calls["parts"] == 1
-    assert calls["distinct_mixers"] - config_checks <= 3
+    assert calls["distinct_mixers"] - config_checks <= 4  # of them one for the estimates
 
 
 @pytest.mark.parametrize(
@@ -130,3 +136,43 @@ def test_idle_cores_are_explained(monkeypatch, capsys, threads, limit, setting, 
     config = load_config("demo", [f"train.cpu_threads={setting}"])
     launch.advise_on_threads(config, processes=1)
     assert capsys.readouterr().out == f"{why}; train.cpu_threads=4 uses all\n"
+
+
+def with_room(monkeypatch, free: int) -> None:
+    usage = type("Usage", (), {"free": free})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_a_run_that_the_disk_cannot_hold_is_refused_before_data_are_read(
+    recipe, tmp_path, monkeypatch
+):
+    config = configured(recipe, tmp_path / "run", "train.steps=2000")
+    files = run_files(config, meta_model(config))
+    message = r"^output_dir: .* 10 checkpoints of .* still to be written, .* free; make room"
+    with_room(monkeypatch, files.total // 2)  # enough for a rehearsal's own files
+    with pytest.raises(DiskFull, match=message):
+        rehearse(config)
+    assert not list(tmp_path.iterdir())
+
+    with_room(monkeypatch, files.total - 1)
+    monkeypatch.setattr(build, "open_data", None)
+    with pytest.raises(DiskFull, match=message) as error:
+        train(config)
+    assert error.value.exit_code == 74
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_a_resumed_run_needs_room_for_the_rest_alone(stopped, monkeypatch, capsys):
+    """All checkpoints are there, and the model is still to be written."""
+    run, config = stopped
+    files = run_files(config, meta_model(config))
+    with_room(monkeypatch, files.final - 1)
+    with pytest.raises(DiskFull, match="still to be written"):
+        train(config)
+    with_room(monkeypatch, files.final)
+    train(config)
+    assert (run / "final" / "config.json").is_file()
+    assert re.search(
+        r"\ndisk       .* checkpoints of .* and final/ of .* free\n", capsys.readouterr().out
+    )

@@ -194,7 +194,9 @@ def output_folder(path: str | os.PathLike, option: str) -> Path:
             raise PermissionError(errno.EACCES, "nothing may be written there", str(path))
     except OSError as error:
         other = "" if error.filename in (None, str(path)) else f"{error.filename}: "
-        raise InputError(f"{option} {path}: {other}{_describe_error(error)}") from None
+        problem = _describe_error(error)
+        remedy = "" if ";" in problem else "; name another folder"
+        raise InputError(f"{option} {path}: {other}{problem}{remedy}") from None
     return path
 
 
@@ -228,7 +230,8 @@ def _describe_error(error: OSError) -> str:
 
 
 def _describe_link(path: Path) -> str:
-    return f"a symbolic link to {os.readlink(path)}, which does not exist"
+    target = os.readlink(path)
+    return f"a symbolic link to {target}, which does not exist; make it, or name another path"
 
 
 def first_line(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from nalanda.train.estimate import (
     held_bytes,
     meta_model,
     micro_batch_of,
+    run_files,
     run_time,
     shards,
     teacher_bytes,
@@ -71,6 +72,7 @@ def info(
     if ours and memory:
         activations, exchanged = measure_blocks(config, model, processes, device)
     weights = held_bytes(model, config, processes, shards(config, processes))
+    files = run_files(config, model)
     training_flops = flops * train.steps * train.tokens_per_step
     peak, peak_source = peak_of(device, train.precision) if device else (None, None)
     return {
@@ -90,6 +92,11 @@ def info(
         "teacher_bytes": teacher_bytes(config.distill),  # of these
         "activation_bytes": activations,
         "memory_bytes_per_device": None if activations is None else weights + activations,
+        # on the disk
+        "checkpoint_bytes": files.checkpoint,
+        "checkpoints": files.checkpoints,
+        "final_bytes": files.final,
+        "disk_bytes": files.total,
         # the plan of the run
         "seq_len": seq_len,
         "rows_per_step": train.tokens_per_step // seq_len,
@@ -167,6 +174,8 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
         table.add_row(
             "memory per device", size(f["memory_bytes_per_device"]), "the two lines above"
         )
+    each = f"{f['checkpoints']} of {size(f['checkpoint_bytes'])}, final/ {size(f['final_bytes'])}"
+    table.add_row("disk", size(f["disk_bytes"]), f"at most; checkpoints {each}")
     if f["context_parallel"] > 1:
         note = f"sent by a device and step, at most; each row on {f['context_parallel']} processes"
         table.add_row("context parallelism", size(f["context_bytes_per_step"] or 0), note)

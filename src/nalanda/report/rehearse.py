@@ -23,8 +23,9 @@ from nalanda.common.text import duration, size
 from nalanda.config.load import at_home
 from nalanda.config.schema import RunConfig
 from nalanda.report.verify import verify
-from nalanda.train.checkpoint_dir import latest_checkpoint
-from nalanda.train.estimate import memory_parts, meta_model, time_left
+from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, step_of
+from nalanda.train.checks import check_disk
+from nalanda.train.estimate import memory_parts, meta_model, run_files, time_left
 from nalanda.train.log import read_facts, read_metrics
 from nalanda.train.loop import train
 from nalanda.train.run_dir import refuse_other_files, refuse_other_recipe
@@ -101,16 +102,18 @@ def removed_at_end(folder: Path) -> Iterator[None]:
 def measured(config: RunConfig, folder: Path, before: int) -> dict[str, Any]:
     """The figures of `rehearse`, from the folder of the rehearsal. before: bytes of this process before it.
 
-    Raises `InputError` if the checkpoint cannot be read back.
+    Raises `InputError` if the checkpoint cannot be read back, `DiskFull` if the whole run lacks room.
     """
     for verdict in verify(folder):
         if not verdict.good:
             raise InputError(f"{folder}: the checkpoint cannot be read back: {verdict}")
     checkpoint = latest_checkpoint(folder / "checkpoints")
-    files = checkpoint.rglob("*") if checkpoint else ()
 
     facts = read_facts(folder) | {"step": 0}
     model = meta_model(config)
+    files = run_files(config, model, saved_steps(config))
+    # The run finds the room that these files take now.
+    check_disk(files._replace(more=files.more - folder_bytes(folder)), folder.parent)
     held, activations = memory_parts(config, facts, model)
 
     rates = [x["tokens_per_second"] for x in read_metrics(folder / "metrics.jsonl") if "loss" in x]
@@ -122,8 +125,21 @@ def measured(config: RunConfig, folder: Path, before: int) -> dict[str, Any]:
         "seconds": seconds * config.train.steps,
         "estimated_bytes": held + (activations or 0),
         "bytes": peak_bytes(facts["device"], before),
-        "checkpoint_bytes": sum(file.stat().st_size for file in files),
+        "estimated_checkpoint_bytes": files.checkpoint,
+        "checkpoint_bytes": folder_bytes(checkpoint) if checkpoint else 0,
+        "disk_bytes": files.total,
+        "free_bytes": shutil.disk_usage(folder).free,
     }
+
+
+def saved_steps(config: RunConfig) -> list[int]:
+    """Steps of the checkpoints that the run has already."""
+    local = staging(config.output_dir) if is_store(config.output_dir) else Path(config.output_dir)
+    return [step_of(path) for path in checkpoint_folders(local / "checkpoints")]
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*"))
 
 
 def peak_bytes(device: str, before: int) -> int | None:
@@ -149,6 +165,8 @@ def print_rehearsal(figures: dict[str, Any]) -> None:
     if not torch.cuda.is_available():
         peak += ", with data and tokenizer"
     table.add_row("memory a device", size(f["estimated_bytes"]), peak)
-    table.add_row("checkpoint", "", f"{size(f['checkpoint_bytes'])}, written and read back")
+    written = f"{size(f['checkpoint_bytes'])}, written and read back"
+    table.add_row("checkpoint", size(f["estimated_checkpoint_bytes"]), written)
+    table.add_row("disk, at most", size(f["disk_bytes"]), f"{size(f['free_bytes'])} free")
     Console(emoji=False).print(table)
     print("rehearsed: the data, the tokenizer and the model work; all files are removed again")

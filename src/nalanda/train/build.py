@@ -35,9 +35,15 @@ from nalanda.train.carried_states import (
     slot_files,
     slots_of,
 )
-from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, saved_before_sums
-from nalanda.train.checks import check_causal, keeps_documents_apart
+from nalanda.train.checkpoint_dir import (
+    checkpoint_folders,
+    latest_checkpoint,
+    saved_before_sums,
+    step_of,
+)
+from nalanda.train.checks import check_causal, check_disk, keeps_documents_apart
 from nalanda.train.distill import load_teacher
+from nalanda.train.estimate import meta_model, run_files
 from nalanda.train.flops import flops_per_token, peak_flops
 from nalanda.train.guards import SpikeDetector
 from nalanda.train.launch import check_shared, on_main_process, patience
@@ -67,15 +73,16 @@ def set_up(
     say("preparing the tokenizer")
     tokenizer = prepare_tokenizer(config, accelerator, sources)
 
+    # As soon as the vocabulary is known: what does not fit is refused before any work.
+    check_machine(config, accelerator, sharing, tokenizer, resume)
+
     say("opening the data")
     batches, validation, sums = open_data(config, accelerator, sharing, tokenizer, sources)
 
     # One seed on all processes while weights are drawn, then one of each process for dropout.
     say("building the model")
     set_seed(config.seed)
-    # Weights, gradients and one moment share a CPU's memory.
-    bytes_each = 12 if accelerator.device.type == "cpu" and sharing.kind == "ddp" else 4
-    model = build_model(config, tokenizer, weights=resume is None, bytes_each=bytes_each)
+    model = build_model(config, tokenizer, weights=resume is None)
     teacher = load_teacher(config.distill, tokenizer, model.config, accelerator.device)
     costs = count_flops(config, accelerator, model)  # of the bare model, before it is sharded
     build = partial(build_optimizer, model, config.optim)
@@ -133,6 +140,36 @@ def prepare_tokenizer(config: RunConfig, accelerator: Accelerator, sources: Sour
         if accelerator.is_main_process and not is_whole(folder):
             save_tokenizer(tokenizer, folder)
     return tokenizer
+
+
+def check_machine(
+    config: RunConfig,
+    accelerator: Accelerator,
+    sharing: parallel.Sharing,
+    tokenizer: Any,
+    resume: Path | None,
+) -> None:
+    """Refuses a run whose model, steps or files this machine cannot hold; decides which chunks a CPU saves.
+
+    Raises:
+        InputError: the memory is too small.
+        DiskFull: the disk of the run's folder is.
+    """
+    device, processes = accelerator.device.type, accelerator.num_processes
+    model = meta_model(config, tokenizer)
+    # Weights, gradients and one moment share a CPU's memory.
+    memory.check_model(model.config, 12 if device == "cpu" and sharing.kind == "ddp" else 4)
+    parallel_kind = sharing.kind if processes > 1 else None
+    facts = {"processes": processes, "parallel": parallel_kind, "device": device}
+    memory.check_step(memory.save_chunks(config, facts, model))
+
+    def check_files() -> None:
+        run_dir = Path(config.output_dir)
+        steps = map(step_of, checkpoint_folders(run_dir / "checkpoints"))
+        last = step_of(resume) if resume else 0
+        check_disk(run_files(config, model, [step for step in steps if step <= last]), run_dir)
+
+    on_main_process(accelerator.is_main_process, check_files)
 
 
 def open_data(
@@ -321,15 +358,12 @@ def open_batches(
     return batches, validation_batches(config.data, tokenizer, batch_size=rows, say=say, **share)
 
 
-def build_model(
-    config: RunConfig, tokenizer: Any, *, weights: bool = True, bytes_each: int = 4
-) -> PreTrainedModel:
+def build_model(config: RunConfig, tokenizer: Any, *, weights: bool = True) -> PreTrainedModel:
     """The model of `config.model` in fp32, initialised or, with `init_from` and `weights`, loaded.
 
-    bytes_each: host memory that every parameter must find free. Raises `InputError`.
+    Raises `InputError`.
     """
     model_config = build_model_config(config, tokenizer)
-    memory.check_model(model_config, bytes_each)
     check_vocabulary(tokenizer, model_config.vocab_size)
     path = config.model.get("init_from")
     # A resume takes its checkpoint's weights, not those of init_from.

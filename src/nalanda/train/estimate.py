@@ -1,4 +1,4 @@
-"""Estimates parameters, memory and time before anything is allocated."""
+"""Estimates parameters, memory, disk and time before anything is allocated."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -22,7 +22,7 @@ from nalanda.config.model import (
     language_model,
     padded_vocabulary,
 )
-from nalanda.config.schema import DistillConfig, RunConfig
+from nalanda.config.schema import CheckpointConfig, DistillConfig, RunConfig
 from nalanda.data.tokenizer import build_tokenizer, vocabulary_of
 from nalanda.model import NalandaConfig, chunk_forward, chunk_order, ops
 from nalanda.model.context import Context, Parts
@@ -77,10 +77,8 @@ def held_bytes(
     accumulates: default: as the recipe does.
     """
     groups = parameter_groups(model, config.optim)
-    # Bytes a parameter: weight, gradient and two moments in fp32; Muon has one moment.
-    total = sum(
-        p.numel() * (12 if g["kind"] == "muon" else 16) for g in groups for p in g["params"]
-    )
+    # Weight and gradient of a parameter in fp32.
+    total = moment_bytes(groups) + sum(8 * p.numel() for g in groups for p in g["params"])
     parameters = model.num_parameters()
     teacher = teacher_bytes(config.distill)
     if shards == 1:
@@ -95,6 +93,68 @@ def held_bytes(
     return (
         teacher + total // shards + 4 * (parameters - sum(blocks)) + 3 * 4 * max(blocks, default=0)
     )
+
+
+def moment_bytes(groups: list[dict]) -> int:
+    """Bytes of the moments of `parameter_groups` in fp32: two a parameter, one under Muon."""
+    return sum(
+        p.numel() * (4 if group["kind"] == "muon" else 8)
+        for group in groups
+        for p in group["params"]
+    )
+
+
+class RunFiles(NamedTuple):
+    """Bytes that a run takes on its disk, without tokenizer and logs."""
+
+    checkpoint: int
+    """Of one checkpoint."""
+    checkpoints: int
+    """Most checkpoints at a time, the one that is being written among them."""
+    final: int
+    """Of the model in `final/`."""
+    total: int
+    """Most at a time."""
+    more: int
+    """Of `total`, those that are not on the disk yet."""
+
+    def describe(self) -> str:
+        """`13.9 GiB, for 4 checkpoints of 3.2 GiB and final/ of 1.1 GiB`."""
+        count = f"{self.checkpoints} checkpoint{'s' * (self.checkpoints > 1)}"
+        each = f"{count} of {size(self.checkpoint)} and final/ of {size(self.final)}"
+        return f"{size(self.total)}, for {each}"
+
+
+def run_files(config: RunConfig, model: PreTrainedModel, saved: Sequence[int] = ()) -> RunFiles:
+    """The bytes of a run's checkpoints and model. A run in a store takes them in its local folder.
+
+    saved: steps of the checkpoints that the run has.
+    """
+    weights = 4 * model.num_parameters()
+    checkpoint = weights + moment_bytes(parameter_groups(model, config.optim))
+    if config.data.long_documents == "carry" and isinstance(model.config, NalandaConfig):
+        rows = config.train.tokens_per_step // config.data.seq_len
+        checkpoint += rows * model.config.state_bytes(config.data.seq_len)
+
+    # The steps that are saved from here on.
+    begun, steps, every = max(saved, default=0), config.train.steps, config.checkpoint.every
+    new = [*range((begun // every + 1) * every, steps, every)] if every else []
+    new += [steps] * (steps > begun)
+    saves = [*sorted(saved), *new]
+
+    # A save comes before what it removes: the first one meets all that are there, the last one most others.
+    most = len(saved)
+    if new:
+        most = 1 + max(len(saved), count_kept(saves[:-1], config.checkpoint))
+    total = max(most * checkpoint, count_kept(saves, config.checkpoint) * checkpoint + weights)
+    return RunFiles(checkpoint, most, weights, total, total - len(saved) * checkpoint)
+
+
+def count_kept(saves: list[int], config: CheckpointConfig) -> int:
+    """Counts the checkpoints that stay of `saves`, their steps in order."""
+    newest, every = saves[-config.keep_last :], config.keep_every
+    for_good = [step for step in saves[: -config.keep_last] if every and step % every == 0]
+    return len(newest) + len(for_good)
 
 
 def teacher_bytes(config: DistillConfig) -> int:
@@ -158,15 +218,15 @@ def time_range(seconds: Sequence[float]) -> str:
     return f"{shortest} to {longest}, assuming {low} to {high} % of the peak"
 
 
-def meta_model(config: RunConfig) -> PreTrainedModel:
+def meta_model(config: RunConfig, tokenizer: Any = None) -> PreTrainedModel:
     """The recipe's model in fp32 on the meta device, with the vocabulary that training gives it.
 
-    Raises `InputError` for sizes that no tensor can have.
+    tokenizer: the run's, if it is at hand. Raises `InputError` for sizes that no tensor can have.
     """
     keys = config.model
-    if "vocab_size" not in keys and isinstance(config_source(keys), type):
+    if tokenizer is None and "vocab_size" not in keys and isinstance(config_source(keys), type):
         keys = {**keys, "vocab_size": padded_vocabulary(vocabulary(config))}
-    model_config = build_model_config(replace(config, model=keys))
+    model_config = build_model_config(replace(config, model=keys), tokenizer)
     parameters(model_config)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return language_model(model_config).from_config(model_config, dtype=torch.float32)

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from accelerate import Accelerator
 
 from nalanda.common.errors import InputError, NothingTrained
 from nalanda.common.progress import Progress
+from nalanda.common.text import size
 from nalanda.config.load import at_home
 from nalanda.config.schema import RunConfig
 from nalanda.data.stores import with_local_sets
@@ -24,7 +26,7 @@ from nalanda.train import memory, parallel
 from nalanda.train.build import finish_sums, set_up
 from nalanda.train.checkpoint import random_state, set_random_state
 from nalanda.train.checkpoint_dir import step_of
-from nalanda.train.estimate import estimate_memory, time_left
+from nalanda.train.estimate import estimate_memory, run_files, time_left
 from nalanda.train.export import export
 from nalanda.train.guards import Interruptions, Watchdog
 from nalanda.train.launch import advise_on_threads, from_main_process, launch
@@ -125,7 +127,6 @@ def train_together(
     run.mirror, run.signals = mirror, signals
     # Restored below: opening the log draws numbers, as importing rich does.
     generators = random_state()
-    memory.check_step(memory.save_chunks(config, run.facts, run.model))
 
     with watched(run, recipe, changes, resume):
         announce(run, changes)
@@ -279,6 +280,8 @@ def announce(run: Run, changes: dict) -> None:
     say(f"FLOPs      {facts['training_flops_per_token']:.3g} a token ({facts['flops']})")
     if not run.log.quiet:
         say(f"memory     {estimate_memory(config, facts, run.model)}")
+        free = shutil.disk_usage(config.output_dir).free
+        say(f"disk       {run_files(config, run.model).describe()}; {size(free)} free")
         run.log.expect(train.steps - facts["step"], time_left(config, facts))
     if not facts["documents_kept_apart"]:
         say(
