@@ -29,6 +29,7 @@ from nalanda.inference.generate import (
     Printer,
     decode,
     describe_speed,
+    fingerprint_of,
     load_state,
     read_with_progress,
 )
@@ -99,7 +100,7 @@ class Conversation:
             "follows": "yes" if self.follows_text else "",
         }
         try:
-            self.state.save(file, tokenizer=self.tokenizer, **notes)
+            self.state.save(file, tokenizer=fingerprint_of(self.tokenizer), **notes)
         except (OSError, SafetensorError) as error:
             raise InputError(
                 f"{file}: not saved ({first_line(error)}); name another file"

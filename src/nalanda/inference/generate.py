@@ -20,6 +20,7 @@ from nalanda.common.errors import InputError, output_file, output_folder
 from nalanda.common.processes import peak_resident
 from nalanda.common.progress import Progress
 from nalanda.common.text import size
+from nalanda.data.tokenizer import tokenizer_fingerprint
 from nalanda.inference.load import (
     after_bos,
     bos_token,
@@ -169,6 +170,13 @@ def read_with_progress(
     return state
 
 
+def fingerprint_of(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """The fingerprint that state files have of a tokenizer; None for one without a fast version."""
+    if tokenizer is None or not tokenizer.is_fast:
+        return None
+    return tokenizer_fingerprint(tokenizer)
+
+
 def load_state(
     path: str | Path, model: Any, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> State:
@@ -179,7 +187,7 @@ def load_state(
         )
     path = state_file(path)
     try:
-        return model.load_state(path, tokenizer)
+        return model.load_state(path, fingerprint_of(tokenizer))
     except (OSError, ValueError) as error:
         raise InputError(str(error).splitlines()[0]) from error
 
@@ -269,7 +277,7 @@ def generate(
             seconds = time.perf_counter() - start
             print(f"read {len(tokens)} tokens in {seconds:.1f} s", file=sys.stderr)
         if new_file:
-            state.save(new_file, tokenizer=tokenizer)
+            state.save(new_file, tokenizer=fingerprint_of(tokenizer))
         inputs: dict[str, Any] = {"state": state, "state_dtype": files.state_dtype}
         prompt_length = 0  # of the sequence that `generate` returns
         start = time.perf_counter()
@@ -358,7 +366,7 @@ def kept_state(
             )
 
         state = read_with_progress(model, tokens, state_dtype=state_dtype)
-        state.save(file, tokenizer=tokenizer, text=digest)
+        state.save(file, tokenizer=fingerprint_of(tokenizer), text=digest)
     return state
 
 

@@ -236,7 +236,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
                 states = self.model(input_ids=piece, context=context, **rows).carried_cache
         return (cache if states is None else states).convert(state_dtype)
 
-    def load_state(self, path: str | Path, tokenizer: Any = None) -> State:
+    def load_state(self, path: str | Path, tokenizer: str | None = None) -> State:
         """`State.load(path, self, tokenizer)`."""
         return State.load(path, self, tokenizer)
 

@@ -55,25 +55,6 @@ def fingerprint(model: nn.Module, dtype: torch.dtype | None = None) -> str:
     return _sum(rounded_weights())[:16]
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """The first 16 hexadecimal digits of a SHA-256 over the rules by which a text becomes ids.
-
-    Padding, truncation, decoding, and the special tokens around a text do not count.
-    """
-    if not tokenizer.is_fast:
-        rules = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
-        return hashlib.sha256(json.dumps(rules).encode()).hexdigest()[:16]
-
-    backend = tokenizer.backend_tokenizer
-    digest = hashlib.sha256()
-    for rules in (backend.normalizer, backend.pre_tokenizer, backend.model):
-        digest.update(b"none" if rules is None else rules.__getstate__())  # its JSON
-    for number, token in sorted(backend.get_added_tokens_decoder().items()):
-        flags = (token.single_word, token.lstrip, token.rstrip, token.normalized)
-        digest.update(json.dumps([number, token.content, *flags]).encode())
-    return digest.hexdigest()[:16]
-
-
 def _weights(model: nn.Module) -> dict[str, Tensor]:
     """The tensors that the model computes with, by name.
 
@@ -238,13 +219,13 @@ class State:
         self,
         path: str | Path,
         *,
-        tokenizer: Any = None,
+        tokenizer: str | None = None,
         state_dtype: str | None = None,
         **notes: str,
     ) -> None:
         """Writes a safetensors file with the state, the notes, the weights' fingerprints and a sum.
 
-        tokenizer: the text's tokenizer, whose fingerprint the file then has.
+        tokenizer: fingerprint of the text's tokenizer, `nalanda.data.tokenizer.tokenizer_fingerprint`.
         state_dtype: precision of matrices there, see `precision.py`; None: as the state has them.
 
         Raises ValueError if the weights have changed since the text was read, OSError if it cannot write.
@@ -274,16 +255,16 @@ class State:
             "notes": json.dumps(notes),
         }
         if tokenizer is not None:
-            about["tokenizer"] = tokenizer_fingerprint(tokenizer)
+            about["tokenizer"] = tokenizer
         _write(Path(path), tensors, about | {"sum": file_sum(tensors, about)})
 
     @classmethod
-    def load(cls, path: str | Path, model: Any, tokenizer: Any = None) -> "State":
+    def load(cls, path: str | Path, model: Any, tokenizer: str | None = None) -> "State":
         """Loads a state that this model saved onto the model's devices.
 
         Either may have any precision, except that bfloat16 and float16 cannot be compared.
 
-        tokenizer: that of the continuation; None: any. A file without a tokenizer's fingerprint takes any.
+        tokenizer: fingerprint of the continuation's, as for `save`. Without one here or in the file, any will do.
 
         Raises ValueError for another kind of file, a damaged one, or other weights, settings or tokenizer.
         """
@@ -478,11 +459,9 @@ def _check_fingerprint(path: str | Path, about: dict[str, str], model: Any) -> N
         )
 
 
-def _check_tokenizer(path: str | Path, about: dict[str, str], tokenizer: Any) -> None:
-    """Raises ValueError if the file names another tokenizer; None, or a file that names none: any will do."""
-    if tokenizer is None or "tokenizer" not in about:
-        return
-    if about["tokenizer"] != tokenizer_fingerprint(tokenizer):
+def _check_tokenizer(path: str | Path, about: dict[str, str], tokenizer: str | None) -> None:
+    """Raises ValueError if both fingerprints are known, and are of two tokenizers."""
+    if tokenizer is not None and about.get("tokenizer", tokenizer) != tokenizer:
         raise ValueError(
             f"{path} was read with another tokenizer, whose ids mean other text: give the model that one, or "
             "go on without this check (`nalanda generate --force`)"
