@@ -22,7 +22,7 @@ from nalanda.config.schema import OptimConfig, ScheduleConfig
 from nalanda.data.python_docs import python_documents
 from nalanda.model import FEATURE_MAPS, MIXERS, NalandaCache, NalandaConfig, NalandaForCausalLM
 from nalanda.model.graphs import decoding_graphs
-from nalanda.model.precision import STATE_DTYPES, pack_state, unpack_state
+from nalanda.model.precision import NO_MATRIX, STATE_DTYPES, pack_state, unpack_state
 from nalanda.train.optim import build_optimizer, learning_rate
 from nalanda_lab.track import track
 
@@ -48,7 +48,6 @@ HELD_NATS, HELD_RECALL = 0.01, 0.01
 """How much a precision may lose of the nats, and of the recall in a stream's second half."""
 START = 1024
 """Tokens of the stream's start."""
-NO_MATRIX = ("softmax", "diag_attention")
 
 
 def draw_stream(

@@ -5,7 +5,18 @@ import json
 import pytest
 import torch
 from nalanda_lab import states
-from nalanda_lab.states import ARMS, SIZES, draw_stream, holds, plan, read_stream
+from nalanda_lab.states import (
+    ARMS,
+    HELD_NATS,
+    HELD_RECALL,
+    SIZES,
+    START,
+    draw_stream,
+    holds,
+    plan,
+    read_stream,
+    state_table,
+)
 from pages import ROOT
 
 from nalanda.model import MIXERS, NalandaCache, NalandaConfig, NalandaForCausalLM
@@ -59,14 +70,27 @@ def test_a_record_is_made_once(tmp_path, monkeypatch, capsys):
     assert "| gla | " in capsys.readouterr().out
 
 
+def read_records():
+    """The records of the repository by their names, in the order of the plan."""
+    files = {name: ROOT / "lab/records/states" / f"{name}.json" for name in plan()}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+
+
+def test_the_page_has_the_records_and_their_rule():
+    page = (ROOT / "lab/pages/serving.md").read_text()
+    assert "\n".join(state_table(read_records())[2:]) in page
+    rule = f"✗ marks a loss of over {HELD_NATS} nats, there or in the first {START:,} tokens, or of over one point"
+    assert rule in " ".join(page.split())
+    assert HELD_RECALL == 0.01
+
+
 def test_the_product_serves_what_was_measured_to_hold():
     records = {}
-    for name, options in plan().items():
-        file = ROOT / "lab/records/states" / f"{name}.json"
-        if file.exists():
-            pair = (options["mixer"], options.get("feature_map", MIXERS[options["mixer"]].map_name))
-            records[pair] = json.loads(file.read_text())
+    for name, record in read_records().items():
+        options = plan()[name]
+        pair = (options["mixer"], options.get("feature_map", MIXERS[options["mixer"]].map_name))
+        records[pair] = record
     measured = {(mixer, name) for mixer, names in MEASURED.items() for name in names}
-    assert measured == records.keys() | {("softmax", None), ("diag_attention", None)}
+    assert measured == records.keys()
     for state_dtype, pairs in LOSES.items():
         assert pairs == {p for p, record in records.items() if not holds(record, state_dtype)}

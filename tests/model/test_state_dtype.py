@@ -10,6 +10,7 @@ from nalanda.model import MIXERS
 from nalanda.model.precision import (
     LOSES,
     MEASURED,
+    NO_MATRIX,
     STATE_DTYPES,
     pack_state,
     packed_spec,
@@ -83,8 +84,10 @@ def test_a_rounding_that_comes_back_does_not_add_up(state_dtype, limit):
 def test_a_cache_is_as_small_as_stated_and_decodes(options, state_dtype):
     model = build(**options, dtype=torch.float32)
     pair = pair_of(options)
-    if state_dtype in LOSES and not (
-        pair[1] in MEASURED.get(pair[0], ()) and pair not in LOSES[state_dtype]
+    if (
+        state_dtype in LOSES
+        and pair[0] not in NO_MATRIX
+        and (pair[1] not in MEASURED.get(pair[0], ()) or pair in LOSES[state_dtype])
     ):
         with pytest.raises(
             ValueError, match=f"measured to hold for mixer '{pair[0]}'.*; take float32"
@@ -150,6 +153,51 @@ def test_an_unknown_precision_is_refused(small):
     ):
         with pytest.raises(ValueError, match="state_dtype 'int4' is unknown; choose one of"):
             call()
+
+
+@pytest.mark.parametrize("state_dtype", ROUNDED)
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"mixer": "deltanet", "mixer_options": {"norm_write": True}}, "norm_write=True"),
+        (
+            {"mixer": "deltanet", "mixer_options": {"qk_norm": "none", "norm_write": True}},
+            "qk_norm='none', norm_write=True",
+        ),
+        (
+            {
+                "mixer": ["softmax", "delta_product"],
+                "mixer_options": {"delta_product": {"num_householder": 3}},
+            },
+            "num_householder=3",
+        ),
+        (
+            {"mixer": "deltanet", "feature_map": "relu", "feature_map_options": {"norm": "l2"}},
+            "norm='l2'",
+        ),
+    ],
+)
+def test_options_that_were_not_measured_are_refused(options, says, state_dtype, tmp_path):
+    model = build(**options, dtype=torch.float32)
+    refusal = f"with its defaults, not with .*{says}; take float32"
+    for call in (
+        lambda: model.generate(ids(1, 9), state_dtype=state_dtype),
+        lambda: model.read(ids(1, 9), state_dtype=state_dtype),
+        lambda: model.read(ids(1, 9)).save(tmp_path / "state", state_dtype=state_dtype),
+    ):
+        with pytest.raises(ValueError, match=refusal):
+            call()
+    model.generate(ids(1, 9), state_dtype="float32", **GREEDY)
+
+
+def test_options_that_round_nothing_are_served():
+    for options in (
+        {"mixer": "gated_deltanet", "mixer_options": {"num_v_heads": 4}},
+        {"mixer": "kda", "mixer_options": {"gate_bias": False, "norm_write": False}},
+        {"mixer": ["deltanet", "softmax"], "mixer_options": {"softmax": {"rope_theta": 1e4}}},
+    ):
+        model = build(**options, dtype=torch.float32)
+        model.generate(ids(1, 9), state_dtype="int8", **GREEDY)
 
 
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)

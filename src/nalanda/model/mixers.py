@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 from .attention import DiagAttention, SoftmaxAttention
 from .base import Mixer
@@ -82,6 +83,13 @@ def uncut_mixers(config) -> list[str]:
     return [name for name in dict.fromkeys(config.layer_mixers) if not MIXERS[name].cut]
 
 
+def mixer_options(name: str, config) -> dict[str, Any]:
+    """The share of `config.mixer_options` of the mixer called `name`."""
+    options = config.mixer_options
+    by_name = bool(MIXERS.keys() & options.keys())
+    return options.get(name, {}) if by_name else options
+
+
 def build_mixer(name: str, config, layer_idx: int) -> Mixer:
     """The mixer called `name`, with its share of `config.mixer_options`.
 
@@ -95,10 +103,8 @@ def build_mixer(name: str, config, layer_idx: int) -> Mixer:
     if name not in MIXERS:
         near = did_you_mean(name, MIXERS)
         raise ValueError(f"unknown mixer {name!r}{near or ':'} choose one of {', '.join(MIXERS)}")
-    options = config.mixer_options
-    if MIXERS.keys() & options.keys():  # each mixer's own, by name
-        options = options.get(name, {})
-        check_types({name: options}, {name: dict}, "mixer_options.")
+    options = mixer_options(name, config)
+    check_types({name: options}, {name: dict}, "mixer_options.")
     check_types(options, MIXERS[name].__init__.__annotations__, f"mixer {name!r}: ")
     try:
         check_names(options, MIXERS[name])

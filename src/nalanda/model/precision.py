@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .feature_maps import FEATURE_MAPS
-from .mixers import MIXERS
+from .mixers import MIXERS, mixer_options
+from .options import beyond, defaults
 
 STATE_DTYPES = ("float32", "bfloat16", "int8", "fp8")
 LARGEST = {"int8": 127, "fp8": 448}
@@ -44,10 +45,10 @@ MEASURED: dict[str, tuple[str | None, ...]] = {
     "gla": (None,),
     "mamba2": ("silu",),
     "norm_attention": ("elu1",),
-    "softmax": (None,),
-    "diag_attention": (None,),
 }
-"""Mixers, and the maps with which a text of 16 k tokens was read in each precision. The last two have no matrix."""
+"""Mixers, and the maps with which a text of 16 k tokens was read in each precision."""
+NO_MATRIX = ("softmax", "diag_attention")
+"""Mixers without a state to round."""
 _IN_NONE: set[Pair] = {("mala", "elu1"), ("norm_attention", "elu1")}
 LOSES: dict[str, set[Pair]] = {
     "bfloat16": {
@@ -73,6 +74,9 @@ LOSES: dict[str, set[Pair]] = {
     },
 }
 """Those that lost more than 0.01 nats or a point of recall there. They are refused, as all that were not measured."""
+UNROUNDED = ("num_v_heads", "gate_bias")
+"""Options of mixers that set a number of heads, or the output gate alone, so that the measurements hold for them.
+All others had their defaults there."""
 MATRIX = "recurrent"
 """The state that is packed."""
 
@@ -87,6 +91,8 @@ def check_state_dtype(state_dtype: str | None, config: Any) -> None:
         return
 
     for mixer in dict.fromkeys(config.layer_mixers):
+        if mixer in NO_MATRIX:
+            continue
         feature_map = MIXERS[mixer].map_name and (config.feature_map or MIXERS[mixer].map_name)
         if not holds_in(state_dtype, (mixer, feature_map)):
             with_map = f" with feature_map {feature_map!r}" if feature_map else ""
@@ -94,6 +100,21 @@ def check_state_dtype(state_dtype: str | None, config: Any) -> None:
                 f"state_dtype {state_dtype!r} was not measured to hold for mixer {mixer!r}{with_map}; "
                 "take float32"
             )
+        options = unmeasured_options(mixer, config)
+        if options:
+            raise ValueError(
+                f"state_dtype {state_dtype!r} was measured for mixer {mixer!r} with its defaults, not with "
+                f"{', '.join(options)}; take float32"
+            )
+
+
+def unmeasured_options(mixer: str, config: Any) -> list[str]:
+    """The options of the mixer and of its map, as `name=value`, with which no precision was measured."""
+    options = beyond(defaults(MIXERS[mixer]), mixer_options(mixer, config))
+    options = {name: value for name, value in options.items() if name not in UNROUNDED}
+    if MIXERS[mixer].map_name:
+        options |= config.feature_map_options  # without those at their defaults
+    return [f"{name}={value!r}" for name, value in options.items() if value is not None]
 
 
 def holds_in(state_dtype: str, pair: Pair) -> bool:
