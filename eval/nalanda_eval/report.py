@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nalanda.common.progress import first_process
+from nalanda.common.text import si
 from nalanda_eval.needles import NEEDLES, short_length
 
 # The zero-shot suite of NaLaFormer's table 4, and LAMBADA's accuracy: task, metric, column.
@@ -183,7 +184,7 @@ def _cost_notes(model: dict[str, Any]) -> list[str]:
     reading = f"windows of {length} tokens" if length else "texts read whole"
     cached = f" ({model['found']} of them kept from before)" if model["found"] else ""
     lines.append(
-        f"{name}: {model['parameters'] / 1e6:.1f} M parameters, {model['dtype']}, {reading}, "
+        f"{name}: {si(model['parameters'])} parameters, {model['dtype']}, {reading}, "
         f"{model['log_likelihoods']} log-likelihoods{cached} in {model['seconds']:.0f} s."
     )
     return lines

@@ -198,6 +198,15 @@ def _require_context_and_word(row: dict, text: Any) -> Any:
     return text
 
 
+def _require_gap(row: dict, sentence: Any) -> Any:
+    """The rule that a sentence has a gap for its options."""
+    if not isinstance(sentence, str):
+        raise ValueError(f"{sentence!r} is not text")
+    if "_" not in sentence:
+        raise ValueError(f"{sentence!r} has no _ where its options belong")
+    return sentence
+
+
 def _endings(row: dict) -> list[str]:
     return [str(i) for i in range(len(row["endings"]))]
 
@@ -221,7 +230,7 @@ TASK_RULES: dict[str, dict[str, Rule]] = {
     "drop": {"answer": _require_drop_answer},
     "piqa": {"label": _one_of((0, 1))},
     "hellaswag": {"label": _one_of(_endings)},
-    "winogrande": {"answer": _one_of(("1", "2"))},
+    "winogrande": {"sentence": _require_gap, "answer": _one_of(("1", "2"))},
     "boolq": {"label": _one_of((0, 1))},
     "copa": {"label": _one_of((0, 1)), "question": _one_of(("cause", "effect"))},
     "social_iqa": {"label": _one_of(("1", "2", "3"))},
@@ -367,7 +376,10 @@ def _read_row(source: TaskSource, line: str, location: str) -> dict:
     """The document in a line, with the hub's fields. location: the file and line, for messages."""
     local: Any = source.local
     try:
-        row = local.convert(json.loads(line))
+        row = json.loads(line)
+        if not isinstance(row, dict):
+            raise ValueError(f"{line[:40]} is no object of fields")
+        row = local.convert(row)
         document = {name: row[name] for name in local.fields}
     except KeyError as error:
         raise InputError(f"{location}: the field {error} is missing") from error

@@ -1199,6 +1199,8 @@ def test_no_data_at_all(checkpoint, tmp_path):
     [
         (b'{"goal": "a", "sol1": "b", "sol2": "c", "label": 0}\n{"goal": ', "line 2 is broken"),
         (b'{"goal": "a", "sol1": "b", "label": 0}\n', "line 1: the field 'sol2' is missing"),
+        (b'["a", "b", "c", 0]\n', r'line 1 is broken: \["a", "b", "c", 0\] is no object of fields'),
+        (b"7\n", "line 1 is broken: 7 is no object of fields"),
         (b"", "is empty"),
     ],
 )
@@ -1299,6 +1301,8 @@ def test_blank_lines_and_byte_order_marks_are_no_rows(tmp_path):
         ("sciq", {"correct_answer": " "}, "correct_answer is empty"),
         ("sciq", {"correct_answer": ["a"]}, r"correct_answer \['a'\] is not text"),
         ("sciq", {"support": 7}, "support 7 is not text"),
+        ("winogrande", {"sentence": "b c"}, "sentence 'b c' has no _ where its options belong"),
+        ("winogrande", {"sentence": 7}, "sentence 7 is not text"),
         ("sciq", {"distractor1": ["a"]}, r"distractor1 \['a'\] is not text"),
         ("hellaswag", {"endings": ["d", 5, "f", "g"]}, "endings 5 is not text"),
         (
