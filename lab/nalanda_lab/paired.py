@@ -26,7 +26,7 @@ from nalanda.model import NalandaForCausalLM
 from nalanda.model.delta import Decay
 from nalanda.train.build import open_batches
 from nalanda.train.loss import count_labels, summed_loss
-from nalanda.train.optim import build_optimizer
+from nalanda.train.optim import build_optimizer, set_rates
 from nalanda_lab.equal import configured, grows
 from nalanda_lab.sweep import Record
 
@@ -202,8 +202,7 @@ class Trunk:
             total += loss.detach()
 
         nn.utils.clip_grad_norm_(model.parameters(), self.optim.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_scale", 1.0)
+        set_rates(optimizer, rate)
         optimizer.step()
         optimizer.zero_grad()
         return total

@@ -2,9 +2,11 @@
 
 import base64
 import copy
+import dataclasses
 import functools
 import http.server
 import json
+import math
 import shutil
 import threading
 from pathlib import Path
@@ -28,6 +30,7 @@ from transformers import (
 import nalanda_cli
 from nalanda import NalandaConfig
 from nalanda.common.errors import InputError, SourceUnavailable
+from nalanda.convert import certificate, engines
 from nalanda.convert import convert as converting
 from nalanda.convert.convert import convert
 from nalanda.model.state import fingerprint
@@ -1041,3 +1044,18 @@ def test_an_encoder_is_refused(tmp_path):
     build("softmax", is_decoder=False, dtype=torch.float32).save_pretrained(tmp_path / "encoder")
     with pytest.raises(InputError, match="is_decoder=False of mixer 'softmax' cannot be expressed"):
         convert(str(tmp_path / "encoder"), str(tmp_path / "out"), to="llama")
+
+
+def test_a_model_that_computes_no_numbers_gets_no_certificate():
+    """One NaN among the log-probabilities is a difference."""
+    logits = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    greedy, margins = logits[:3].argmax(-1), torch.ones(3)
+    before = engines.Computed(
+        logits.log_softmax(-1), greedy, margins, "torch", [], {}, logits=logits
+    )
+    assert "largest difference" in str(certificate._differences(before, before, "f32"))
+    damaged = before.logps.clone()
+    damaged[4, 2] = math.nan
+    after = dataclasses.replace(before, logps=damaged)
+    with pytest.raises(InputError, match="source and target differ: log-probabilities by nan"):
+        certificate._differences(before, after, "f32")

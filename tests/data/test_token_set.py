@@ -17,7 +17,7 @@ from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.inspect import check_set, inspect
 from nalanda.data.loader import PackedBatches, validation_batches
 from nalanda.data.prepare import prepare
-from nalanda.data.token_set import SumCheck, TokenSet, is_token_set
+from nalanda.data.token_set import StatedFile, SumCheck, TokenSet, is_token_set
 from nalanda.data.tokenizer import encoder, tokenizer_fingerprint
 
 
@@ -326,3 +326,12 @@ def test_a_tokenizer_that_was_exchanged_is_found(tmp_path, byte_tokenizer):
     file.write_text(file.read_text().replace('"Ġ"', '"ĠĠ"'))
     with pytest.raises(InputError, match="not the tokenizer that the index names"):
         check_set(out, sums=True)
+
+
+def test_a_file_is_compared_again_where_another_index_states_another_sum(tmp_path):
+    """As after a set was prepared anew elsewhere and its index copied over the old one."""
+    file, record = tmp_path / "00000.tokens", tmp_path / "sums.jsonl"
+    file.write_bytes(b"tokens")
+    sums = [hashlib.sha256(content).hexdigest() for content in (b"tokens", b"others")]
+    assert SumCheck([StatedFile(file, 6, sums[0])], record).wait() is None
+    assert "damaged" in SumCheck([StatedFile(file, 6, sums[1])], record).wait()

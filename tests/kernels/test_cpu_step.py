@@ -13,7 +13,7 @@ from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu import build, step
 from tiny_models import rows
 
-from nalanda import NalandaConfig
+from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.model.graphs import StaticState
 from nalanda.model.mixers import MIXERS, build_mixer
 from nalanda.model.projections import apply_linear
@@ -243,3 +243,18 @@ def test_the_fields_are_those_of_the_source():
     assert [name for name in names if name] == [name for name, _ in step.Step._fields_]
     pointers = sum(kind is ctypes.c_void_p for _, kind in step.Step._fields_)
     assert len(re.findall(r"\*", re.sub(r"//.*", "", body))) == pointers
+
+
+@torch.no_grad()
+def test_tokens_of_small_embeddings_follow_the_whole_text():
+    """A norm of inputs near √ε depends on ε, and on its place below the root."""
+    torch.manual_seed(0)
+    config = NalandaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2, num_heads=2)
+    model = NalandaForCausalLM(config).eval()
+    model.model.embed_tokens.weight.mul_(1e-3 / config.initializer_range)
+    prompt = torch.randint(1, 64, (1, 18))
+    generated = model.generate(
+        prompt, max_new_tokens=3, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    whole = model(generated.sequences).logits[0, 17:-1]
+    assert distance(torch.cat(generated.logits), whole) < 1e-5

@@ -18,7 +18,7 @@ import torch
 
 from nalanda.common import files
 from nalanda.common.errors import DiskFull, InputError
-from nalanda.common.files import manifest_text, verify_manifest
+from nalanda.common.files import manifest_text, verify_manifest, write_atomically
 from nalanda.config.schema import CheckpointConfig, OptimConfig
 from nalanda.train import checkpoint, tensor_files
 from nalanda.train.checkpoint_dir import (
@@ -167,6 +167,34 @@ def test_a_checkpoint_is_called_saved_though_an_older_one_cannot_be_removed(tmp_
     with pytest.raises(InputError, match=r"step-2: saved, but .* be removed: .*busy.*; remove it"):
         save(tmp_path, 2, model, optimizer)
     assert latest_checkpoint(tmp_path) == tmp_path / "step-2"
+
+
+@pytest.fixture
+def disk(monkeypatch) -> list:
+    """The inode of each fsync and the new name of each rename, in their order."""
+    calls, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(os.fstat(fd).st_ino) or fsync(fd))
+    for name in ("rename", "replace"):
+        move = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda a, b, move=move, **at: calls.append(Path(b).name) or move(a, b, **at)
+        )
+    return calls
+
+
+def test_a_checkpoint_is_on_the_disk_before_its_name(tmp_path, disk):
+    """So that a power cut leaves whole checkpoints, and none that was saved is gone."""
+    path = save(tmp_path, 1, *made(updates=1))
+    named = disk.index("step-1")
+    inodes = {p.stat().st_ino for p in (path, *path.rglob("*"))}
+    assert inodes == {*disk[:named]}
+    assert disk[named + 1 :] == [tmp_path.stat().st_ino]
+
+
+def test_a_small_file_is_on_the_disk_before_its_name(tmp_path, disk):
+    write_atomically(tmp_path / "run.json", "{}")
+    file = tmp_path / "run.json"
+    assert disk == [file.stat().st_ino, "run.json", tmp_path.stat().st_ino]
 
 
 def broken(code: int, after: int):

@@ -8,6 +8,8 @@ import json
 import os
 import shutil
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ from training import launched, tiny_recipe, write_recipe, write_texts
 from nalanda.common.errors import InputError
 from nalanda.config.load import load_config
 from nalanda.data.prepare import prepare
+from nalanda.model import context
+from nalanda.model.context import Context
 from nalanda.report.info import info
 from nalanda.train import build, parallel
 from nalanda.train.log import read_metrics
@@ -82,6 +86,47 @@ if __name__ == "__main__":
 def launch(processes: int, folder: Path, *jobs: list, fails: bool = False) -> str:
     script = __file__, str(folder), json.dumps(jobs)
     return launched(*script, processes=processes, fails=fails)
+
+
+class Threads(Context):
+    """Parts of a row in threads, which hand one another tensors over a board."""
+
+    def __init__(self, rank: int, board: list, barrier: threading.Barrier):
+        self.rank, self.size, self.board, self.barrier = rank, len(board), board, barrier
+
+    def shift(self, tensors: list[torch.Tensor], by: int) -> list[torch.Tensor]:
+        self.board[self.rank] = tensors
+        self.barrier.wait()
+        source = self.rank - by
+        received = (
+            [x.clone() for x in self.board[source]]
+            if 0 <= source < self.size
+            else [torch.zeros_like(x) for x in tensors]
+        )
+        self.barrier.wait()  # no thread writes before all have read
+        return received
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("width", [3, 1], ids=["full", "diagonal"])
+def test_states_pass_through_many_parts(width, reverse):
+    """From `SCAN_FROM` parts on the states double their way; 12 parts are no power of two."""
+    parts = 12
+    assert parts >= context.SCAN_FROM
+    torch.manual_seed(0)
+    M, U = 0.6 * torch.randn(parts, 3, width).double(), torch.randn(parts, 3, 2).double()
+    board, barrier = [None] * parts, threading.Barrier(parts)
+
+    def state(rank: int) -> torch.Tensor:
+        return context.scan(Threads(rank, board, barrier), M[rank], U[rank], reverse)
+
+    with ThreadPoolExecutor(parts) as pool:
+        states = list(pool.map(state, range(parts)))
+    expected = torch.zeros(3, 2).double()
+    for rank in reversed(range(parts)) if reverse else range(parts):
+        torch.testing.assert_close(states[rank], expected, rtol=1e-12, atol=1e-12)
+        passed = M[rank] * expected if width == 1 else M[rank] @ expected
+        expected = passed + U[rank]
 
 
 @pytest.fixture(scope="module")

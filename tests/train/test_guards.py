@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 from covering import slow_but_for
+from filelock import FileLock
 from training import configured, outcome
 
 from nalanda.common.errors import InputError, NothingTrained, SourceUnavailable
@@ -273,6 +274,17 @@ def test_where_going_back_does_not_help_it_goes_further_back(recipe, tmp_path, m
     assert all(
         why_unusable(path) is None for path in checkpoint_folders(folder)
     )  # 15 was made again
+
+
+def test_a_later_spike_goes_back_to_the_newest_checkpoint(recipe, tmp_path, monkeypatch):
+    """After a rollback to 4 steps are good again: the next one is to 6, and 4 stays sound."""
+    poisoned(monkeypatch, dict.fromkeys((5, 6, 9, 10), "nan loss"))
+    settings = ("guard.max_bad_steps=2", "checkpoint.every=2", "train.steps=8")
+    loop.train(configured(recipe, tmp_path / "run", *settings, *NO_VALIDATION))
+    lines = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert [line["to"] for line in lines if line.get("event") == "rollback"] == [4, 6]
+    folders = checkpoint_folders(tmp_path / "run" / "checkpoints")
+    assert [step_of(path) for path in folders if why_unusable(path) is None] == [2, 4, 6, 8]
 
 
 def spoil(model, optimizer, kind: str) -> None:
@@ -690,8 +702,9 @@ def test_a_process_that_moves_is_left_alone():
     assert os.getpid()  # still here
 
 
-@pytest.mark.slow
-def test_two_runs_never_share_a_folder(recipe, tmp_path):
+def test_two_runs_never_share_a_folder(recipe, tmp_path, monkeypatch):
+    acquire = FileLock.acquire
+    monkeypatch.setattr(FileLock, "acquire", lambda lock, timeout: acquire(lock, timeout=0))
     config = configured(recipe, tmp_path / "run", "train.steps=2", "validation.every=0")
     loop.train(config)
     longer = configured(recipe, tmp_path / "run", "train.steps=4", "validation.every=0")

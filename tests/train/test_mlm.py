@@ -206,6 +206,18 @@ def test_trains_resumes_and_exports(recipe, tmp_path, capsys):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_micro_batches_hide_what_one_batch_hides(recipe, tmp_path):
+    """A row's mask depends on its place in the run: losses of 8 rows a step and of 4 + 4 are equal."""
+    curves = []
+    for rows_at_once in (8, 4):
+        settings = ("train.steps=3", "validation.every=0", "schedule.warmup_steps=0")
+        settings += (f"train.micro_batch_size={rows_at_once}",)
+        run = train(configured(recipe, tmp_path / str(rows_at_once), *ENCODER, *settings))
+        curves.append([line["loss"] for line in read_metrics(run / "metrics.jsonl")])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+
+
 def test_figures_have_no_state(recipe, tmp_path):
     figures = info(str(recipe), [f"output_dir={tmp_path}", *ENCODER, "model.vocab_size=320"])
     assert figures["state_bytes_per_sequence"] is None

@@ -16,7 +16,13 @@ from nalanda.config.schema import CheckpointConfig, GroupConfig, OptimConfig, Sc
 from nalanda.model import MIXERS
 from nalanda.model.linear import LinearAttention
 from nalanda.train import checkpoint
-from nalanda.train.optim import build_optimizer, describe_groups, learning_rate, parameter_groups
+from nalanda.train.optim import (
+    build_optimizer,
+    describe_groups,
+    learning_rate,
+    parameter_groups,
+    set_rates,
+)
 
 
 @pytest.mark.parametrize(
@@ -222,8 +228,7 @@ def test_muon_and_adamw_as_one_are_torchs_two():
     for step in range(3):
         for model in (ours, theirs):
             fill_gradients(model, step)
-        for group in optimizer.param_groups:  # as the loop does
-            group["lr"] = 0.01 * group["lr_scale"]
+        set_rates(optimizer, 0.01)
         for one in (optimizer, muon, adamw):
             one.step()
         optimizer.zero_grad()

@@ -25,6 +25,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from bare_run import add_gradients, bare_run, update
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.fsdp import FSDPModule
@@ -43,7 +44,7 @@ from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint
 from nalanda.train.export import export
 from nalanda.train.log import read_metrics
 from nalanda.train.loop import train
-from nalanda.train.loss import packed_logits, summed_loss
+from nalanda.train.loss import packed_logits
 from nalanda.train.optim import build_optimizer
 
 ROOT = Path(__file__).parents[2]
@@ -110,33 +111,33 @@ def steps(accelerator, model, wrapped, optimizer, first: int = 0, count: int = S
     """Trains on rows that depend on the step alone, two micro-batches a process and step."""
     torch._dynamo.reset()
     counters.clear()
+
+    def reduced_once(_: str) -> None:
+        """Before each micro-batch: FSDP2 adds up the gradients of all processes after the last one."""
+        assert not isinstance(model, FSDPModule) or all(p.grad is None for p in model.parameters())
+
+    optim = {"lr": 3e-3, "max_grad_norm": 0.5}
+    run = bare_run(model, optimizer, accelerator, wrapped, reduced_once, **optim)
     losses, norms, gradients = [], [], {}
     for step in range(first, first + count):
         rows = torch.randint(
             0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step)
         ).chunk(accelerator.num_processes)[accelerator.process_index]
-        loss = torch.zeros(())
-        for i, part in enumerate(rows.chunk(2)):
-            batch = {
+        micro_batches = [
+            {
                 "input_ids": part,
                 "labels": part,
                 "cu_seqlens": torch.arange(len(part) + 1) * LENGTH,
                 "position_ids": torch.arange(LENGTH).expand(len(part), -1),
             }
-            with parallel.accumulating(wrapped, last=i == 1):
-                share = summed_loss(wrapped, batch, accelerator.device) / (ROWS * (LENGTH - 1))
-                accelerator.backward(share * accelerator.num_processes)
-            loss += share.detach()
-            if step == first and i == 0 and isinstance(model, FSDPModule):
-                assert all(p.grad is None for p in model.parameters()), (
-                    "reduced before the last micro-batch"
-                )
+            for part in rows.chunk(2)
+        ]
+        done = add_gradients(run, micro_batches)
+        losses.append(done.loss)
+        norms.append(done.norm)
         if step == first:
             gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
-        norms.append(parallel.clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(accelerator.reduce(loss).item())
+        update(run, done)
     weights = {name: whole(p) for name, p in model.named_parameters()}
     graphs = counters["stats"]["unique_graphs"]
     return {

@@ -9,9 +9,11 @@ import pytest
 import safetensors.torch
 import torch
 from accelerate.utils import set_seed
+from bare_run import accelerator_of, add_gradients, bare_run
 from training import configured, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from nalanda import testing
 from nalanda.common.errors import InputError
 from nalanda.config.load import load_config
 from nalanda.data.text_bytes import text_bytes
@@ -76,6 +78,58 @@ def check_gradients(run_dir: Path, one_big_batch: tuple) -> None:
 def test_the_loss_is_the_mean_over_all_tokens_of_the_step(recipe, tmp_path, one_big_batch, rows):
     loop.train(configured(recipe, tmp_path / "run", *ONE_STEP, f"train.micro_batch_size={rows}"))
     check_gradients(tmp_path / "run", one_big_batch)
+
+
+def test_processes_share_the_mean_over_all_tokens():
+    """With equal rows two processes have the loss of one, and DDP's mean of gradients is that of one."""
+    rows = testing.ids(2, 9), testing.ids(2, 9, seed=2)
+    results = []
+    for processes in (1, 2):
+        model = testing.build(dtype=torch.float32)
+        run = bare_run(model, torch.optim.AdamW(model.parameters()), accelerator_of(processes))
+        run.config.optim.max_grad_norm = 0.0
+        step = add_gradients(run, [batch_of(tokens) for tokens in rows])
+        results.append((step.loss, step.norm, {n: p.grad for n, p in model.named_parameters()}))
+
+    (loss, norm, gradients), (loss_of_two, norm_of_two, gradients_of_two) = results
+    assert loss_of_two == pytest.approx(loss, rel=1e-6)
+    assert norm_of_two == pytest.approx(norm, rel=1e-5)
+    both = torch.cat(rows)
+    assert loss == pytest.approx(model(both, labels=both).loss.item(), rel=1e-5)
+    for name, gradient in gradients.items():
+        testing.close(gradients_of_two[name], gradient, 1e-6)
+
+
+def batch_of(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Rows of one document each."""
+    bounds = torch.arange(len(tokens) + 1) * tokens.shape[1]
+    return {"input_ids": tokens, "labels": tokens, "cu_seqlens": bounds}
+
+
+def test_groups_follow_rates_of_their_own(recipe, tmp_path, monkeypatch):
+    """A group whose lr_scale is 0 keeps its initial weights to the bit; Muon's matrices follow muon_lr."""
+    built = {}
+
+    def recorded(model, config, build_optimizer=build.build_optimizer):
+        built["before"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+        built["after"] = dict(model.named_parameters())
+        built["optimizer"] = build_optimizer(model, config)
+        return built["optimizer"]
+
+    monkeypatch.setattr(build, "build_optimizer", recorded)
+    optim = ("optim.name=muon", "optim.lr=0.004", "optim.muon_lr=0.02")
+    group = "optim.groups=[{match: mlp, lr_scale: 0.0, weight_decay: 0.0}]"
+    loop.train(configured(recipe, tmp_path / "run", *ONE_STEP, "train.steps=2", *optim, group))
+
+    rates = {group["name"]: group["lr"] for group in built["optimizer"].param_groups}
+    assert {name.split()[0]: rate for name, rate in rates.items()} == {
+        "mlp": 0.0,
+        "muon": 0.02,
+        "matrices": 0.004,
+        "vectors": 0.004,
+    }
+    for name, weight in built["after"].items():
+        assert torch.equal(weight, built["before"][name]) == ("mlp" in name), name
 
 
 def test_saved_chunks_change_no_bit_of_a_run(recipe, tmp_path, monkeypatch):

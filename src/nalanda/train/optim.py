@@ -193,6 +193,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     return BUILDERS[config.name](groups, config)
 
 
+def set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Gives each group the schedule's `rate` times its own `lr_scale`."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_scale", 1.0)
+
+
 def build_adamw(groups: list[dict], config: OptimConfig) -> torch.optim.Optimizer:
     """AdamW, and Muon for the groups of that kind, as one optimizer.
 

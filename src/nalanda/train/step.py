@@ -16,7 +16,7 @@ from nalanda.train.build import refuse_damage
 from nalanda.train.checkpoint_dir import step_of
 from nalanda.train.guards import SIGNALS
 from nalanda.train.loss import count_labels, summed_loss
-from nalanda.train.optim import LEAST_SCALE, follow_gradients, learning_rate
+from nalanda.train.optim import LEAST_SCALE, follow_gradients, learning_rate, set_rates
 from nalanda.train.run import Run
 
 
@@ -219,8 +219,7 @@ def apply(run: Run, step: Step, verdict: Judgement) -> None:
     step count."""
     at, optimizer = run.at, run.optimizer
     if verdict.kind == "good":
-        for group in optimizer.param_groups:
-            group["lr"] = step.lr * group.get("lr_scale", 1.0)
+        set_rates(optimizer, step.lr)
         optimizer.step()
         # From here on a rollback may go to the same checkpoint again.
         at.bad, run.rolled_back_to = [], None
