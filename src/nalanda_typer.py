@@ -243,10 +243,10 @@ def print_next(done: str, **values: Any) -> None:
 
 
 def resolve_models(names: list[str] | None) -> list[str]:
-    """The models that are named, before the import of torch; the hub is asked later, once."""
+    """The models that are named, before the import of torch."""
     from nalanda.train.resolve import resolve_all
 
-    return resolve_all(names, hub=False)
+    return resolve_all(names)
 
 
 def resolve_runs(names: list[str]) -> list[Path]:

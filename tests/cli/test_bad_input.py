@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import yaml
@@ -20,6 +21,7 @@ from training import PRETRAIN, configured, environment, torchrun
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import DiskFull, OutOfMemory
+from nalanda.config import model_folder
 from nalanda.train import build, loop, memory, step
 from nalanda.train.checkpoint_dir import latest_checkpoint
 from nalanda_cli import main
@@ -94,7 +96,8 @@ LOADING = (
     *("generate {} x", "eval model {} --tasks piqa", "perplexity model {} --output out"),
     *("convert {} out", "train r.yaml 'model={{init_from: {}}}'"),
 )
-NOT_THERE = r"no such model: there is no folder runs/none, and the hub says: .*"
+NOT_THERE = r"no such run: runs/none; go to the folder in which it was trained, or write .*"
+NO_HUB = r"there is no folder owner/none, and HF_HUB_OFFLINE is set, so the hub is not asked"
 DANGLING = (
     r"dangling: a symbolic link to .*/nowhere, which does not exist; make it, or name another path"
 )
@@ -261,20 +264,18 @@ TABLE = [
         (f"{command.format('runs/none')}", NOT_THERE)
         for command in ("generate {} x", "eval model {} --tasks piqa", "perplexity {}")
     ),
-    ("convert runs/none out", r"there is no folder runs/none: the hub .*"),
+    ("convert runs/none out", NOT_THERE),
+    ("generate runs/none/final x", NOT_THERE.replace("none", "none/final")),
+    ("generate owner/none x", f"no such model: {NO_HUB}"),
+    ("train r.yaml 'model={auto: owner/none}'", f"model: {NO_HUB}"),
+    ("train r.yaml tokenizer=owner/none", f"tokenizer: 'owner/none': {NO_HUB}"),
     (
         "export runs/none out",
         r"runs/none: neither a run's folder nor one of its checkpoints/step-N",
     ),
-    (
-        "train r.yaml 'model={init_from: runs/none}'",
-        r"model: there is no folder runs/none, and the hub says: .*",
-    ),
-    (
-        "train r.yaml 'model={auto: runs/none}'",
-        r"model: there is no folder runs/none, and the hub says: .*",
-    ),
-    ("train r.yaml tokenizer=runs/none", r"tokenizer: 'runs/none' cannot be loaded .*"),
+    ("train r.yaml 'model={init_from: runs/none}'", f"model: {NOT_THERE}"),
+    ("train r.yaml 'model={auto: runs/none}'", f"model: {NOT_THERE}"),
+    ("train r.yaml tokenizer=runs/none", f"tokenizer: 'runs/none': {NOT_THERE}"),
     ("train r.yaml data.source=none.jsonl", r".*none\.jsonl.*"),
     ("runs runs/none", r"runs/none: no such directory; .*"),
     ("plot runs/none", r"runs/none: no such directory; name the folder of a run"),
@@ -340,6 +341,34 @@ def test_bad_input_gets_one_line_and_code_2(
     monkeypatch.chdir(place)
     code, text = said(capsys, *shlex.split(command))
     assert re.fullmatch(rf"nalanda[a-z ]*: {line}\n", text), text
+    assert code == 2
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("generate owner/none x", "convert owner/none out", "train r.yaml tokenizer=owner/none"),
+        "train r.yaml 'model={auto: owner/none}'",
+        "train r.yaml 'model={init_from: owner/none, mixer: gla}'",
+    ],
+)
+def test_a_hub_that_does_not_answer_is_asked_once(
+    place, monkeypatch, capsys, fresh_accelerate, command
+):
+    """Its libraries would wait and try again, for a minute."""
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(
+        huggingface_hub.utils._http.time, "sleep", lambda seconds: pytest.fail("waits")
+    )
+    model_folder.hub_problem.cache_clear()
+    code, text = said(capsys, *shlex.split(command))
+    model_folder.hub_problem.cache_clear()
+    line = (
+        r"nalanda: .*there is no folder owner/none, and the hub does not answer \(.*refused.*\)\n"
+    )
+    assert re.fullmatch(line, text), text
     assert code == 2
 
 

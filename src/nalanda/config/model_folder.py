@@ -1,12 +1,16 @@
 """Checks that model folders and hub ids have a model. Imports neither torch nor transformers."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from nalanda.common.errors import InputError
+from nalanda.common.errors import InputError, first_line
 from nalanda.common.text import suggest
+
+ANSWER = 3.0
+"""Seconds that the hub has for an answer."""
 
 
 def not_here(name: str) -> str:
@@ -58,11 +62,8 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def check_name(name: str, *, hub: bool = True) -> None:
-    """Raises `InputError` for a folder without a complete model, or an id without a model on the hub.
-
-    hub: whether the hub is asked, which imports transformers; otherwise an id passes.
-    """
+def check_name(name: str) -> None:
+    """Raises `InputError` for a folder without a complete model, or an id without a model on the hub."""
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
         try:
@@ -74,18 +75,65 @@ def check_name(name: str, *, hub: bool = True) -> None:
         raise InputError(
             f"{name} holds no config.json: give the directory of a run or a checkpoint"
         )
+    check_run(name)
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise InputError(
             f"no such model: {name} (a run, a checkpoint directory, or OWNER/NAME on the hub)"
         )
-    # A folder of runs is no owner on the hub, which a search without a network takes long to miss.
-    if runs := sorted(file.parent.name for file in path.parent.glob("*/metrics.jsonl")):
-        raise InputError(f"no such run: {name}{suggest(path.name, runs)}")
-    if not hub:
-        return
-    from transformers.utils import cached_file  # takes seconds
+
+    from huggingface_hub import hf_hub_download  # takes half a second
 
     try:
-        cached_file(name, "config.json")
+        check_hub(name)
+        hf_hub_download(name, "config.json")
+    except InputError as error:
+        raise InputError(f"no such model: {error}") from None
     except Exception as error:  # huggingface_hub's and its transports' have no common one
-        raise InputError(f"no such model: {not_here(name)}{str(error).splitlines()[0]}") from None
+        raise InputError(f"no such model: {not_here(name)}{first_line(error)}") from None
+
+
+def check_run(name: str) -> None:
+    """Raises `InputError` for a missing run: a name in a folder of runs, which is no owner on the hub."""
+    folder, slash, last = name.rpartition("/")
+    if slash and (runs := sorted(f.parent.name for f in Path(folder).glob("*/metrics.jsonl"))):
+        raise InputError(f"no such run: {name}{suggest(last, runs)}")
+    if name.startswith("runs/"):
+        raise InputError(
+            f"no such run: {name}; go to the folder in which it was trained, or write its whole path"
+        )
+
+
+def check_hub(name: str) -> None:
+    """Raises `InputError` for a name that is no path here, no id in the hub's cache, and cannot be asked for.
+
+    The hub's libraries would try for a minute.
+    """
+    if Path(name).expanduser().exists():
+        return
+    check_run(name)
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if not is_path and not in_hub_cache(name) and (problem := hub_problem()):
+        raise InputError(f"there is no folder {name}, and {problem}")
+
+
+def in_hub_cache(name: str) -> bool:
+    """Whether the hub's cache has files of the model or tokenizer `name`."""
+    from huggingface_hub import constants
+
+    folder = f"models--{name.replace('/', '--')}"
+    return Path(constants.HF_HUB_CACHE, folder, "snapshots").is_dir()
+
+
+@cache
+def hub_problem() -> str:
+    """Why the hub cannot be asked; "" if it answers."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set, so the hub is not asked"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=ANSWER)
+    except Exception as error:  # of its transport
+        return f"the hub does not answer ({first_line(error)})"
+    return ""

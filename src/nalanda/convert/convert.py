@@ -20,7 +20,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from nalanda.common.errors import InputError
 from nalanda.common.files import new_folder, refuse_existing, update_json
 from nalanda.common.number_formats import choose_format
-from nalanda.config.model_folder import weight_files
+from nalanda.config.model_folder import check_hub, weight_files
 from nalanda.convert import fla, kimi_linear, llama, qwen3_5
 from nalanda.convert.certificate import Certificate, card, compare, unchecked
 from nalanda.convert.engines import tokenizer_of
@@ -369,6 +369,7 @@ def local_folder(source: str) -> Path:
     if Path(source).is_dir() or not is_hub_id(source):
         return Path(source).expanduser()
     patterns = ["*.json", "*.safetensors", *_SIDE_FILES]
+    check_hub(source)
     with hub_errors(f"there is no folder {source}"):
         return Path(snapshot_download(source, allow_patterns=patterns))
 
@@ -376,7 +377,7 @@ def local_folder(source: str) -> Path:
 @contextlib.contextmanager
 def source_folder(name: str) -> Iterator[str]:
     """The model folder or hub id that `name` means; a checkpoint of a run is exported for the time."""
-    resolved = resolve(name, hub=False)
+    resolved = resolve(name)
     if resolved.tokenizer == resolved.model or resolved.run is None:
         yield resolved.model
         return

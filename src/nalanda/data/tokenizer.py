@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from nalanda.common.errors import InputError, explained, first_line, no_room
 from nalanda.common.files import new_folder, verify_manifest, write_manifest
+from nalanda.config.model_folder import check_hub
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.corpus import Corpus, DocumentStream, open_corpus
 from nalanda.data.sentencepiece import convert_sentencepiece
@@ -124,6 +125,7 @@ def _load_named(name: str, path: Path, data: DataConfig) -> PreTrainedTokenizerB
 
     if path.is_file():  # a tokenizer.json with its settings beside it
         path = path.parent
+    check_hub(name)
     tokenizer = load_tokenizer(path if path.is_dir() else name)
     # Some tokenizers name no bos or eos though their vocabulary has them.
     for role, wanted in (("bos_token", data.bos), ("eos_token", data.eos)):

@@ -17,7 +17,7 @@ from nalanda.common.errors import InputError
 from nalanda.common.products import product_route
 from nalanda.common.versions import versions
 from nalanda.config.model import build_model_config, in_one_line, is_encoder, language_model
-from nalanda.config.model_folder import weight_files
+from nalanda.config.model_folder import check_hub, weight_files
 from nalanda.config.schema import RunConfig
 from nalanda.data.hashes import FileHashes
 from nalanda.data.loader import PackedBatches, validation_batches, validation_files
@@ -374,6 +374,7 @@ def build_model(config: RunConfig, tokenizer: Any, *, weights: bool = True) -> P
         return model
 
     with in_one_line(f"model.init_from: {path}"):
+        check_hub(path)
         if Path(path).is_dir():
             weight_files(Path(path))
         model, loaded = language_model(model_config).from_pretrained(

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from nalanda.common.errors import InputError
 from nalanda.config.model import in_one_line, is_encoder
+from nalanda.config.model_folder import check_hub
 from nalanda.config.schema import DistillConfig
 from nalanda.data.tokenizer import tokenizer_fingerprint
 from nalanda.model.loss import Distillation
@@ -90,6 +91,7 @@ def load_teacher(
 def check_tokenizer(tokenizer: Any, name: str, where: str) -> None:
     """Raises InputError if the run's tokenizer cuts texts otherwise than that of the model `name`."""
     with in_one_line(where):
+        check_hub(name)
         other: Any = AutoTokenizer.from_pretrained(name)
     if tokenizer_fingerprint(other) != tokenizer_fingerprint(tokenizer):
         raise InputError(f"{where}: its tokenizer is another than the run's; set tokenizer={name}")

@@ -22,6 +22,7 @@ from nalanda.config.model import (
     language_model,
     padded_vocabulary,
 )
+from nalanda.config.model_folder import check_hub
 from nalanda.config.schema import CheckpointConfig, DistillConfig, RunConfig
 from nalanda.data.tokenizer import build_tokenizer, vocabulary_of
 from nalanda.model import NalandaConfig, chunk_forward, chunk_order, ops
@@ -162,6 +163,7 @@ def teacher_bytes(config: DistillConfig) -> int:
     if config.teacher is None:
         return 0
     with in_one_line(f"distill.teacher: {config.teacher}"):
+        check_hub(config.teacher)
         settings = AutoConfig.from_pretrained(config.teacher)
     head = settings.vocab_size * settings.hidden_size
     return DTYPES[config.precision].itemsize * (head if config.device else parameters(settings))

@@ -32,13 +32,11 @@ class Resolved:
     """The run of the model, if it lies in one."""
 
 
-def resolve(name: str, *, hub: bool = True) -> Resolved:
+def resolve(name: str) -> Resolved:
     """The model of a run, of a checkpoint `step-N` of one, of a model folder, or of the hub.
 
     Of a run it is `final`, else the newest whole checkpoint; a line on stderr says which. A run in `runs` is
     found by its name alone.
-
-    hub: whether the hub is asked, which imports transformers; otherwise an id passes.
 
     Raises:
         InputError: there is no such model, or nothing whole in the run.
@@ -47,10 +45,10 @@ def resolve(name: str, *, hub: bool = True) -> Resolved:
     if _is_run(path):
         path = _newest_model(path)
     elif not path.exists():
-        check_name(name, hub=hub)
+        check_name(name)
         return Resolved(name, name)
 
-    check_name(str(path), hub=hub)
+    check_name(str(path))
     run, model = _run_around(path), str(path)
     # Checkpoints of a run have no tokenizer of their own.
     has_tokenizer = [*path.glob("*token*"), *path.glob("vocab*"), *path.glob("*.model")]
@@ -59,11 +57,11 @@ def resolve(name: str, *, hub: bool = True) -> Resolved:
     return Resolved(model, str(run / "tokenizer"), run)
 
 
-def resolve_all(names: Sequence[str] | None, *, hub: bool = True) -> list[str]:
+def resolve_all(names: Sequence[str] | None) -> list[str]:
     """The models that the names mean. Raises `InputError` as `resolve`, also without names."""
     if not names:
         raise InputError("no model given: name a run, a checkpoint directory or a hub id")
-    return [resolve(name, hub=hub).model for name in names]
+    return [resolve(name).model for name in names]
 
 
 def run_of(name: str) -> Path:
