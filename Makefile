@@ -74,7 +74,7 @@ gpu-bundle:
 static: .venv/.ready
 	@OMP_NUM_THREADS=1 $(BIN)/python -m nalanda_lab.kernels.static --check
 
-# Rewrites the generated tables of docs/.
+# Rewrites the generated tables of docs/, and that of `nalanda recipes`.
 tables: .venv/.ready
 	@$(BIN)/python -m nalanda.report.tables
 

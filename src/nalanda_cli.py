@@ -189,10 +189,11 @@ def recipes() -> None:
 
     Shows mixer, feature map and parameters; on wide terminals the state, tokens and FLOPs too.
     """
-    with loading_torch():
-        from nalanda.report.tables import print_recipes, recipe_rows
+    from nalanda.report.recipes import print_recipes, recipe_rows
 
-    print_recipes(recipe_rows())
+    with under_way("counting parameters"):
+        rows = recipe_rows()
+    print_recipes(rows)
 
 
 @command(app)

@@ -43,6 +43,7 @@ DEFERRED = {
     ): "imports torch; the rest of a recipe does not",
     ("nalanda.config.schema", "nalanda.model.configuration"): "as above",
     ("nalanda.data.workers", "nalanda.common.errors"): "the file also runs by itself",
+    ("nalanda.report.recipes", "nalanda.report.info"): "imports torch",
     ("nalanda.report.runs", "nalanda.model.configuration"): "imports torch",
     ("nalanda.serve.vllm", "nalanda.serve.vllm.architecture"): "imports vLLM",
     ("nalanda_eval.fetch", "nalanda_eval.adapter"): "imports lm-evaluation-harness",
@@ -254,6 +255,7 @@ LIGHT = {
         if importlib.util.find_spec(name) is None
     },
     "data prepare": 2,
+    "recipes": 0,
 }
 
 

@@ -1,5 +1,6 @@
 """Every recipe that ships builds with the published size, and `nalanda info` prints the right figures."""
 
+import json
 import re
 from dataclasses import fields
 from functools import cache
@@ -17,7 +18,8 @@ from nalanda.config.load import load_config
 from nalanda.config.model import build_model_config
 from nalanda.config.schema import DataConfig
 from nalanda.model.sequences import Sequences
-from nalanda.report import tables
+from nalanda.report import info as estimates
+from nalanda.report import recipes, tables
 from nalanda.report.info import info, print_info
 from nalanda.report.keys import key_rows
 from nalanda.train.estimate import (
@@ -74,7 +76,7 @@ def figures_of(recipe: str) -> dict:
 @pytest.fixture
 def figures_once(monkeypatch):
     """The tables take the figures of recipes that another test has computed."""
-    monkeypatch.setattr(tables, "info", lambda recipe, *_, **__: figures_of(recipe))
+    monkeypatch.setattr(estimates, "info", lambda recipe, *_, **__: figures_of(recipe))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
@@ -313,6 +315,31 @@ def test_the_tables_of_a_page_are_the_codes(page):
 
 
 @pytest.mark.usefixtures("figures_once")
+def test_the_stored_table_of_recipes_is_the_codes(tmp_path, monkeypatch):
+    stored = recipes.STORED.read_text(encoding="utf-8")
+    monkeypatch.setattr(recipes, "STORED", tmp_path / "recipes.json")
+    recipes.store_rows()
+    assert recipes.STORED.read_text(encoding="utf-8") == stored, (
+        "recipes.json: not the code's; run `make tables`"
+    )
+
+
+def test_a_changed_recipe_and_a_new_one_are_counted(tmp_path, monkeypatch):
+    demo = next(file for file in RECIPES if file.stem == "demo")
+    text = demo.read_text(encoding="utf-8").replace("num_hidden_layers: ", "num_hidden_layers: 1")
+    files = {"demo": tmp_path / "demo.yaml", "mine": tmp_path / "mine.yaml"}
+    for file in files.values():
+        file.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(recipes, "recipe_files", lambda: files)
+    changed, new = recipes.recipe_rows()
+    counted = f"{info(str(files['demo']), [], memory=False)['parameters'] / 1e6:.1f} M"
+    assert changed == new | {"recipe": "demo"}
+    assert changed["parameters"] == counted
+    stored = json.loads(recipes.STORED.read_text(encoding="utf-8"))
+    assert stored["demo"]["row"]["parameters"] != counted
+
+
+@pytest.mark.usefixtures("figures_once")
 def test_tables_fit_a_terminal_and_cut_no_word(capsys):
     rows = tables.all_rows()
     tables.print_tables(rows, Console(width=400))
@@ -335,8 +362,8 @@ def test_tables_fit_a_terminal_and_cut_no_word(capsys):
 @pytest.mark.usefixtures("figures_once")
 @pytest.mark.parametrize(("width", "more"), [(80, False), (120, True)])
 def test_the_recipes_have_mixer_and_map_at_any_width(capsys, width, more):
-    rows = tables.recipe_rows()
-    tables.print_recipes(rows, Console(width=width))
+    rows = recipes.recipe_rows()
+    recipes.print_recipes(rows, Console(width=width))
     out = capsys.readouterr().out
     assert all(cell_len(line) <= width for line in out.splitlines())
     assert "…" not in out

@@ -1,4 +1,4 @@
-"""Tables of recipes, token mixers and feature maps, generated from the code for `nalanda info`."""
+"""Tables of recipes (`recipes.py`), token mixers and feature maps, generated from the code for `nalanda info`."""
 
 import inspect
 import re
@@ -7,47 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from nalanda.common.text import size
-from nalanda.config.load import shipped_recipes as recipe_files
 from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, build_feature_map
 from nalanda.model.options import is_option
-from nalanda.report.info import info
 from nalanda.report.keys import key_rows
-from nalanda.report.runs import layers
+from nalanda.report.recipes import print_recipes, print_table, recipe_rows, store_rows
 from nalanda.testing import build, norm_awareness, normal
 
 SHAPE = {"hidden_size": 1024, "num_heads": 8, "num_hidden_layers": 1}
 LENGTH = 2048
 NORMS = "‖q‖ / ‖k‖"
-WIDTHS = {"state": 120, "tokens": 120, "training GFLOPs a token": 150}
-"""The narrowest terminals, in characters, that show these columns of the recipes."""
-
-
-def recipe_rows() -> list[dict[str, Any]]:
-    """A row for each recipe that ships with Nalanda."""
-    rows = []
-    for name, file in recipe_files().items():
-        f = info(str(file), [], memory=False)
-        state, billions = f["state_bytes_per_sequence"], f["tokens"] / 1e9
-        grows = f" at {f['seq_len']}, growing" if f["state_grows"] else ""
-        rows.append(
-            {
-                "recipe": name,
-                "mixer": layers(f["mixer"] or "") or f["model"],
-                "feature map": f["feature_map"] or "–",
-                "parameters": f"{f['parameters'] / 1e6:.1f} M",
-                "training GFLOPs a token": f"{f['training_flops_per_token'] / 1e9:.3f}",
-                "state": "–" if state is None else size(state) + grows,
-                "tokens": f"{billions:.2f} B" if billions > 0.1 else f"{1000 * billions:.2f} M",
-            }
-        )
-    return rows
 
 
 def mixer_rows() -> list[dict[str, Any]]:
@@ -141,43 +111,11 @@ def print_tables(tables: dict[str, list[dict[str, Any]]], console: Console | Non
     mixers = [row | {"taps": row["convolution"]} for row in mixers]
     columns = ["mixer", "feature map", "taps", "gate", "MFLOPs a token", "state, KiB", NORMS]
     title = f"Token mixers: one layer of 8 heads × 128 at length {LENGTH}"
-    _print_table(console, title, mixers, columns)
-    _print_table(console, "What they compute", mixers, ["mixer", "computes", "source"])
+    print_table(console, title, mixers, columns)
+    print_table(console, "What they compute", mixers, ["mixer", "computes", "source"])
 
     columns = [name for name in maps[0] if name not in ("options", "source")]
-    _print_table(console, "Feature maps", maps, columns)
-
-
-def print_recipes(rows: list[dict[str, Any]], console: Console | None = None) -> None:
-    """Prints the rows of `recipe_rows`, with the columns for which the terminal is wide enough."""
-    console = console or Console(emoji=False)
-    columns = ["recipe", "mixer", "map", "parameters"]
-    columns += [name for name, width in WIDTHS.items() if console.width >= width]
-    table_rows = []
-    for row in rows:
-        # Each kind of layer of a hybrid has its line.
-        by_line = row["mixer"].replace(", ", "\n")
-        table_rows.append(row | {"mixer": by_line, "map": row["feature map"]})
-    _print_table(console, "Recipes", table_rows, columns)
-
-
-def _print_table(
-    console: Console, title: str, rows: list[dict[str, Any]], columns: list[str]
-) -> None:
-    """Prints the first of the columns, as many as fit without a break inside a word."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    room = console.width
-    for i, column in enumerate(columns):
-        cells = [column, *(str(row[column]) for row in rows)]
-        longest = max(cell_len(word) for cell in cells for word in cell.split())
-        room -= longest + 3  # with the lines around it
-        if room < 0:
-            columns = columns[:i]
-            break
-        table.add_column(column, no_wrap=i == 0, overflow="fold", min_width=longest)
-    for row in rows:
-        table.add_row(*(escape(str(row[column])) for column in columns))
-    console.print(table)
+    print_table(console, "Feature maps", maps, columns)
 
 
 TABLES: dict[str, dict[str, Callable[[], list[dict[str, Any]]]]] = {
@@ -208,6 +146,7 @@ def updated(page: str, text: str) -> str:
 
 
 if __name__ == "__main__":  # `make tables`
+    store_rows()
     for name in TABLES:
         page = Path(name)
         page.write_text(updated(name, page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,93 @@
+"""The table of recipes. Imports torch only for recipes whose figures are not stored."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from nalanda.common.files import sha256_of
+from nalanda.common.text import size
+from nalanda.config.load import shipped_recipes as recipe_files
+from nalanda.report.runs import layers
+
+STORED = Path(__file__).with_name("recipes.json")
+"""A row of the table for each recipe that ships, with the SHA-256 sum of its file. `make tables` writes it."""
+
+WIDTHS = {"state": 120, "tokens": 120, "training GFLOPs a token": 150}
+"""The narrowest terminals, in characters, that show these columns of the recipes."""
+
+
+def recipe_rows() -> list[dict[str, Any]]:
+    """A row for each recipe that ships with Nalanda: the stored one, unless the file is new or changed."""
+    stored = json.loads(STORED.read_text(encoding="utf-8"))
+    rows = []
+    for name, file in recipe_files().items():
+        entry = stored.get(name, {})
+        known = entry.get("sha256") == sha256_of(file)
+        rows.append(entry["row"] if known else compute_row(name, file))
+    return rows
+
+
+def store_rows() -> None:
+    """Writes the rows of all recipes to `STORED`."""
+    table = {
+        name: {"sha256": sha256_of(file), "row": compute_row(name, file)}
+        for name, file in recipe_files().items()
+    }
+    STORED.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def compute_row(name: str, file: Path) -> dict[str, Any]:
+    """The row of a recipe, from its model on the meta device."""
+    from nalanda.report.info import info  # takes seconds: it imports torch
+
+    f = info(str(file), [], memory=False)
+    state, billions = f["state_bytes_per_sequence"], f["tokens"] / 1e9
+    grows = f" at {f['seq_len']}, growing" if f["state_grows"] else ""
+    return {
+        "recipe": name,
+        "mixer": layers(f["mixer"] or "") or f["model"],
+        "feature map": f["feature_map"] or "–",
+        "parameters": f"{f['parameters'] / 1e6:.1f} M",
+        "training GFLOPs a token": f"{f['training_flops_per_token'] / 1e9:.3f}",
+        "state": "–" if state is None else size(state) + grows,
+        "tokens": f"{billions:.2f} B" if billions > 0.1 else f"{1000 * billions:.2f} M",
+    }
+
+
+def print_recipes(rows: list[dict[str, Any]], console: Console | None = None) -> None:
+    """Prints the rows of `recipe_rows`, with the columns for which the terminal is wide enough."""
+    console = console or Console(emoji=False)
+    columns = ["recipe", "mixer", "map", "parameters"]
+    columns += [name for name, width in WIDTHS.items() if console.width >= width]
+    table_rows = []
+    for row in rows:
+        # Each kind of layer of a hybrid has its line.
+        by_line = row["mixer"].replace(", ", "\n")
+        table_rows.append(row | {"mixer": by_line, "map": row["feature map"]})
+    print_table(console, "Recipes", table_rows, columns)
+
+
+def print_table(
+    console: Console, title: str, rows: list[dict[str, Any]], columns: list[str]
+) -> None:
+    """Prints the columns of rows as a table with a title."""
+    """Prints the first of the columns, as many as fit without a break inside a word."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    room = console.width
+    for i, column in enumerate(columns):
+        cells = [column, *(str(row[column]) for row in rows)]
+        longest = max(cell_len(word) for cell in cells for word in cell.split())
+        room -= longest + 3  # with the lines around it
+        if room < 0:
+            columns = columns[:i]
+            break
+        table.add_column(column, no_wrap=i == 0, overflow="fold", min_width=longest)
+    for row in rows:
+        table.add_row(*(escape(str(row[column])) for column in columns))
+    console.print(table)
