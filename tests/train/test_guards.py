@@ -693,6 +693,58 @@ asleep_on_purpose()
     assert "asleep_on_purpose" in done.stderr
 
 
+def test_in_set_up_work_is_progress_too(monkeypatch):
+    """A tokenizer takes a core for long, a download writes; a dead file system does neither."""
+    now = SimpleNamespace(seconds=0.0, work=guards.Work(0.0, 0))
+    monkeypatch.setattr(guards, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    monkeypatch.setattr(guards, "work_done", lambda: now.work)
+
+    def silence_after(
+        watch: guards.Watchdog, seconds: float, cpu: float, transferred: int
+    ) -> float:
+        now.seconds += seconds
+        now.work = guards.Work(now.work.seconds + cpu, now.work.transferred + transferred)
+        watch.silence()
+        return watch.silence()
+
+    watch = guards.Watchdog(None)
+    with watch.setting_up():
+        watch.beat("opening the data")
+        assert silence_after(watch, 100, cpu=6, transferred=0) == 0
+        assert silence_after(watch, 100, cpu=0, transferred=2 << 20) == 0
+        assert silence_after(watch, 100, cpu=4, transferred=1 << 10) == 100
+        assert silence_after(watch, 100, cpu=4, transferred=0) == 200
+    assert (
+        silence_after(watch, 100, cpu=100, transferred=2 << 20) == 100
+    )  # in training a beat alone
+
+    for rank, patience in ((0, 8), (1, 16)):
+        watch = guards.Watchdog(8, rank)
+        with watch.setting_up():
+            assert watch.timeout == patience
+        assert watch.timeout == 8
+        watch.close()
+
+
+@pytest.mark.slow
+def test_a_set_up_that_hangs_says_where_and_ends(recipe, tmp_path):
+    program = f"""
+import time
+from nalanda.config.load import load_config
+from nalanda.train import build, loop
+def asleep_on_purpose(*_):
+    time.sleep(60)
+build.open_data = asleep_on_purpose
+loop.train(load_config({str(recipe)!r}, ["output_dir={tmp_path}/run", "guard.hang_timeout=2"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == guards.HUNG
+    assert "at: setting up, opening the data; its stacks follow" in done.stderr
+    assert "asleep_on_purpose" in done.stderr
+
+
 def test_a_process_that_moves_is_left_alone():
     watch = guards.Watchdog(0.4)
     for _ in range(20):

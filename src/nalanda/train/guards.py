@@ -11,13 +11,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from nalanda.common.progress import first_process
 from nalanda.config.schema import MIN_GOOD_STEPS, GuardConfig
 
 HUNG = 70  # exit code, EX_SOFTWARE of sysexits.h
+
+WAIT_FACTOR = 2
+"""Collectives wait so many times `guard.hang_timeout`: the watchdogs come first, and say what each rank did."""
 
 SIGNALS = {
     name: getattr(signal, name)
@@ -159,20 +163,46 @@ class Watchdog:
         self.timeout, self.rank = timeout, rank
         self.what, self.since = "starting", time.monotonic()
         self.ended = threading.Event()
+        self._is_setting_up = False
+        self._work = Work(0.0, 0)
         if timeout is not None:
             threading.Thread(target=self._look, name="nalanda-watch", daemon=True).start()
 
     def beat(self, what: str) -> None:
         """Notes that the process goes on. what: names its work for the message."""
         self.what, self.since = what, time.monotonic()
+        if self._is_setting_up:
+            self._work = work_done()
+
+    @contextlib.contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """Set-up, whose steps may take long without a beat: there work is progress, too (`Work`).
+
+        The first rank may work alone for long. The others wait as long as collectives do.
+        """
+        timeout, self._is_setting_up = self.timeout, True
+        if timeout is not None and self.rank:
+            self.timeout = WAIT_FACTOR * timeout
+        try:
+            yield
+        finally:
+            self.beat("set up")
+            self.timeout, self._is_setting_up = timeout, False
 
     def close(self) -> None:
         self.ended.set()
 
+    def silence(self) -> float:
+        """Seconds since the last progress."""
+        silent = time.monotonic() - self.since
+        if self._is_setting_up and (now := work_done()).exceeds(self._work, silent):
+            self.since, self._work = time.monotonic(), now
+        return silent
+
     def _look(self) -> None:
         assert self.timeout is not None
         while not self.ended.wait(min(1.0, self.timeout / 4)):
-            silent = time.monotonic() - self.since
+            silent = self.silence()
             if silent < self.timeout:
                 continue
             print(
@@ -185,3 +215,26 @@ class Watchdog:
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
             sys.stderr.flush()
             os._exit(HUNG)  # no exception reaches a main thread inside a collective
+
+
+class Work(NamedTuple):
+    """What this process has done since it began."""
+
+    seconds: float
+    """Of CPU time."""
+    transferred: int
+    """Bytes read and written, those of pipes and downloads among them; 0 where the system does not say."""
+
+    def exceeds(self, before: "Work", seconds: float) -> bool:
+        """Whether it is more than that of a process that waited `seconds`: a twentieth of a core, or a MiB."""
+        busy = self.seconds - before.seconds > max(seconds, 1.0) / 20
+        return busy or self.transferred - before.transferred > 1 << 20
+
+
+def work_done() -> Work:
+    transferred = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):  # Linux alone has the file
+        lines = Path("/proc/self/io").read_text().splitlines()
+        # rchar and wchar: bytes of system calls, from the page cache too
+        transferred = sum(int(line.split()[1]) for line in lines[:2])
+    return Work(time.process_time(), transferred)

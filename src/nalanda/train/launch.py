@@ -25,6 +25,7 @@ from nalanda.common.products import choose_product_route, set_product_route
 from nalanda.config.schema import RunConfig
 from nalanda.data.workers import processors
 from nalanda.train.flops import DTYPES, matmul_flops
+from nalanda.train.guards import WAIT_FACTOR
 
 BF16_GAIN = 1.25
 """On a CPU `train.precision: auto` asks so much more speed of bf16 products, since half-precision rounds."""
@@ -141,7 +142,7 @@ def has_bf16() -> bool:
 def patience(config: RunConfig) -> timedelta:
     """How long a collective waits: longer than the watchdog, which says what every process was doing."""
     hang = config.guard.hang_timeout
-    return timedelta(days=7) if hang is None else timedelta(seconds=2 * hang)
+    return timedelta(days=7) if hang is None else timedelta(seconds=WAIT_FACTOR * hang)
 
 
 def check_shared(run_dir: Path, accelerator: Accelerator) -> None:

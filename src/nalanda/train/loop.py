@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -119,12 +119,18 @@ def train_together(
         return run_dir
 
     sharing = parallel.Sharing(accelerator, kind, config.train)
-    with (
-        record_interruption(run_dir, facts, main),
-        Progress("setting up", stream=sys.stdout) as progress,
-    ):
-        run = set_up(config, accelerator, sharing, facts, changes, resume, progress.call)
-    run.mirror, run.signals = mirror, signals
+    watchdog = Watchdog(config.guard.hang_timeout, accelerator.process_index)
+    with contextlib.closing(watchdog):
+        with record_interruption(run_dir, facts, main), show_set_up(watchdog) as say:
+            run = set_up(config, accelerator, sharing, facts, changes, resume, say)
+        run.mirror, run.signals, run.watchdog = mirror, signals, watchdog
+        train_steps(run, recipe, changes, resume)
+    accelerator.wait_for_everyone()
+    return run_dir
+
+
+def train_steps(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> None:
+    """Trains a run that is set up, and writes its model. changes, resume: as `claim` returns them."""
     # Restored below: opening the log draws numbers, as importing rich does.
     generators = random_state()
 
@@ -132,7 +138,7 @@ def train_together(
         announce(run, changes)
         set_random_state(generators)
 
-        while run.at.step < config.train.steps:
+        while run.at.step < run.config.train.steps:
             validate_if_due(run)
             step = forward_backward(run)  # loss and gradient norm, over all processes
             verdict = judge(run, step)  # good, skip or overflow, with a reason
@@ -147,8 +153,6 @@ def train_together(
 
         validate_if_due(run)
         finish(run)
-    accelerator.wait_for_everyone()
-    return run_dir
 
 
 def with_precision(config: RunConfig, accelerator: Accelerator) -> RunConfig:
@@ -190,18 +194,27 @@ def record_interruption(run_dir: Path, facts: dict, main: bool) -> Iterator[None
 
 
 @contextlib.contextmanager
+def show_set_up(watchdog: Watchdog) -> Iterator[Callable[[str], None]]:
+    """Set-up under the watchdog. Yields a function that takes the name of the current step."""
+    with Progress("setting up", stream=sys.stdout) as progress, watchdog.setting_up():
+
+        def say(what: str) -> None:
+            progress.call(what)
+            watchdog.beat(f"setting up, {what}")
+
+        yield say
+
+
+@contextlib.contextmanager
 def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> Iterator[None]:
-    """The time in which a run trains: with its watchdog, its log, its state in run.json, and signals that
-    let the step end first."""
+    """The time in which a run trains: with its log, its state in run.json, and signals that let the step end
+    first."""
     # Leaving goes from bottom to top: the log closes first, then a running save ends, then run.json gets the
-    # state. The watchdog stops last, since a save may hang.
+    # state. The watchdog looks on, since a save may hang.
     config, main = run.config, run.accelerator.is_main_process
     run_dir = Path(config.output_dir)
     run.speed, run.reading = TrainingSpeed(run.at.tokens), ReadingLog(run.batches)
     with contextlib.ExitStack() as stack:
-        run.watchdog = stack.enter_context(
-            contextlib.closing(Watchdog(config.guard.hang_timeout, run.accelerator.process_index))
-        )
         stack.enter_context(contextlib.closing(run.batches))
         stack.enter_context(contextlib.closing(run.sums))
 
