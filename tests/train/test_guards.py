@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import safetensors.torch
 import torch
@@ -22,6 +23,7 @@ from training import configured, outcome
 from nalanda.common.errors import InputError, NothingTrained, SourceUnavailable
 from nalanda.config.bounds import check_bounds
 from nalanda.config.schema import MIN_GOOD_STEPS, GuardConfig
+from nalanda.data import packing
 from nalanda.data.loader import PackedBatches
 from nalanda.train import build, checkpoint, guards, loop
 from nalanda.train import step as training_step
@@ -671,6 +673,29 @@ def test_data_that_stops_saves_what_was_learnt(recipe, tmp_path, whole, monkeypa
     assert step_of(latest_checkpoint(tmp_path / "run" / "checkpoints")) == 7
     loop.train(configured(recipe, tmp_path / "run"))
     assert outcome(tmp_path / "run") == outcome(whole)
+
+
+def test_a_run_whose_tokeniser_is_killed_saves_and_ends_with_a_line(recipe, tmp_path, monkeypatch):
+    """As the system kills one where memory is short."""
+    killed, report = [], loop.report
+
+    def kill(run, step, verdict):
+        report(run, step, verdict)
+        for child in psutil.Process().children() if not killed else ():
+            child.kill()
+            killed.append(child.pid)
+
+    monkeypatch.setattr(loop, "report", kill)
+    monkeypatch.setattr(packing, "STREAM_GROUP", 3000)  # so that what was read ahead ends soon
+    settings = ("train.steps=2000", "checkpoint.every=0", "data.workers=2", *NO_VALIDATION)
+    with pytest.raises(
+        InputError, match=r"^data\.workers: a process that tokenises ended"
+    ) as error:
+        loop.train(configured(recipe, tmp_path / "run", *settings))
+    assert "\n" not in str(error.value)
+    assert len(killed) == 2
+    last = max(line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert step_of(latest_checkpoint(tmp_path / "run" / "checkpoints")) == last
 
 
 @pytest.mark.slow
