@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engine import LENGTHS, ROWS, Engine
+from vllm_engine import ROWS, Engine, Row
 
 
 @pytest.fixture
@@ -24,17 +24,16 @@ def serve() -> Iterator[Any]:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Prints a row for each mixer and hybrid: how many maps, how many texts, the largest difference."""
-    groups: dict[str, list[float]] = {}
-    for name, largest in ROWS:
-        mixer, _, _ = name.partition(" + ")
-        groups.setdefault(mixer, []).append(largest)
+    groups: dict[str, list[Row]] = {}
+    for row in ROWS:
+        mixer, _, _ = row.name.partition(" + ")
+        groups.setdefault(mixer, []).append(row)
     if not groups:
         return
 
     terminalreporter.section("certificate")
     terminalreporter.line("| model | maps | equal texts | log-probabilities differ by |")
     terminalreporter.line("|---|---|---|---|")
-    for mixer, differences in groups.items():
-        texts = 2 * len(LENGTHS) * len(differences)
-        line = f"| {mixer} | {len(differences)} | {texts} | {max(differences):.1e} |"
-        terminalreporter.line(line)
+    for mixer, rows in groups.items():
+        texts, largest = sum(row.texts for row in rows), max(row.difference for row in rows)
+        terminalreporter.line(f"| {mixer} | {len(rows)} | {texts} | {largest:.1e} |")

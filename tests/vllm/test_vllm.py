@@ -1,16 +1,20 @@
 """vLLM continues texts as transformers does: every mixer and map, alone and in hybrids."""
 
+import random
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 pytest.importorskip("vllm")
 
-from vllm_engine import LENGTHS, NEW, ROWS, SIZES, build, difference
+from vllm_engine import LENGTHS, NEW, ROWS, SIZES, Row, build, difference, serving
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.model.feature_maps import FEATURE_MAPS
 from nalanda.model.mixers import MIXERS
 from nalanda.serve.vllm.architecture import page_bytes
+from nalanda.serve.vllm.layers import check_blocks
 
 
 def combinations():
@@ -59,17 +63,92 @@ def test_hybrids_continue_as_in_transformers(tmp_path, serve, name):
     certify(tmp_path, serve, name, HYBRIDS[name])
 
 
-def certify(tmp_path, serve, name, options):
-    folder, expected = build(tmp_path, **options)
-    engine = serve(folder)
-    first = difference(expected, engine.greedy(expected.prompts))
-    again = engine.greedy(expected.prompts)  # the prompts' blocks are in the cache now
-    cached = sum(output.num_cached_tokens or 0 for output in again)
-    largest = max(first, difference(expected, again))
-    ROWS.append((name, largest))  # texts are equal: `difference` fails where one is not
-    assert cached > 0
+def prompts_of(expected):
+    return [continuation.prompt for continuation in expected]
+
+
+def certify(tmp_path, serve, name, options, lengths=LENGTHS, **engine_options):
+    folder, expected = build(tmp_path, lengths=lengths, **options)
+    engine = serve(folder, **engine_options)
+    answers = engine.greedy(prompts_of(expected))
+    again = engine.greedy(prompts_of(expected))  # the prompts' blocks are in the cache now
+
+    largest = difference(expected * 2, answers + again)
+    assert sum(answer.cached for answer in again) > 0
     assert largest < 1e-4
-    assert len(expected.tokens[0]) == NEW
+    assert len(again[0].tokens) == NEW
+    ROWS.append(Row(name, 2 * len(expected), largest))
+
+
+LONG = (1, 17, 64, 131, 200, 300, 412, 523)
+"""Tokens of prompts below, at and across the bounds of blocks of 16 to 256."""
+
+
+@pytest.mark.parametrize("option", ["block_size", "mamba_block_size"])
+@pytest.mark.parametrize("tokens", [32, 256])
+def test_blocks_of_any_size_are_cached(tmp_path, serve, option, tokens):
+    """A call of 96 tokens ends within the larger ones."""
+    name = f"gated_deltanet, {option} {tokens}"
+    settings = {option: tokens, "max_model_len": 640, "max_num_batched_tokens": 96}
+    certify(tmp_path, serve, name, {"mixer": "gated_deltanet"}, LONG, **settings)
+
+
+HEAD_OF_256 = {"hidden_size": 64, "num_heads": 1, "head_dim": 256}
+LOADS = {
+    "gated_deltanet, blocks of 16": (
+        {"mixer": "gated_deltanet"},
+        {"max-num-batched-tokens": 96, "num-gpu-blocks-override": 40},
+    ),
+    "three layers, blocks of 128": (
+        {"mixer": ["nala", "gated_deltanet", "softmax"]},
+        {"max-num-batched-tokens": 96, "num-gpu-blocks-override": 30},
+    ),
+    "three layers, blocks of 256": (
+        {"mixer": ["nala", "gated_deltanet", "softmax"]} | HEAD_OF_256,
+        {"max-num-batched-tokens": 512, "num-gpu-blocks-override": 20},
+    ),
+}
+"""Models, and options of the server: fewer blocks than the prompts fill."""
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_the_server_continues_under_load(tmp_path, name):
+    """Requests come and leave in any order; the prefix cache gives each the state of its own text."""
+    model, options = LOADS[name]
+    folder, expected = build(tmp_path, lengths=LONG, **model)
+    flags = {"max-num-seqs": 8, "max-model-len": 640} | options
+    shuffled = random.Random(0).sample(expected * 4, 4 * len(expected))
+
+    largest, texts, tokens, aborts = 0.0, 0, 0, []
+    with serving(folder, *(f"--{name}={value}" for name, value in flags.items())) as server:
+        # All at once; beside others that leave early; one after the other from the cache of both.
+        for questions, clients in ((expected, 8), (shuffled, 8), (expected, 1)):
+            with ThreadPoolExecutor(clients) as pool:
+                asked = []
+                for i, question in enumerate(questions):
+                    if questions is shuffled and i % 4 == 0:
+                        aborts.append(pool.submit(server.abort, question.prompt))
+                    # Of different lengths, so that the next ones arrive amid others.
+                    asked.append(pool.submit(server.greedy, question.prompt, NEW - i % 8))
+            answers = [answer.result() for answer in asked]
+            largest = max(largest, difference(questions, answers))
+            texts += len(answers)
+            tokens += sum(len(answer.tokens) for answer in answers)
+        hits, generated = server.count("prefix_cache_hits"), server.count("generation_tokens")
+
+    ROWS.append(Row(f"HTTP: {name}", texts, largest))
+    assert largest < 1e-4
+    assert hits > 0
+    left_out = sum(abort.result() for abort in aborts) - (generated - tokens)
+    assert left_out > 0, "no request left early"
+
+
+def test_a_step_that_leaves_a_block_unfilled_stops_the_engine():
+    """The block's state would be found by later texts."""
+    past, lengths = torch.tensor([0, 5, 15, 32, 64]), torch.tensor([48, 16, 16, 75, 90])
+    check_blocks(past, lengths, 16)
+    with pytest.raises(RuntimeError, match="leaves a block of 16 tokens after 11"):
+        check_blocks(torch.tensor([0, 75]), torch.tensor([20, 81]), 16)
 
 
 @pytest.mark.parametrize("mixer", ["gated_deltanet", "mala", "diag_attention"])
@@ -77,25 +156,22 @@ def test_a_page_that_another_request_left_is_empty(tmp_path, serve, mixer):
     """A prompt of one token comes to the mixers like a token of decoding."""
     folder, expected = build(tmp_path, mixer=mixer)
     engine = serve(folder, max_num_seqs=2)
-    first = [list(output.outputs[0].token_ids) for output in engine.greedy([[7]])]
-    engine.greedy(expected.prompts)
-    assert [list(output.outputs[0].token_ids) for output in engine.greedy([[7]])] == first
+    first = engine.greedy([[7]])
+    engine.greedy(prompts_of(expected))
+    assert engine.greedy([[7]])[0].tokens == first[0].tokens
 
 
 def test_many_requests_at_once(tmp_path, serve):
     folder, expected = build(tmp_path, mixer=["nala", "gated_deltanet", "softmax"])
     engine = serve(folder)
-    outputs = engine.greedy(expected.prompts * 4)
-    assert len(outputs) == 32
-    for i in range(0, len(outputs), len(LENGTHS)):
-        assert difference(expected, outputs[i : i + len(LENGTHS)]) < 1e-4
+    assert difference(expected * 4, engine.greedy(prompts_of(expected) * 4)) < 1e-4
 
 
 def test_a_text_may_be_longer_than_those_of_training(tmp_path, serve):
     folder, _ = build(tmp_path, mixer="gated_deltanet", max_position_embeddings=64)
     engine = serve(folder, max_model_len=256)
-    (output,) = engine.greedy([[5] * 200])
-    assert len(output.outputs[0].token_ids) == NEW
+    (answer,) = engine.greedy([[5] * 200])
+    assert len(answer.tokens) == NEW
 
 
 @pytest.mark.parametrize("state_dtype", ["int8", "fp8"])
@@ -105,7 +181,7 @@ def test_rounded_states_give_our_text(tmp_path, serve, mixer, state_dtype):
     folder, expected = build(tmp_path, state_dtype=state_dtype, mixer=mixer)
     rounding = {"additional_config": {"state_dtype": state_dtype}}
     engine = serve(folder, max_num_batched_tokens=2048, enable_prefix_caching=False, **rounding)
-    assert difference(expected, engine.greedy(expected.prompts)) < 0.1
+    assert difference(expected, engine.greedy(prompts_of(expected))) < 0.1
 
 
 def test_pages_of_int8_are_small_and_cached(tmp_path, serve):
@@ -116,21 +192,19 @@ def test_pages_of_int8_are_small_and_cached(tmp_path, serve):
     numbers, channels = 2 * 32 * 32, 2 * 32
     assert page_bytes(config) == 1.5 * numbers + 4 * channels
     for _ in range(2):
-        outputs = engine.greedy(expected.prompts)
-        for exact, output in zip(expected.log_probabilities, outputs, strict=True):
-            first = output.outputs[0].logprobs[0]
-            assert abs(max(x.logprob for x in first.values()) - exact[0]) < 0.1
-    assert sum(output.num_cached_tokens or 0 for output in outputs) > 0
+        answers = engine.greedy(prompts_of(expected))
+        for exact, answer in zip(expected, answers, strict=True):
+            assert abs(answer.log_probabilities[0] - exact.log_probabilities[0]) < 0.1
+    assert sum(answer.cached for answer in answers) > 0
 
 
-def test_bf16_stays_near_fp32(tmp_path, serve):
+@pytest.mark.parametrize("option", [{"dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}], ids=str)
+def test_rounded_activations_and_keys_stay_near_fp32(tmp_path, serve, option):
     folder, expected = build(tmp_path, mixer=["nala", "softmax"])
-    engine = serve(folder, dtype="bfloat16")
-    outputs = engine.greedy(expected.prompts)
-    for exact, output in zip(expected.log_probabilities, outputs, strict=True):
-        first = output.outputs[0].logprobs[0]
-        largest = max(value.logprob for value in first.values())
-        assert abs(largest - exact[0]) < 0.5
+    engine = serve(folder, **option)
+    answers = engine.greedy(prompts_of(expected))
+    for exact, answer in zip(expected, answers, strict=True):
+        assert abs(answer.log_probabilities[0] - exact.log_probabilities[0]) < 0.5
 
 
 @pytest.mark.parametrize(
@@ -142,6 +216,11 @@ def test_bf16_stays_near_fp32(tmp_path, serve):
         ({"quantization": "fp8"}, "--quantization"),
         ({"additional_config": {"state_dtype": "int4"}}, "state_dtype 'int4' is unknown"),
         ({"mamba_ssm_cache_dtype": "float16"}, "state_dtype 'float16' is unknown"),
+        (
+            {"additional_config": {"state_dtyp": "int8"}},
+            "--additional-config: unknown: state_dtyp; its one key is state_dtype",
+        ),
+        ({"runner": "pooling"}, "--runner pooling: embeddings are not served"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(tmp_path, serve, options, problem):

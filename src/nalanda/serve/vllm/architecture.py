@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import MambaModelConfig, VerifyAndUpdateConfig
+from vllm.platforms import current_platform
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
 from nalanda.model.base import Mixer
@@ -108,6 +109,9 @@ class CheckedConfig(VerifyAndUpdateConfig):
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         # Each would change the text, or stop in a layer with a message of vLLM's own.
         uncut = "layers are not cut over GPUs; take --data-parallel-size"
+        uncomputed = "softmax layers with it are not served"
+        softmax = [mixer for mixer in mixers_of(model.hf_config).values() if grows(mixer)]
+        unknown = ", ".join(sorted(set(vllm_config.additional_config) - {"state_dtype"}))
         refusals = [
             (parallel.tensor_parallel_size > 1, f"--tensor-parallel-size: {uncut}"),
             (parallel.pipeline_parallel_size > 1, f"--pipeline-parallel-size: {uncut}"),
@@ -123,7 +127,18 @@ class CheckedConfig(VerifyAndUpdateConfig):
                 model.quantization is not None,
                 "--quantization: weights are fp32, bf16 or fp16; leave it out",
             ),
+            (
+                model.runner_type == "pooling",
+                "--runner pooling: embeddings are not served; leave it out",
+            ),
+            (bool(unknown), f"--additional-config: unknown: {unknown}; its one key is state_dtype"),
             (not model.hf_config.is_decoder, "encoders are not served"),
+            (any(mixer.conv_size for mixer in softmax), f"conv_size: {uncomputed}"),
+            (any(mixer.value_conv for mixer in softmax), f"value_conv: {uncomputed}"),
+            (
+                any(mixer.K != mixer.V for mixer in softmax),
+                f"keys and values of different sizes: {uncomputed}",
+            ),
         ]
         for is_set, problem in refusals:
             if is_set:
@@ -132,10 +147,28 @@ class CheckedConfig(VerifyAndUpdateConfig):
         model.hf_config.architectures = model.architectures  # vLLM asks both
 
 
+def settle_block_size(vllm_config: VllmConfig) -> None:
+    """Asks for the blocks that vLLM takes on a CPU where the user asks for none.
+
+    vLLM 0.32 configures its engine once more after the start. On a CPU it then sets a size of blocks that nobody
+    asked for to 128, and states keep blocks of another size. Its scheduler would end the calls of a prompt beside
+    the bounds of blocks, and its prefix cache would give states of fewer tokens than it counts.
+    """
+    cache = vllm_config.cache_config
+    if not current_platform.is_cpu() or cache.user_specified_block_size:
+        return
+    if vllm_config.model_config.is_hybrid:
+        cache.block_size = 128  # of the attention's kernels; vLLM enlarges it until a state fits
+    elif cache.mamba_block_size is not None:
+        cache.block_size = cache.mamba_block_size
+    cache.user_specified_block_size = True
+
+
 class CheckedMambaConfig(MambaModelConfig):
     """The same beside vLLM's own settings for states."""
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         CheckedConfig.verify_and_update_config(vllm_config)
+        settle_block_size(vllm_config)
         super().verify_and_update_config(vllm_config)

@@ -36,6 +36,22 @@ class Group:
     """Which of them begin a text, bool `[N]`; None: none does."""
 
 
+def check_blocks(past: Tensor, lengths: Tensor, block_size: int) -> None:
+    """Raises RuntimeError where a step leaves a block of tokens that it has not filled.
+
+    vLLM's prefix cache would keep the state there under the hash of the full block. past, lengths: int64 `[N]`,
+    the tokens of each text before the step and behind it.
+    """
+    begun = past % block_size != 0
+    left = begun & (past // block_size < (lengths - 1) // block_size)
+    if bool(left.any()):
+        tokens = int(past[left][0]) % block_size
+        raise RuntimeError(
+            f"Nalanda: prefix cache: vLLM leaves a block of {block_size} tokens after {tokens}, and later "
+            "texts would begin with a wrong state; start it with --no-enable-prefix-caching"
+        )
+
+
 class Metadata(LinearAttentionMetadata):
     """A step's requests as layers of one cache group see them."""
 
@@ -62,7 +78,10 @@ class Builder(LinearAttentionMetadataBuilder):
         starts = common_attn_metadata.query_start_loc_cpu[: N + 1].long()
         lengths = common_attn_metadata.seq_lens_cpu_upper_bound
         assert lengths is not None
-        past = lengths[:N].long() - starts.diff()  # exact without speculation
+        lengths = lengths[:N].long()
+        past = lengths - starts.diff()  # exact without speculation
+        if self.kv_cache_spec.mamba_cache_mode == "align":
+            check_blocks(past, lengths, self.kv_cache_spec.block_size)
         slots, device = base.state_indices_tensor[:N].long(), self.device
 
         metadata.groups = []
@@ -159,20 +178,10 @@ class RecurrentLayer(nn.Module, MambaBase):
 
 
 class AttentionLayer(nn.Module):
-    """A softmax layer: its own up to q, k, v and from o on, with vLLM's paged attention between.
-
-    Raises ValueError for a mixer whose attention vLLM does not compute.
-    """
+    """A softmax layer: its own up to q, k, v and from o on, with vLLM's paged attention between."""
 
     def __init__(self, mixer: Any, name: str, vllm_config: VllmConfig):
         super().__init__()
-        for problem, present in {
-            "conv_size": mixer.conv_size,
-            "value_conv": mixer.value_conv,
-            "keys and values of different sizes": mixer.K != mixer.V,
-        }.items():
-            if present:
-                raise ValueError(f"Nalanda: {problem}: softmax layers with it are not served")
         self.mixer = [mixer]
         self.attention = Attention(
             mixer.num_heads,
