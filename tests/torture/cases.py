@@ -180,6 +180,25 @@ def retention(work: Work) -> str:
     return f"{len(moments)} kills; left: {', '.join(left)}; " + same(run, work.whole())
 
 
+def killed_in_validation(work: Work) -> str:
+    """The trainer is killed within a validation, and within that of the last step.
+
+    The checkpoints before are whole. The run equals an uninterrupted one, validations included.
+    """
+    run, saved = work.run("validation-killed"), []
+    for step in (15, work.steps):
+        pause = {"at": "validation", "nth": 2, "after_step": step}
+        with Trainer(work.recipe, run, f"train.steps={work.steps}", pause=pause) as trainer:
+            _, where = trainer.paused()
+            trainer.kill()
+        need(where.strip().endswith(f"after step {step}"), f"killed elsewhere: {where}")
+        check_saved(run)
+        saved.append(max(checkpoints(run)))
+    need(saved == [14, work.steps], f"saved before the kills: {saved}")
+    finish(work.recipe, run, f"train.steps={work.steps}")
+    return f"2 kills, behind steps 15 and {work.steps}; {same(run, work.whole())}"
+
+
 def prepare(work: Work, source: str, output: Path, *options: str) -> subprocess.Popen:
     """`nalanda data prepare` of one of the two sources, with the tokenizer of the uninterrupted run."""
     command = [str(Path(sys.executable).with_name("nalanda")), "data", "prepare"]
@@ -514,13 +533,17 @@ def damaged(work: Work) -> str:
 
 TMPFS = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
 MOUNT = 'mount -t tmpfs -o size="$1" tmpfs "$0" && shift && "$@"; code=$?; cp -a "$0" "$0.kept"; exit $code'
+FILLED = """mount -t tmpfs -o size="$1" tmpfs "$0" || exit
+while [ ! -e "$0/checkpoints/step-12" ]; do sleep 0.02; done 2>/dev/null && head -c "$2" /dev/zero > "$0/other" &
+filler=$!; shift 2; "$@"; code=$?; kill $filler 2>/dev/null; rm -f "$0/other"; cp -a "$0" "$0.kept"; exit $code"""
+"""The folder, its size and the bytes of another file there, which comes behind step 12."""
 
 
 def disk_full(work: Work) -> str:
-    """The disk fills up during a save.
+    """The disk is too small for the run. Then it is large enough, and another program fills it up.
 
-    The exit code is 74, and one line says how much room is missing. The checkpoint before is whole, and
-    nothing half-written stays. With room the run goes on.
+    The exit code is 74. One line says how much room is missing: in the first case before a step, in the second
+    one at a save. The checkpoint before is whole, and nothing half-written stays. With room the run goes on.
     """
     run, settings = work.run("disk"), ("checkpoint.every=4", "checkpoint.keep_last=9")
     run.mkdir()
@@ -529,10 +552,16 @@ def disk_full(work: Work) -> str:
         subprocess.run([*TMPFS, f"mount -t tmpfs tmpfs {run}"], capture_output=True).returncode == 0
     )
     if able:
-        room = f"{7 * size // 2 // 1024}k"
-        with Trainer(
-            work.recipe, run, *settings, before=(*TMPFS, MOUNT, str(run), room)
-        ) as trainer:
+        small = (*TMPFS, MOUNT, str(run), f"{7 * size // 2 // 1024}k")
+        with Trainer(work.recipe, run, *settings, before=small) as trainer:
+            text = trainer.end(74)
+        need("nalanda: output_dir: " in text and "free; make room" in text, text[-600:])
+        need(not trained(run.with_name("disk.kept")), "it trained although the disk is too small")
+        shutil.rmtree(run.with_name("disk.kept"))
+
+        room, other = 14 * size, 14 * size - 7 * size // 2
+        filled = (*TMPFS, FILLED, str(run), f"{room // 1024}k", str(other))
+        with Trainer(work.recipe, run, *settings, before=filled) as trainer:
             text = trainer.end(74)
         run.rmdir()
         run.with_name("disk.kept").rename(run)
@@ -550,7 +579,9 @@ def disk_full(work: Work) -> str:
     check_saved(run)
     saved = max(checkpoints(run))
     finish(work.recipe, run, *settings)
-    how = f"a tmpfs of {room}B" if able else "ENOSPC from an fsync (no tmpfs may be mounted here)"
+    how = "ENOSPC from an fsync (no tmpfs may be mounted here)"
+    if able:
+        how = f"a tmpfs of {room // 1024} kB, {other // 1024} of them taken at step 12"
     return f"{how}, full at step {saved + 4}, went on from {saved}; {same(run, work.whole())}"
 
 
@@ -654,6 +685,37 @@ def signals_on_one_rank(work: Work) -> str:
         need("interrupted: saved" in text, text[-300:])
         check_saved(run)
         stopped.append(max(checkpoints(run)))
+    finish(work.recipe, run, processes=2)
+    return (
+        f"stopped behind steps {', '.join(map(str, stopped))}; {same(run, work.whole(processes=2))}"
+    )
+
+
+def signals_to_all(work: Work) -> str:
+    """Every process of a launch gets SIGTERM at once, torchrun's agent too: within a step, a validation and a
+    save of one rank. Slurm and systemd do so. The agent forwards its own to the ranks.
+
+    All ranks stop after the same step, which is saved. The same command goes on.
+    """
+    run, stopped = work.run("signals-all"), []
+    for moment in MOMENTS:
+        saved, rank = max(checkpoints(run), default=0), int(moment["at"] != "fsync")
+        pause = {**moment, "after_step": saved + 2, "rank": rank}
+        with Trainer(work.recipe, run, processes=2, pause=pause) as trainer:
+            _, where = trainer.paused()
+            members = trainer.members()
+            need(len(members) == 3, f"{len(members)} processes of an agent and two ranks")
+            for number in members:
+                os.kill(number, signal.SIGTERM)
+            trainer.until(lambda: trainer.text.count("closing signal SIGTERM") == 2, "the agent's")
+            trainer.go()
+            text = trainer.end(1)
+        need("interrupted: saved" in text, text[-600:])
+        state = json.loads((run / "run.json").read_text())["state"]
+        need(state == "interrupted", f"run.json says {state}")
+        check_saved(run)
+        stopped.append(max(checkpoints(run), default=0))
+        need(stopped[-1] > saved, f"{where}: nothing was saved behind step {saved}")
     finish(work.recipe, run, processes=2)
     return (
         f"stopped behind steps {', '.join(map(str, stopped))}; {same(run, work.whole(processes=2))}"
@@ -1806,6 +1868,7 @@ QUICK = (sigkill, damaged, hostile_checkpoint)
 CASES = (
     sigkill,
     retention,
+    killed_in_validation,
     resumes,
     workers,
     processes,
@@ -1820,6 +1883,7 @@ CASES = (
     signals,
     truncated,
     signals_on_one_rank,
+    signals_to_all,
     sleeping_rank,
     bad_steps,
     bad_step_on_one_rank,
