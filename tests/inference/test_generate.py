@@ -479,6 +479,31 @@ def test_a_state_is_of_the_weights_at_any_precision(reader, other, tmp_path):
         there.load_state(path)
 
 
+@pytest.mark.parametrize(
+    "mixer", slow_but_for(["retention"], ["retention", "gated_deltanet", "mala", "softmax"])
+)
+@pytest.mark.parametrize("reader", DTYPES)
+@pytest.mark.parametrize("other", DTYPES)
+@torch.no_grad()
+def test_states_in_memory_follow_a_model_that_is_cast(mixer, reader, other):
+    model, tokens = build(mixer, dtype=torch.float32).to(reader), ids(2, 9)
+    state, cache = model.read(tokens), NalandaCache(2)
+    logits(model, tokens[:, :8], past_key_values=cache)
+    model.to(other)
+    expected = logits(model, tokens).float()[:, -1]
+    coarse = any(dtype.itemsize == 2 for dtype in (reader, other))
+    tolerance = 0.05 if coarse else 1e-4
+
+    of_cache = logits(model, tokens[:, 8:], past_key_values=cache).float()[:, -1]
+    asked = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 2}
+    of_state = model.generate(state=state, **asked, **GREEDY).logits[0].float()
+    for found in (of_cache, of_state):
+        assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+    # The first token of another call reads the state itself.
+    longer = model.generate(ids(2, 3), state=state, max_new_tokens=2, **GREEDY)
+    assert longer.shape == (2, 5)
+
+
 def contents(path) -> tuple[dict, dict]:
     """The tensors and the texts of a file."""
     with safe_open(path, "pt") as file:

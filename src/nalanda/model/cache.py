@@ -139,6 +139,16 @@ class NalandaCache(Cache):
             self.state_dtype = state_dtype
         return self
 
+    def follow(self, dtype: torch.dtype) -> None:
+        """Widens states for a model that was cast to fp64, or narrows those of a model that was in fp64."""
+        wide = torch.promote_types(dtype, torch.float32)
+        other = torch.float32 if wide == torch.float64 else torch.float64
+        if any(x.dtype == other for state in self.states for x in state.values()):
+            self.states = [
+                {name: x.to(wide) if x.dtype == other else x for name, x in state.items()}
+                for state in self.states
+            ]
+
     @property
     def waits_for_mark(self) -> bool:
         """Whether recording was asked for and has not begun."""

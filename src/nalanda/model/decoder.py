@@ -415,7 +415,7 @@ class Decoder(NalandaPreTrainedModel):
         parts = Parts(context, B, T, packing.cu_seqlens, packing.carried, packing.tokens_read)
         layout = Layout.of_bounds(x, parts.cu_seqlens)
         seq = Sequences(layout.cu_seqlens, parts.past, parts.rows, x.device, parts=parts)
-        return Batch(x, layout, seq, self._carried_states(packing), carries=packing.carries)
+        return Batch(x, layout, seq, self._carried_states(x, packing), carries=packing.carries)
 
     def _carried_rows(
         self,
@@ -428,7 +428,7 @@ class Decoder(NalandaPreTrainedModel):
         layout = Layout(x, attention_mask, position_ids, packing.cu_seqlens)
         rows, past = layout.rows(packing.carried, packing.tokens_read)
         seq = Sequences(layout.cu_seqlens, past, rows, x.device)
-        return Batch(x, layout, seq, self._carried_states(packing), carries=True)
+        return Batch(x, layout, seq, self._carried_states(x, packing), carries=True)
 
     def _cached_batch(
         self,
@@ -441,6 +441,7 @@ class Decoder(NalandaPreTrainedModel):
         """Tokens after those that the cache holds."""
         # First: it adds the tokens that `crop` left unread to the cache's lengths.
         self.catch_up(cache)
+        cache.follow(x.dtype)
         past = cache.lengths
         if attention_mask is not None and _one_token_each(attention_mask, past, x.shape[1]):
             attention_mask = None
@@ -481,12 +482,13 @@ class Decoder(NalandaPreTrainedModel):
         cache = NalandaCache(len(self.layers))
         return Batch(x, layout, seq, cache.states, cache)
 
-    def _carried_states(self, packing: Packing) -> list[CarriedState]:
+    def _carried_states(self, x: Tensor, packing: Packing) -> list[CarriedState]:
         """Each layer's state of the rows to continue, empty if none continues."""
         if not packing.carries:
             return []
         carried_cache, carried = packing.carried_cache, packing.carried
         if carried_cache is not None and carried is not None and bool(carried.any()):
+            carried_cache.follow(x.dtype)
             return [CarriedState(tensors) for tensors in carried_cache.states]
         return [CarriedState({}) for _ in self.layers]
 

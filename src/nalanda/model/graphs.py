@@ -226,6 +226,10 @@ class DecodingGraphs:
     def key(self) -> tuple | None:
         return key_of(self.model)
 
+    @functools.cached_property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
     def decode(
         self, model: nn.Module, tokens: Tensor, cache: NalandaCache, mask: Tensor | None = None
     ) -> Tensor | None:
@@ -254,6 +258,8 @@ class DecodingGraphs:
             return None
         if torch.is_autocast_enabled(tokens.device.type):
             return None
+        if not cache.live:
+            cache.follow(self.dtype)
         step = self.steps.get(len(tokens)) or self._step(cache, (len(tokens), *self.key))
         return step(tokens, cache) if step is not None and step.take(cache) else None
 
