@@ -631,7 +631,9 @@ def test_what_no_state_is_refused(saved, tmp_path):
         assert says in refusal(model, path)
     for content in (b"", b"nothing of the kind", None):
         save_file({"x": torch.ones(1)}, path) if content is None else path.write_bytes(content)
-        assert "is not a state" in refusal(model, path)
+        assert "is not a state that this version can load: read the text again" in refusal(
+            model, path
+        )
     with pytest.raises(ValueError, match="another model"):
         other.generate(state=model.read(ids(1, 5)), max_new_tokens=1)
     with pytest.raises(ValueError, match="holds 2 texts, the input has 3 rows"):
@@ -643,11 +645,18 @@ def test_what_no_state_is_refused(saved, tmp_path):
 def test_a_state_that_cannot_be_written_leaves_nothing(saved, tmp_path):
     model, path = saved
     state, before = model.load_state(path), path.read_bytes()
-    for there in (tmp_path, tmp_path / "none" / "state", path / "state"):
+    no_folder = "its folder does not exist; make it: "
+    for there, says in (
+        (tmp_path, "a folder; name a file: "),
+        (tmp_path / "none" / "state", no_folder),
+        (path / "state", no_folder),
+    ):
         with pytest.raises(OSError) as error:
             state.save(there)
-        assert str(there) in str(error.value)
+        assert str(error.value).endswith(f"{says}'{there}'")
         assert "\n" not in str(error.value)
+    with pytest.raises(FileNotFoundError, match=r"no such file; write one with State\.save: "):
+        model.load_state(tmp_path / "none")
     assert list(tmp_path.parent.glob(f"{tmp_path.name}*")) == [tmp_path]
     assert [*tmp_path.rglob("*")] == [path]
     assert path.read_bytes() == before

@@ -179,7 +179,8 @@ def test_streamer(small):
 def test_other_caches_are_refused(small):
     from transformers import DynamicCache
 
-    with pytest.raises(ValueError, match="NalandaCache"):
+    says = r"NalandaCache, got DynamicCache: leave it out, or give NalandaCache\(2\)"
+    with pytest.raises(ValueError, match=says):
         small(ids(1, 3), past_key_values=DynamicCache())
     cache = NalandaCache(2)
     small(ids(2, 3), past_key_values=cache)

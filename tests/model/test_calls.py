@@ -119,6 +119,11 @@ def test_keywords_of_other_models_change_nothing_or_are_refused(small):
         ({"input_ids": ids(6)}, r"input_ids must be integers \[batch, length\], got int64 \[6\]"),
         ({"input_ids": ids(2, 6).float()}, r"input_ids must be integers .*, got float32 \[2, 6\]"),
         ({"labels": [[1] * 6] * 2}, "labels must be a tensor, got list"),
+        ({"input_ids": [[1] * 6]}, "input_ids must be a tensor, got list"),
+        ({"inputs_embeds": [[[0.0] * 24]]}, "inputs_embeds must be a tensor, got list"),
+        ({"attention_mask": [[1] * 6] * 2}, "attention_mask must be a tensor, got list"),
+        ({"position_ids": [[*range(6)]] * 2}, "position_ids must be a tensor, got list"),
+        ({"logits_to_keep": -1}, "logits_to_keep=-1: give 0 for all, or the last n"),
         (
             {"inputs_embeds": torch.ones(6, 24)},
             r"inputs_embeds must be \[batch, length, 24\], got \[6, 24\]",
@@ -155,6 +160,18 @@ def test_inputs_of_a_wrong_shape_or_kind_are_refused(small, inputs, says):
     with pytest.raises(ValueError, match=says) as error:
         small(**tokens | inputs)
     assert "\n" not in str(error.value)
+
+
+def test_continuous_batching_is_refused(small):
+    """`transformers serve` asks for the attribute, and then serves requests in turn."""
+    assert not hasattr(small, "init_continuous_batching")
+    for call in (
+        lambda: small.generate_batch([[1, 2, 3]]),
+        lambda: small.init_continuous_batching(),
+        lambda: small.continuous_batching_context_manager().__enter__(),
+    ):
+        with pytest.raises(AttributeError, match="call generate with a padded batch, or serve"):
+            call()
 
 
 @pytest.mark.parametrize("bad", [[0, 3], [1, 4], [0, 5], [0, 3, 2, 4]])

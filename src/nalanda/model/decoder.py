@@ -271,8 +271,9 @@ class Decoder(NalandaPreTrainedModel):
     def _check_cache(self, cache: NalandaCache, B: int) -> None:
         if not isinstance(cache, NalandaCache):
             raise ValueError(
-                f"past_key_values must be a NalandaCache, got {type(cache).__name__}; PEFT's prefix tuning "
-                "trains keys and values, which a recurrent state does not have: use LoRA or prompt tuning"
+                f"past_key_values must be a NalandaCache, got {type(cache).__name__}: leave it out, or give "
+                f"NalandaCache({len(self.layers)}); prefix tuning has no keys and values to train here, "
+                "LoRA and prompt tuning work"
             )
         cache.check_batch(B)
         # A draft by the first layers lowers num_hidden_layers, and may have a cache of its own.
@@ -557,6 +558,8 @@ class Decoder(NalandaPreTrainedModel):
             return self.embed_tokens(pixel_values, interpolate_pos_encoding)
 
         if input_ids is not None:
+            if not isinstance(input_ids, Tensor):
+                raise ValueError(f"input_ids must be a tensor, got {type(input_ids).__name__}")
             if input_ids.dim() != 2 or input_ids.is_floating_point():
                 kind = str(input_ids.dtype).removeprefix("torch.")
                 raise ValueError(
@@ -568,6 +571,8 @@ class Decoder(NalandaPreTrainedModel):
 
         x: Any = inputs_embeds
         width = self.config.hidden_size
+        if not isinstance(x, Tensor):
+            raise ValueError(f"inputs_embeds must be a tensor, got {type(x).__name__}")
         if x.dim() != 3 or x.shape[2] != width:
             raise ValueError(f"inputs_embeds must be [batch, length, {width}], got {list(x.shape)}")
         return x if context is None else context.part(x), None

@@ -92,6 +92,8 @@ class LanguageModel(NalandaPreTrainedModel):
 def _positions(logits_to_keep: int | Tensor) -> slice | Tensor:
     """The index of the last n positions, or of the given ones; 0: of all."""
     if isinstance(logits_to_keep, int):
+        if logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep={logits_to_keep}: give 0 for all, or the last n")
         return slice(-logits_to_keep, None)
     return logits_to_keep
 
@@ -315,6 +317,15 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
     def init_continuous_batching(self):
         """Unsupported, as it pages keys and values. `transformers serve` then serves requests in turn."""
         raise AttributeError
+
+    def __getattr__(self, name: str) -> Any:
+        # Python asks here, where a property raised AttributeError.
+        if name == "init_continuous_batching":
+            raise AttributeError(
+                "continuous batching pages keys and values, which this model does not have: call generate "
+                "with a padded batch, or serve the model with vLLM"
+            )
+        return super().__getattr__(name)
 
     def _mark_before(
         self,

@@ -355,6 +355,10 @@ class Layout:
         # position_ids that restart are transformers' way to mark where packed documents begin.
         restart = None
         if position_ids is not None:
+            if not isinstance(position_ids, Tensor):
+                raise ValueError(
+                    f"position_ids must be a tensor, got {type(position_ids).__name__}"
+                )
             if position_ids.shape not in ((B, T), (1, T)):
                 raise ValueError(
                     f"position_ids must be [batch, length] or [1, length] with batch {B} and length {T}, "
@@ -562,6 +566,8 @@ def next_tokens(
 
 def last_columns(attention_mask: Tensor, B: int, T: int) -> Tensor:
     """The mask of this call's tokens, bool `[B, T]`."""
+    if not isinstance(attention_mask, Tensor):
+        raise ValueError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
     if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
         raise ValueError(
             f"attention_mask must be [batch, length] with batch {B} and length ≥ {T}, "

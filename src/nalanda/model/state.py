@@ -317,6 +317,8 @@ def check_prompt(
 
     least: smallest T. cached: the mask may also cover earlier tokens, which a cache holds.
     """
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"input_ids must be a tensor, got {type(tokens).__name__}")
     dims = 3 if tokens.is_floating_point() else 2
     if tokens.dim() != dims or len(tokens) == 0 or tokens.shape[1] < least:
         kind = str(tokens.dtype).removeprefix("torch.")
@@ -350,6 +352,8 @@ def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> Non
     """Writes a file that has the old content or the new, whenever the machine stops. Raises OSError."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "a folder; name a file", str(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "its folder does not exist; make it", str(path))
     unfinished = path.with_name(f"{path.name}.part")
     try:
         save_file(tensors, unfinished, about)
@@ -376,8 +380,10 @@ def _sync(path: Path) -> None:
 def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Reads the texts and the tensors of a state file.
 
-    Raises ValueError for another kind of file, or a damaged one.
+    Raises ValueError for another kind of file, or a damaged one, and FileNotFoundError for none.
     """
+    if not Path(path).exists():
+        raise FileNotFoundError(errno.ENOENT, "no such file; write one with State.save", str(path))
     try:
         with safe_open(path, "pt") as file:
             about = file.metadata() or {}
@@ -385,7 +391,9 @@ def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     except SafetensorError:
         about, tensors = {}, {}
     if about.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a state that this version can load")
+        raise ValueError(
+            f"{path} is not a state that this version can load: read the text again with this version"
+        )
 
     # The sum is over all other texts, as `save` computed it.
     saved_sum = about.pop("sum", None)
