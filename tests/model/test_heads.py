@@ -11,6 +11,8 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
@@ -205,6 +207,60 @@ def test_tokens_are_classified():
     assert not torch.equal(*(model(ids(2, 9)).logits for _ in range(2))), "dropout"
 
 
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_answers_are_found(is_decoder):
+    model = made(AutoModelForQuestionAnswering, is_decoder=is_decoder)
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, 6:] = 0
+    starts, ends = torch.tensor([2, 9]), torch.tensor([4, 5])  # 9 is behind the text
+    out = model(ids(2, 9), attention_mask=mask, start_positions=starts, end_positions=ends)
+    assert out.start_logits.shape == out.end_logits.shape == (2, 9)
+    expected = F.cross_entropy(out.start_logits[:1], starts[:1])
+    expected = (expected + F.cross_entropy(out.end_logits, ends)) / 2
+    close(out.loss.double(), expected, 1e-6)
+    close(model(ids(2, 9)[1:, :6]).start_logits, out.start_logits[1:, :6])
+    out.loss.backward()
+    assert model.qa_outputs.weight.grad.abs().sum() > 0  # the name that PEFT trains
+    with pytest.raises(ValueError, match="use_cache"):
+        model(ids(2, 9), use_cache=True)
+
+
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_choices_are_scored_alone(is_decoder):
+    """Each text as a row of its own; in training they differ by their last tokens or their means."""
+    model = made(AutoModelForMultipleChoice, is_decoder=is_decoder, pad_token_id=0)
+    texts = ids(2, 27).view(2, 3, 9).clamp_min(1)
+    mask = torch.ones(2, 3, 9, dtype=torch.int64)
+    mask[1, 2, 5:] = 0
+    labels = torch.tensor([2, 0])
+    out = model(texts, attention_mask=mask, labels=labels)
+    assert out.logits.shape == (2, 3)
+    close(out.loss, F.cross_entropy(out.logits, labels))
+    close(model(texts[1:, 2:, :5]).logits, out.logits[1:, 2:])
+    # Without a mask, pad ids at the end of a text are padding.
+    close(model(texts.masked_fill(mask == 0, 0), labels=labels).logits, out.logits)
+    embedded = model.get_input_embeddings()(texts)
+    close(model(inputs_embeds=embedded, attention_mask=mask).logits, out.logits)
+    with pytest.raises(
+        ValueError, match=r"input_ids must be \[batch, choices, length\], got \[2, 9\]"
+    ):
+        model(ids(2, 9))
+
+
+@pytest.mark.parametrize(
+    "auto", [AutoModelForMaskedLM, AutoModelForMultipleChoice, AutoModelForQuestionAnswering]
+)
+def test_heads_call_a_loss_that_somebody_sets(auto):
+    model = made(auto)
+    model.loss_function = lambda *args, **keywords: torch.tensor(7.0)
+    tokens = ids(2, 27).view(2, 3, 9) if auto is AutoModelForMultipleChoice else ids(2, 9)
+    labels = {"labels": torch.tensor([2, 0]) if tokens.dim() == 3 else tokens}
+    if auto is AutoModelForQuestionAnswering:
+        labels = {"start_positions": torch.tensor([2, 3]), "end_positions": torch.tensor([2, 3])}
+    for training in (True, False):
+        assert model.train(training)(tokens, **labels).loss == 7
+
+
 def test_every_head_loads_from_every_other(tmp_path):
     """The body is one: a checkpoint of one head is a start for the others, by the Auto classes."""
     model = made(AutoModelForMaskedLM).float()
@@ -221,13 +277,20 @@ def test_every_head_loads_from_every_other(tmp_path):
     body.save_pretrained(tmp_path / "body")
     for name in names.keys() - {"AutoConfig", "AutoModel"}:
         assert name in json.loads((tmp_path / "body/config.json").read_text())["auto_map"]
-    for auto in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
+    for auto, scores in (
+        (AutoModelForSequenceClassification, 4),
+        (AutoModelForTokenClassification, 4),
+        (AutoModelForMultipleChoice, 1),
+        (AutoModelForQuestionAnswering, 9),
+    ):
         head = auto.from_pretrained(tmp_path, num_labels=4).eval()
         assert torch.equal(head.model(ids(2, 9)).last_hidden_state, hidden)
-        assert head(ids(2, 9)).logits.shape[-1] == 4
+        tokens = ids(2, 9)[:, None] if auto is AutoModelForMultipleChoice else ids(2, 9)
+        first = head(tokens)[0]
+        assert first.shape[-1] == scores
         head.save_pretrained(tmp_path / "head")
         again = auto.from_pretrained(tmp_path / "head").eval()
-        assert torch.equal(again(ids(2, 9)).logits, head(ids(2, 9)).logits)
+        close(again(tokens)[0], first, 1e-6)
     with pytest.raises(ValueError, match="AutoModelForMaskedLM"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 

@@ -174,6 +174,66 @@ def test_loss_follows_transformers(small):
     assert small(tokens).logits.shape == (2, 11, VOCAB)
 
 
+def test_a_loss_that_somebody_sets_is_called_as_in_llama(small):
+    """By its setter or in a subclass, in training and evaluation, with the keywords of transformers."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, intermediate_size=8, **sizes))
+    tokens, mask = ids(2, 9), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :3] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    labels[0, 3] = -100  # padding predicts it in Llama
+    batches = [
+        {"labels": labels, "attention_mask": mask},
+        {"labels": labels, "num_items_in_batch": 5},
+        {"labels": labels, "shift_labels": F.pad(labels[:, 1:], (0, 1), value=-100)},
+    ]
+    calls = []
+    for model in (small, llama):
+        of_model = []
+
+        def loss(of_model=of_model, **keywords):
+            logits = keywords.pop("logits")
+            of_model.append(keywords | {"logits": logits.shape})
+            return logits.sum() * 0 + 7
+
+        model.loss_function = loss
+        for training in (True, False):
+            for batch in batches:
+                out = model.train(training)(tokens, **batch)
+                assert out.loss == 7
+                assert out.logits.shape == (2, 9, VOCAB)
+        model(tokens)
+        assert len(of_model) == 6
+        calls.append(of_model)
+    for mine, right in zip(*calls, strict=True):
+        assert mine.keys() == right.keys()
+        torch.testing.assert_close(mine, right)
+
+    small.train()(tokens, labels=tokens).loss.backward()
+    assert all(p.grad is not None for p in small.parameters())
+    with pytest.raises(ValueError, match="z_loss: the loss_function that was set does not take it"):
+        small(tokens, labels=tokens, z_loss=0.1)
+
+
+def test_the_loss_of_a_subclass_knows_no_padding_or_other_document(small):
+    """Labels that nothing predicts are −100 to it too."""
+    calls = []
+
+    class Summed(type(small)):
+        def loss_function(self, logits, labels, vocab_size, **_):
+            calls.append(vocab_size)
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    tokens, mask = ids(2, 9), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :3] = 0
+    packed = {"cu_seqlens": torch.tensor([0, 4, 9, 11, 18])}
+    expected = [small(tokens, labels=tokens, **x).loss for x in ({"attention_mask": mask}, packed)]
+    small.__class__ = Summed
+    for described, right in zip(({"attention_mask": mask}, packed), expected, strict=True):
+        close(small.train()(tokens, labels=tokens, **described).loss, right, 1e-6)
+    assert calls == [VOCAB] * 2
+
+
 def test_labels_may_be_shifted_already(small):
     """As trainers that cut rows over processes send them; transformers' loss then reads no other labels."""
     tokens, labels = ids(2, 11), ids(2, 11, seed=1)

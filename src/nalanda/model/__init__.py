@@ -13,6 +13,8 @@ from .feature_maps import FEATURE_MAPS, FeatureMap, build_feature_map, register_
 from .graphs import decoding_graphs
 from .heads import (
     NalandaForMaskedLM,
+    NalandaForMultipleChoice,
+    NalandaForQuestionAnswering,
     NalandaForSequenceClassification,
     NalandaForTokenClassification,
 )
@@ -41,6 +43,8 @@ __all__ = [
     "NalandaForCausalLM",
     "NalandaForImageClassification",
     "NalandaForMaskedLM",
+    "NalandaForMultipleChoice",
+    "NalandaForQuestionAnswering",
     "NalandaForSequenceClassification",
     "NalandaForTokenClassification",
     "State",

@@ -29,6 +29,8 @@ AUTO_MAP = {
     "AutoModelForMaskedLM": "heads.NalandaForMaskedLM",
     "AutoModelForSequenceClassification": "heads.NalandaForSequenceClassification",
     "AutoModelForTokenClassification": "heads.NalandaForTokenClassification",
+    "AutoModelForQuestionAnswering": "heads.NalandaForQuestionAnswering",
+    "AutoModelForMultipleChoice": "heads.NalandaForMultipleChoice",
     "AutoModelForImageClassification": "vision.NalandaForImageClassification",
 }
 """transformers' Auto classes to ours, by file."""

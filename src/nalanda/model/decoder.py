@@ -150,6 +150,12 @@ class NalandaPreTrainedModel(PreTrainedModel):
         kwargs |= {"config": config, "trust_remote_code": trust_remote_code}
         return super().from_pretrained(name, *args, **kwargs)
 
+    @property
+    def has_other_loss(self) -> bool:
+        """Whether somebody set a `loss_function`, on the model or in a subclass, in place of the model's loss."""
+        inherited = type(self).loss_function is PreTrainedModel.loss_function
+        return not inherited or hasattr(self, "_loss_function")
+
     def post_init(self) -> None:
         for name, growth in growths(self).items():
             self.get_submodule(name).growth = growth  # pyrefly: ignore[bad-argument-type]

@@ -3,9 +3,12 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import (
     MaskedLMOutput,
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
@@ -64,18 +67,32 @@ class NalandaForMaskedLM(LanguageModel):
         )
         h = out.last_hidden_state  # [B, T, D]
 
-        loss = None
+        loss, all_logits = None, self._logits_for_loss(h, labels)
         if labels is not None:
             labels = self._checked_labels(labels, h, h.shape[1])
             if attention_mask is not None:
                 labels = labels.masked_fill(attention_mask.to(h.device) == 0, -100)
-            masked = labels != -100  # bool [B, T]
-            targets = labels[masked]
-            count = len(targets) if num_items_in_batch is None else num_items_in_batch
-            loss = mean_over(self._summed_loss(h[masked], targets, z_loss), count)
+            loss = self._masked_loss(h, all_logits, labels, num_items_in_batch, z_loss)
 
-        logits = self.lm_head(h) if labels is None or not self.training else None
+        logits = self._logits(h, all_logits, loss, slice(None))
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
+
+    def _masked_loss(
+        self,
+        h: Tensor,
+        all_logits: Tensor | None,
+        labels: Tensor,
+        count: int | Tensor | None,
+        z_loss: float,
+    ) -> Tensor:
+        """The loss of the tokens with a label `[B, T]`. all_logits: of `_logits_for_loss`."""
+        if self.has_other_loss:
+            return self._other_loss(all_logits, labels, count, {"z_loss": z_loss})
+        masked = labels != -100  # bool [B, T]
+        targets = labels[masked]
+        logits = None if all_logits is None else all_logits[masked]
+        total = self._summed_loss(h[masked], logits, targets, z_loss)
+        return mean_over(total, len(targets) if count is None else count)
 
 
 class Classifier(NalandaPreTrainedModel):
@@ -85,11 +102,16 @@ class Classifier(NalandaPreTrainedModel):
 
     def __init__(self, config: NalandaConfig):
         super().__init__(config)
-        self.num_labels: int = config.num_labels  # pyrefly: ignore[bad-assignment]
+        self.num_labels: int = self.scores_of(config)
         self.model = Decoder(config)
         self.dropout = nn.Dropout(config.dropout)
         self.score = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
+
+    @staticmethod
+    def scores_of(config: NalandaConfig) -> int:
+        """How many scores the head has."""
+        return config.num_labels  # pyrefly: ignore[bad-return]
 
     def _loss(self, logits: Tensor, labels: Tensor | None) -> Tensor | None:
         """transformers' loss of these labels, by `config.problem_type`."""
@@ -101,7 +123,55 @@ class Classifier(NalandaPreTrainedModel):
         )
 
 
-class TextClassifier(Classifier):
+class TextReader:
+    """What heads over texts do alike before their scores."""
+
+    config: NalandaConfig
+    model: Decoder
+
+    def read_text(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cu_seqlens: Tensor | None,
+        use_cache: bool | None,
+        foreign: dict[str, Any],
+        **options: Any,
+    ) -> tuple[Any, tuple[Tensor | None, ...]]:
+        """The decoder's output, and the attention_mask, position_ids and cu_seqlens that it was given.
+
+        foreign: keywords of other libraries. options: other arguments of `Decoder.forward`.
+        """
+        if use_cache:
+            raise ValueError("use_cache: a classifier returns no cache; leave it out")
+        cu_seqlens = foreign_bounds(cu_seqlens, foreign)
+        packed = cu_seqlens is not None or (
+            position_ids is not None and bool((position_ids.diff(dim=-1) != 1).any())
+        )
+        if input_ids is not None and attention_mask is None and not packed:
+            attention_mask = self._mask_of(input_ids)
+
+        packing = (attention_mask, position_ids, cu_seqlens)
+        out = self.model(
+            input_ids,
+            attention_mask,
+            position_ids,
+            cu_seqlens=cu_seqlens,
+            use_cache=False,
+            **options,
+        )
+        return out, packing
+
+    def _mask_of(self, input_ids: Tensor) -> Tensor | None:
+        """bool `[B, T]`: all tokens up to the last one of a row that is no padding."""
+        if self.config.pad_token_id is None:
+            return None
+        real = (input_ids != self.config.pad_token_id).int()
+        return real.flip(1).cummax(1).values.flip(1).bool()  # the running maximum from the right
+
+
+class TextClassifier(TextReader, Classifier):
     """A `Classifier` of tokens. A subclass names its output's class, and pools the states that get scores."""
 
     output: type
@@ -125,36 +195,18 @@ class TextClassifier(Classifier):
         Where neither a mask nor a packing is given, the pad ids at the end of a row are padding. use_cache is
         accepted because trainers pass it; True is refused.
         """
-        if use_cache:
-            raise ValueError("use_cache: a classifier returns no cache; leave it out")
-        cu_seqlens = foreign_bounds(cu_seqlens, foreign)
-        packed = cu_seqlens is not None or (
-            position_ids is not None and bool((position_ids.diff(dim=-1) != 1).any())
-        )
-        if input_ids is not None and attention_mask is None and not packed:
-            attention_mask = self._mask_of(input_ids)
-
-        out = self.model(
-            input_ids,
-            attention_mask,
-            position_ids,
+        described = (input_ids, attention_mask, position_ids, cu_seqlens)
+        out, packing = self.read_text(
+            *described,
+            use_cache,
+            foreign,
             inputs_embeds=inputs_embeds,
-            cu_seqlens=cu_seqlens,
-            use_cache=False,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        pooled = self._pool(out.last_hidden_state, attention_mask, position_ids, cu_seqlens)
-        logits = self.score(self.dropout(pooled))
+        logits = self.score(self.dropout(self._pool(out.last_hidden_state, *packing)))
         loss = self._loss(logits, labels)
         return self.output(loss=loss, logits=logits, hidden_states=out.hidden_states)
-
-    def _mask_of(self, input_ids: Tensor) -> Tensor | None:
-        """bool `[B, T]`: all tokens up to the last one of a row that is no padding."""
-        if self.config.pad_token_id is None:
-            return None
-        real = (input_ids != self.config.pad_token_id).int()
-        return real.flip(1).cummax(1).values.flip(1).bool()  # the running maximum from the right
 
     def _pool(self, h: Tensor, *packing: Tensor | None) -> Tensor:
         """The states that get scores, from `[B, T, D]`. packing: attention_mask, position_ids, cu_seqlens."""
@@ -208,3 +260,101 @@ class NalandaForTokenClassification(TextClassifier):
 
     def _pool(self, h: Tensor, *packing: Tensor | None) -> Tensor:
         return h
+
+
+class NalandaForMultipleChoice(NalandaForSequenceClassification):
+    """A score for each of several texts: logits `[B, choices]`, labels `[B]`, the right choice of each row.
+
+    The score is of the mean over an encoder's tokens, or of a decoder's last token.
+    """
+
+    @staticmethod
+    def scores_of(config: NalandaConfig) -> int:
+        return 1
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **options: Any,
+    ) -> MultipleChoiceModelOutput:
+        """Logits and, with labels, their cross-entropy.
+
+        input_ids, attention_mask, position_ids: `[B, choices, T]`; inputs_embeds: `[B, choices, T, D]`. options:
+        as for `NalandaForSequenceClassification`. Raises ValueError for inputs of another shape.
+        """
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        inputs |= {"position_ids": position_ids, "inputs_embeds": inputs_embeds}
+        inputs = {name: x for name, x in inputs.items() if x is not None}
+        for name, x in inputs.items():
+            if x.dim() != (4 if name == "inputs_embeds" else 3):
+                raise ValueError(f"{name} must be [batch, choices, length], got {list(x.shape)}")
+
+        choices = next(iter(inputs.values())).shape[1]
+        texts = {name: x.flatten(0, 1) for name, x in inputs.items()}
+        out = super().forward(**texts, **options, return_dict=True)
+        logits = out.logits.view(-1, choices)
+        loss = None
+        if labels is not None and self.has_other_loss:
+            loss = self.loss_function(logits=logits, labels=labels, config=self.config)
+        elif labels is not None:
+            loss = F.cross_entropy(at_least_fp32(logits), labels.to(logits.device))
+        return MultipleChoiceModelOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
+
+
+class NalandaForQuestionAnswering(TextReader, NalandaPreTrainedModel):
+    """Where an answer begins and ends in a text: start_logits and end_logits `[B, T]`, of each column."""
+
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: NalandaConfig):
+        super().__init__(config)
+        self.model = Decoder(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_attentions: bool | None = None,
+        use_cache: bool | None = None,
+        **foreign: Any,
+    ) -> QuestionAnsweringModelOutput:
+        """Logits and, with both positions, the mean of their cross-entropies.
+
+        start_positions, end_positions: int64 `[B]`, columns; one outside the text is ignored. The other inputs are
+        those of `NalandaForTokenClassification`.
+        """
+        described = (input_ids, attention_mask, position_ids, cu_seqlens)
+        out, _ = self.read_text(
+            *described,
+            use_cache,
+            foreign,
+            inputs_embeds=inputs_embeds,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        scores = self.qa_outputs(out.last_hidden_state)  # [B, T, 2]
+        start_logits, end_logits = (x.contiguous() for x in scores.unbind(-1))
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            logits = (at_least_fp32(start_logits), at_least_fp32(end_logits))
+            loss = self.loss_function(*logits, start_positions, end_positions)
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits,
+            end_logits=end_logits,
+            hidden_states=out.hidden_states,
+        )

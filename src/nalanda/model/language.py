@@ -68,25 +68,70 @@ class LanguageModel(NalandaPreTrainedModel):
 
         return labels.to(h.device, torch.int64)
 
+    def _logits_for_loss(self, h: Tensor, targets: Tensor | None) -> Tensor | None:
+        """The head's logits of all columns of h `[B, T, D]`; None where no loss needs them.
+
+        It does where the head is more than a matrix in memory (an adapter, a hook, a quantised or an offloaded
+        weight), and where somebody set a `loss_function`.
+        """
+        needs_logits = matrix_of(self.lm_head) is None or self.has_other_loss
+        return self.lm_head(h) if targets is not None and needs_logits else None
+
+    def _logits(
+        self, h: Tensor, all_logits: Tensor | None, loss: Tensor | None, columns: slice | Tensor
+    ) -> Tensor | None:
+        """The logits of some columns; None in training with the model's own loss.
+
+        all_logits: of `_logits_for_loss`.
+        """
+        if self.training and loss is not None and not self.has_other_loss:
+            return None
+        if all_logits is not None:
+            return all_logits[:, columns]
+        return apply_linear(self.lm_head, h[:, columns])
+
     def _summed_loss(
-        self, h: Tensor, targets: Tensor, z_loss: float, teacher: Distillation | None = None
+        self,
+        h: Tensor,
+        logits: Tensor | None,
+        targets: Tensor,
+        z_loss: float,
+        teacher: Distillation | None = None,
     ) -> Tensor:
-        """`linear_cross_entropy` of hidden states `[M, D]`; from the head's logits if the head is more than a
-        matrix in memory: an adapter, a hook, a quantised or an offloaded weight."""
-        weight = matrix_of(self.lm_head)
-        if weight is not None:
+        """`linear_cross_entropy` of hidden states `[M, D]`, or the same of the head's logits `[M, V]`."""
+        if logits is None:
+            weight = self.lm_head.weight
             return linear_cross_entropy(h, weight, targets, z_loss=z_loss, teacher=teacher)
         if teacher is not None:
             raise ValueError(
                 "distillation: the head must be a matrix in memory, without an adapter"
             )
-        logits = at_least_fp32(self.lm_head(h))
+        logits = at_least_fp32(logits)
         total = F.cross_entropy(logits, targets, reduction="sum")
         if z_loss:
             squares = z_loss * logits[targets != -100].logsumexp(-1).square().sum()
             # The gradient alone: the value stays the cross-entropy.
             total = total + squares - squares.detach()
         return total
+
+    def _other_loss(
+        self,
+        logits: Tensor | None,
+        labels: Tensor | None,
+        count: int | Tensor | None,
+        options: dict[str, Any],
+        **shifted: Tensor,
+    ) -> Tensor:
+        """The `loss_function` that somebody set, of all logits, called as by transformers' models.
+
+        options: those of the model's own loss, by name. Raises ValueError if one of them is given.
+        """
+        for name, value in options.items():
+            if value:
+                raise ValueError(f"{name}: the loss_function that was set does not take it")
+        keywords = shifted if count is None else shifted | {"num_items_in_batch": count}
+        size = self.config.vocab_size
+        return self.loss_function(logits=logits, labels=labels, vocab_size=size, **keywords)
 
 
 def _positions(logits_to_keep: int | Tensor) -> slice | Tensor:
@@ -408,7 +453,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             ignored. (Trainer demands of every batch what the signature calls labels.) Others are keywords
             of other libraries, as `sequences.foreign_bounds` takes them.
 
-        In training mode with labels `logits` is None: the loss is computed in blocks without all logits.
+        In training mode with labels `logits` is None: the loss is computed in blocks without all logits. A
+        `loss_function` that somebody set is called as in transformers' models, with all logits, which are
+        returned; it takes no z_loss, distillation or context.
 
         Raises ValueError for labels, a mask, a packing or a cache that does not fit the batch.
         """
@@ -448,10 +495,11 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         h = out.last_hidden_state  # [B, T, D], or [B, T/N, D] of this process's part
         described = (attention_mask, position_ids, cu_seqlens)
         targets = self._targets(h, labels, shift_labels, context, *described)
-        loss = self._mean_loss(h, targets, num_items_in_batch, z_loss, context, distillation)
-        logits = None
-        if loss is None or not self.training:
-            logits = apply_linear(self.lm_head, h[:, _positions(logits_to_keep)])
+        all_logits = self._logits_for_loss(h, targets)
+        options = {"z_loss": z_loss, "context": context, "distillation": distillation}
+        of_labels = (targets, labels, shift_labels, num_items_in_batch)
+        loss = self._loss(h, all_logits, *of_labels, **options)
+        logits = self._logits(h, all_logits, loss, _positions(logits_to_keep))
 
         return CausalLMOutput(
             loss=loss,
@@ -503,25 +551,52 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             return next_tokens(self._checked_labels(labels, h, T), *described)
         return None
 
+    def _loss(
+        self,
+        h: Tensor,
+        all_logits: Tensor | None,
+        targets: Tensor | None,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        count: int | Tensor | None,
+        **options: Any,
+    ) -> Tensor | None:
+        """The loss of the next tokens `[B, T]`, if there are any.
+
+        all_logits: of `_logits_for_loss`. options: those of `_mean_loss`.
+        """
+        if targets is None:
+            return None
+        if not self.has_other_loss:
+            return self._mean_loss(h, all_logits, targets, count, **options)
+        if labels is None or shift_labels is not None:
+            return self._other_loss(all_logits, labels, count, options, shift_labels=targets)
+        # [B, T], −100 too where nothing predicts a token.
+        labels = torch.cat([labels[:, :1].to(targets), targets[:, :-1]], 1)
+        return self._other_loss(all_logits, labels, count, options)
+
     def _mean_loss(
         self,
         h: Tensor,
-        targets: Tensor | None,
+        all_logits: Tensor | None,
+        targets: Tensor,
         count: int | Tensor | None,
         z_loss: float,
         context: Context | None,
-        teacher: Distillation | None = None,
-    ) -> Tensor | None:
-        """The summed loss of this process's part of the rows, over the number of labels in whole rows."""
-        if targets is None:
-            return None
+        distillation: Distillation | None,
+    ) -> Tensor:
+        """The summed loss of this process's part of the rows, over the number of labels in whole rows.
+
+        all_logits: of `_logits_for_loss`.
+        """
         # Of whole rows, before they are cut: the parts' shares add up to the mean.
         if count is None:
             count = (targets != -100).sum()
         if context is not None:
             targets = context.part(targets)
-        total = self._summed_loss(h.flatten(0, 1), targets.flatten(), z_loss, teacher)
-        return mean_over(total, count)
+        logits = None if all_logits is None else all_logits.flatten(0, 1)
+        rows = (h.flatten(0, 1), logits, targets.flatten())
+        return mean_over(self._summed_loss(*rows, z_loss, distillation), count)
 
 
 # transformers' Trainer smooths labels of the classes that it lists here against the token before.
