@@ -1,13 +1,27 @@
-"""A model's call takes what transformers gives, refuses what does not fit, and returns hidden states."""
+"""A model's call takes what transformers gives, refuses what does not fit, returns hidden states, and hooks see it."""
+
+import collections
+import contextlib
 
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import slow_but_for
 from tiny_models import VOCAB, build, close, ids, logits
-from transformers import DataCollatorWithFlattening
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+)
+from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
 from nalanda import NalandaCache
 from nalanda.model import MIXERS
+from nalanda.model.delta import Decay
+from nalanda.model.feature_maps import FeatureMap
+from nalanda.model.layers import ShortConv
+from nalanda.model.transnormer import LRPE
 
 
 def test_two_ways_to_say_the_same_are_refused(small):
@@ -198,3 +212,246 @@ def test_hidden_states_have_gradients(small, mask):
     for hidden in out.hidden_states:
         assert bool((hidden.grad[0, 3] != 0).all())
         assert bool((hidden.grad[0, 4:] == 0).all())  # nothing before sees them
+
+
+# On the left, on the right and within.
+PADDED = torch.tensor([[0] * 3 + [1] * 6, [1, 1, 0] + [1] * 4 + [0] * 2, [1] * 9])
+
+
+def first(x):
+    """The tensor among what a module takes or returns."""
+    return x[0] if isinstance(x, tuple) else x
+
+
+@contextlib.contextmanager
+def watched(modules, backward=True):
+    """Hooks of every kind on modules by name; yields the shapes that they see, by name and kind."""
+    shapes = collections.defaultdict(list)
+
+    def pre_hook(name):
+        def see(module, args, kwargs):
+            shapes[name, "input"].append(tuple((*args, *kwargs.values())[0].shape))
+
+        return see
+
+    def hook(name, kind):
+        def see(module, args, result):
+            shapes[name, kind].append(tuple(first(result).shape))
+
+        return see
+
+    with contextlib.ExitStack() as handles:
+        for name, module in modules.items():
+            handles.enter_context(
+                module.register_forward_pre_hook(pre_hook(name), with_kwargs=True)
+            )
+            handles.enter_context(module.register_forward_hook(hook(name, "output")))
+            if backward:
+                handles.enter_context(module.register_full_backward_hook(hook(name, "gradient")))
+        yield shapes
+
+
+def trained(model, **inputs):
+    """A loss, logits, and the gradients of all weights."""
+    model.zero_grad()
+    out = model(labels=inputs["input_ids"], **inputs)
+    out.loss.backward()
+    # In evaluation mode a call returns logits too.
+    return [out.loss.detach(), out.logits.detach(), *(p.grad for p in model.parameters())]
+
+
+def between_tokens(module):
+    """Whether a module of a mixer works on the tokens themselves, behind the projections."""
+    return isinstance(module, (ShortConv, FeatureMap, Decay, LRPE))
+
+
+@pytest.mark.parametrize(
+    "mixer", slow_but_for(["gated_deltanet", "gla", "mamba2", "pola", "softmax"], MIXERS)
+)
+def test_hooks_see_the_rows_of_a_padded_batch(mixer):
+    """On any layer; and they change no value."""
+    model = build(mixer, mixer_options={"qk_norm": True} if mixer == "softmax" else None)
+    batch = {"input_ids": ids(3, 9), "attention_mask": PADDED}
+    expected = trained(model, **batch)
+    modules = {name: x for name, x in model.model.layers.named_modules() if not between_tokens(x)}
+    modules |= {"norm": model.model.norm, "lm_head": model.lm_head}
+    with watched(modules) as shapes:
+        for mine, right in zip(trained(model, **batch), expected, strict=True):
+            close(mine, right)
+    seen = {name for name, _ in shapes}
+    assert seen >= {"0", "1.mixer", "1.mixer.q_proj", "0.mixer.o_proj", "0.mlp.down_proj", "norm"}
+    assert {(name, kind) for name in seen for kind in ("input", "output", "gradient")} == {*shapes}
+    assert {shape[:2] for each in shapes.values() for shape in each} == {(3, 9)}
+    # Nothing stays behind.
+    for mine, right in zip(trained(model, **batch), expected, strict=True):
+        assert torch.equal(mine, right)
+
+
+def twins():
+    """Softmax attention, and transformers' Llama of the same sizes; and the names of modules in both."""
+    model = build("softmax", dtype=torch.float32, mixer_options={"num_kv_heads": 1})
+    sizes = {"hidden_size": 24, "intermediate_size": model.config.intermediate_size}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": model.config.head_dim}
+    config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=2, **sizes, **heads)
+    config.bos_token_id = config.eos_token_id = None
+    renamed = {"mixer": "self_attn", "mixer_norm": "input_layernorm"}
+    renamed |= {"mlp_norm": "post_attention_layernorm"}
+    names = {"model": "model", "model.norm": "model.norm", "lm_head": "lm_head"}
+    for name, _ in model.model.layers.named_modules():
+        if name and "dropout" not in name:
+            path = ".".join(["model.layers", *(renamed.get(x, x) for x in name.split("."))])
+            names[f"model.layers.{name}"] = path
+    del names["model"]
+    return model, LlamaForCausalLM(config).eval(), names
+
+
+@pytest.mark.parametrize("mask", [None, [[0, 0, 1, 1, 1, 1], [1] * 6]], ids=["whole", "padded"])
+def test_hooks_see_what_they_see_in_llama(mask):
+    model, llama, names = twins()
+    batch = {"input_ids": ids(2, 6)}
+    batch |= {} if mask is None else {"attention_mask": torch.tensor(mask)}
+    seen = []
+    for each, of_twin in ((model, names.keys()), (llama, names.values())):
+        modules = {name: each.get_submodule(x) for name, x in zip(names, of_twin, strict=True)}
+        for training in (True, False):
+            with watched(modules) as shapes:
+                each.train(training)(labels=batch["input_ids"], **batch).loss.backward()
+            seen.append(dict(shapes))
+        with watched(modules, backward=False) as shapes:
+            each.generate(**batch, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        seen.append(dict(shapes))
+    for mine, right in zip(seen[:3], seen[3:], strict=True):
+        assert mine.keys() == right.keys()
+        for key, shapes in right.items():
+            assert mine[key] == shapes, key
+
+
+def test_hooks_that_return_something_act_on_padded_rows():
+    """A steering vector at each row's last token acts as on that row alone."""
+    model, batch = build("gated_deltanet"), PADDED[[0, 2]]
+    vector = torch.linspace(-2, 2, 24, dtype=torch.float64)
+
+    def steer(module, args, result):
+        x = result[0].clone()
+        x[:, -1] += vector
+        return x, *result[1:]
+
+    def double(module, args):
+        return (2 * args[0],)
+
+    plain = logits(model, ids(2, 9), attention_mask=batch)
+    layer = model.model.layers[0]
+    with layer.register_forward_hook(steer), layer.mlp.up_proj.register_forward_pre_hook(double):
+        steered = logits(model, ids(2, 9), attention_mask=batch)
+        alone = [logits(model, ids(2, 9)[i : i + 1, 9 - n :]) for i, n in enumerate((6, 9))]
+    assert not torch.allclose(steered[:, -1], plain[:, -1])
+    close(steered[0, 3:], alone[0][0])
+    close(steered[1], alone[1][0])
+
+
+def test_hooks_see_rows_of_packed_documents():
+    model = build(["gated_deltanet", "softmax"], mixer_options={"softmax": {"window": 4}})
+    bounds = torch.tensor([0, 4, 9, 18, 20, 27])
+    continuing = {"cu_seqlens": torch.tensor([0, 9, 18, 27])}
+    restarting = torch.arange(9).repeat(3, 1)
+    restarting[1, 5:] -= 5
+
+    def calls():
+        out = model(ids(3, 9), cu_seqlens=bounds, return_carried_cache=True)
+        carried = {"carried_cache": out.carried_cache, "carried": torch.tensor([True, False, True])}
+        results = [out.logits, logits(model, ids(3, 9), **continuing, **carried)]
+        return [*results, logits(model, ids(3, 9), position_ids=restarting)]
+
+    expected = calls()
+    with watched({"mixer": model.model.layers[1].mixer, "layer": model.model.layers[0]}) as shapes:
+        for mine, right in zip(calls(), expected, strict=True):
+            close(mine, right)
+    assert {shape for each in shapes.values() for shape in each} == {(3, 9, 24)}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+def test_hooks_on_checkpointed_layers(reentrant):
+    model = build("gated_deltanet").train()
+    batch = {"input_ids": ids(3, 9), "attention_mask": PADDED}
+
+    def gradients():
+        model.zero_grad()
+        model(labels=ids(3, 9), **batch).loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    expected = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    modules = {"layer": model.model.layers[0], "mixer": model.model.layers[0].mixer}
+    with watched(modules, backward=not reentrant) as shapes:
+        for mine, right in zip(gradients(), expected, strict=True):
+            close(mine, right)
+    assert shapes["layer", "output"] == [(3, 9, 24)]
+    assert shapes["mixer", "output"] == [(3, 9, 24)] * 2  # once more for the backward
+
+
+@pytest.mark.slow
+def test_hooks_in_a_compiled_graph():
+    model = build(["gated_deltanet", "softmax"])
+    batch = {"input_ids": ids(3, 9), "attention_mask": PADDED, "use_cache": False}
+    expected = trained(model, **batch)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with watched({"layer": model.model.layers[1]}, backward=False) as shapes:
+        for mine, right in zip(trained(compiled, **batch), expected, strict=True):
+            close(mine, right)
+    assert shapes["layer", "output"] == [(3, 9, 24)]
+    torch._dynamo.reset()
+
+
+def test_hooks_of_sharding_leave_batches_packed():
+    """They move weights, and look at no row: packed tokens cost less."""
+    model, shapes = build("gla", dtype=torch.float32), []
+
+    def gather(module, args):
+        shapes.append(tuple(args[0].shape))
+
+    gather.__module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
+    with model.model.layers[0].register_forward_pre_hook(gather):
+        model(ids(3, 9), attention_mask=PADDED)
+    assert shapes == [(1, int(PADDED.sum()), 24)]
+
+
+@pytest.mark.filterwarnings("ignore:For backward hooks", "ignore:Full backward hook")
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "nala", "softmax"])
+@pytest.mark.parametrize("mask", [None, [[0, 0, 1, 1, 1, 1], [1] * 6]], ids=["whole", "padded"])
+def test_hooks_of_the_process_see_every_layer(mixer, mask):
+    """In every call of training and generation, as in models without kernels of their own."""
+    model = build(mixer, dtype=torch.float32)
+    prompt = {"attention_mask": None if mask is None else torch.tensor(mask)}
+    greedy = {"max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(ids(2, 6), **prompt, **greedy)
+    calls, shapes = collections.Counter(), set()
+
+    def see(module, args, result):
+        calls[module] += 1
+        if isinstance(module, nn.Linear):
+            shapes.add(tuple(first(result).shape[:2]))
+
+    def see_gradients(module, inputs, outputs):
+        calls[module, "backward"] += 1
+
+    handles = [
+        register_module_forward_hook(see),
+        register_module_forward_pre_hook(lambda module, args: None),
+        register_module_full_backward_hook(see_gradients),
+    ]
+    linears = [x for x in model.modules() if isinstance(x, nn.Linear)]
+    layers = [*model.model.layers, *(x.mixer for x in model.model.layers), model.model.norm]
+    try:
+        assert torch.equal(model.generate(ids(2, 6), **prompt, **greedy), expected)
+        assert {calls[module] for module in [*linears, *layers]} == {4}
+        assert shapes == {(2, 6), (2, 1)}
+        calls.clear()
+        model.train()(ids(2, 6), labels=ids(2, 6), **prompt).loss.backward()
+        assert {calls[module] for module in linears} == {1}
+        assert {calls[module, "backward"] for module in [*linears, *model.model.layers]} == {1}
+    finally:
+        for handle in handles:
+            handle.remove()

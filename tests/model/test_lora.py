@@ -1,5 +1,7 @@
 """Adapters of PEFT on our models: trained, saved, loaded, merged."""
 
+import contextlib
+
 import pytest
 import torch
 from covering import slow_but_for
@@ -184,3 +186,37 @@ def test_prefixes_of_keys_are_refused():
     model = peft.get_peft_model(build("gla"), peft.PrefixTuningConfig(**options, **sizes))
     with pytest.raises(ValueError, match="prefix tuning has no keys and values to train here"):
         model(input_ids=IDS, labels=IDS)
+
+
+@pytest.mark.parametrize(
+    "targets", ["all-linear", ["q_proj", "o_proj", "up_proj", "down_proj", "lm_head"]], ids=str
+)
+@pytest.mark.parametrize("padding", [0, 5], ids=["whole", "padded"])
+def test_rows_with_adapters_of_their_own(targets, padding):
+    """`adapter_names`: each row of a batch as with its adapter alone, in calls and in generation."""
+    model = adapted(build("gated_deltanet").double(), target_modules=targets)
+    model.add_adapter("other", model.peft_config["default"])
+    torch.manual_seed(1)
+    for name, p in model.named_parameters():
+        if "lora_B.other" in name:
+            torch.nn.init.normal_(p, std=0.2)
+    model.eval()
+    mask = torch.ones_like(IDS)
+    mask[0, :padding] = 0
+    batch = {"input_ids": IDS, "attention_mask": mask}
+    names, greedy = ["default", "other", "__base__"], {"max_new_tokens": 4, "do_sample": False}
+
+    logits, tokens = [], []
+    for i, name in enumerate(names):
+        if name != "__base__":
+            model.set_adapter(name)
+        with model.disable_adapter() if name == "__base__" else contextlib.nullcontext():
+            logits.append(model(**batch).logits[i])
+            tokens.append(model.generate(**batch, **greedy)[i])
+    out = model(**batch, labels=IDS, adapter_names=names)
+    torch.testing.assert_close(out.logits, torch.stack(logits))
+    assert torch.equal(model.generate(**batch, **greedy, adapter_names=names), torch.stack(tokens))
+    out.loss.backward()
+    trained = [p for n, p in model.named_parameters() if "lora_A" in n and p.grad is not None]
+    assert all(p.grad.abs().sum() > 0 for p in trained)
+    assert trained

@@ -297,7 +297,8 @@ class SoftmaxAttention(CachedAttention):
         q, k = heads["q"], heads["k"]
         if self.qk_norm:
             # Before the rotation, which keeps lengths.
-            q, k = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)
+            q = seq.in_columns(self.q_norm, q).to(q.dtype)
+            k = seq.in_columns(self.k_norm, k).to(k.dtype)
         if self.unit_queries:
             q = direction(at_least_fp32(q), EPS)[0].to(q.dtype)
 

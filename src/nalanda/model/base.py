@@ -18,7 +18,7 @@ package. It defines
 It may define
 
 - `heads` and `read_out`, before and after `mix`; `linears`, the Linear layers that read x, whose outputs
-  `heads` takes from `project(x)`, one product;
+  `heads` takes from `projected(x, seq)`, one product;
 - class attributes such as `conv_size`, `map_name`, `gated` and `norm`, the defaults of config fields; and
   `cut`, for rows that are cut over processes, which need `context.recurrence` in place of an op;
 - `gate_parameters`, the parameters that decide what the state forgets and takes. Muon leaves them to AdamW;
@@ -260,9 +260,21 @@ class Mixer(FusedLinears):
 
     def mixed(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Tensor:
         """The three steps: x `[B, T, D]` to y `[B, T, D]`."""
-        heads = self.heads(x, seq, state, new)
+        layout = seq.layout
+        tokens = x if layout is None else layout.pack(x)
+        heads = self.heads(tokens, seq, state, new)
         o = self.mix_directions(heads, seq, state, new)
-        return self.read_out(self.add_local(o, heads) if self.value_conv else o, heads, x)
+        o = self.add_local(o, heads) if self.value_conv else o
+        if layout is None:
+            return self.read_out(o, heads, x)
+
+        # Norm, gate and o_proj see the batch's columns, as the projections did.
+        of_tokens = {
+            name: layout.unpack(y)
+            for name, y in heads.items()
+            if y.dim() > 1 and y.shape[:2] == tokens.shape[:2]
+        }
+        return self.read_out(layout.unpack(o), heads | of_tokens, x)
 
     def add_local(self, o: Tensor, heads: Heads) -> Tensor:
         """o and the convolution of v; heads that share keys and values share that too."""
@@ -305,7 +317,7 @@ class Mixer(FusedLinears):
 
         state: what earlier calls put into `new`. new: None if no state is wanted.
         """
-        heads = self.project(x)
+        heads = self.projected(x, seq)
         if self.conv_size:
             heads |= self.convolve(heads, seq, state, new)
         if self.value_conv:
@@ -347,6 +359,13 @@ class Mixer(FusedLinears):
         for name, layer in self.second_linears().items():
             heads[name] = apply_linear(layer, heads[name])
         return heads
+
+    def projected(self, x: Tensor, seq: Sequences) -> Heads:
+        """`project` of x as `mix` sees it; the Linear layers see the batch's columns where layers do."""
+        layout = seq.layout
+        if layout is None:
+            return self.project(x)
+        return {name: layout.pack(y) for name, y in self.project(layout.unpack(x)).items()}
 
     def convolve(
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None

@@ -19,7 +19,7 @@ from .cache import NalandaCache
 from .configuration import NalandaConfig
 from .context import Context, Parts
 from .epilogues import add_norm, glu_of_few_rows, swiglu
-from .layers import PatchEmbedding, RMSNorm, ShortConv, rotary_angles
+from .layers import PatchEmbedding, RMSNorm, ShortConv, any_observed, rotary_angles
 from .mixers import build_mixer, uncut_mixers
 from .plugins import load_copies
 from .precision import check_state_dtype, pack_state, packed_spec, unpack_state
@@ -74,6 +74,12 @@ class Batch:
     hidden_states: list[Tensor] | None = None
     """The input of each layer `[B, T, D]`, if requested."""
 
+    def columns(self, x: Tensor) -> Tensor:
+        """What layers hand on, as `[B, T, D]` with zeros in the place of padding."""
+        if self.seq.layout is None:
+            return self.layout.unpack(x)
+        return self.layout.without_padding(x)
+
 
 class GLU(FusedLinears):
     """W_down(SiLU(W_gate x) ⊙ W_up x)."""
@@ -88,8 +94,8 @@ class GLU(FusedLinears):
         return {"gate": self.gate_proj, "up": self.up_proj}
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = self.project(x.flatten(0, -2))  # flattened once instead of in each Linear
-        return apply_linear(self.down_proj, swiglu(rows["gate"], rows["up"])).view(x.shape)
+        heads = self.project(x)
+        return apply_linear(self.down_proj, swiglu(heads["gate"], heads["up"]))
 
 
 class Block(GradientCheckpointingLayer):
@@ -239,6 +245,10 @@ class Decoder(NalandaPreTrainedModel):
             self.config.layer_mixers, mixers, strict=False
         )  # of a draft's, the first are in use
         return [name for name, mixer in named if mixer.state_spec(1) != mixer.state_spec(2)]
+
+    def is_observed(self) -> bool:
+        """Whether code from outside sees what the layers, or the norm behind them, hand on."""
+        return any_observed((self.layers, self.norm, self.dropout))
 
     def check_carries(self) -> None:
         """Raises ValueError if the state of a layer grows with the text, which carried states cannot."""
@@ -502,23 +512,29 @@ class Decoder(NalandaPreTrainedModel):
     def run(self, batch: Batch) -> Tensor:
         """The layers in turn, then the norm. Replaces the batch's states.
 
-        Returns hidden states as the mixers see them: `[B, T, D]`, or `[1, ΣT, D]` without padding.
+        Returns hidden states as the mixers see them: `[B, T, D]`, or `[1, ΣT, D]` without padding. Where code from
+        outside sees a layer's inputs or outputs, layers and this method hand on `[B, T, D]` in any case.
         """
-        layout = batch.layout
+        layout, seq = batch.layout, batch.seq
         # Packed before fixed positions are added: these count within documents.
-        x = self.dropout(self.scaled(layout.pack(batch.x), batch.seq))
+        x = self.scaled(layout.pack(batch.x), seq)
+        if layout.moves and self.is_observed():
+            seq.layout, x = layout, layout.unpack(x)
+        x = self.dropout(x)
         state_dtype = "float32" if batch.cache is None else batch.cache.state_dtype
 
         # transformers' early exit lowers num_hidden_layers for drafts
         for i, layer in zip(range(self.config.num_hidden_layers), self.layers, strict=False):
             if batch.hidden_states is not None:
-                batch.hidden_states.append(layout.unpack(x))
-                x = layout.pack(batch.hidden_states[-1])  # what is returned has a gradient too
+                batch.hidden_states.append(batch.columns(x))
+                # What is returned has a gradient too.
+                x = batch.hidden_states[-1]
+                x = layout.pack(x) if seq.layout is None else x
 
             state: Any = batch.states[i] if batch.states else None
             if state_dtype != "float32":
                 state = unpack_state(state, x.dtype)
-            x, state = layer(x, batch.seq, state)
+            x, state = layer(x, seq, state)
             if batch.states:
                 batch.states[i] = pack_state(state, state_dtype)
 
@@ -535,7 +551,7 @@ class Decoder(NalandaPreTrainedModel):
             dense = batch.seq.cu_seqlens is None
             batch.cache.seen(T, torch.full((B,), T) if dense else batch.seq.lengths)
 
-        x = batch.layout.unpack(x)  # [B, T, D]
+        x = batch.columns(x)
         hidden = batch.hidden_states
         return DecoderOutput(
             last_hidden_state=x,

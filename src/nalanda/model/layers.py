@@ -2,13 +2,15 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook
 
 from .sequences import Sequences
 
@@ -43,15 +45,51 @@ def altered(module: nn.Module) -> bool:
 
     A kernel that reads the module's tensors would leave it out. accelerate's hooks only move tensors.
     """
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
     fields = module.__dict__
-    patched = "forward" in fields and "_hf_hook" not in fields
-    return patched or any(hooks) or "parametrizations" in module._modules
+    return bool(
+        fields["_forward_hooks"]
+        or fields["_forward_pre_hooks"]
+        or fields["_backward_hooks"]
+        or fields["_backward_pre_hooks"]
+        or "parametrizations" in fields["_modules"]
+        or _patched(fields)
+        or _has_any_global_hook()
+    )
+
+
+def any_observed(modules: Iterable[nn.Module]) -> bool:
+    """Whether code from outside sees shapes of inputs or outputs of the modules or their children.
+
+    Such are hooks and patches of `forward`. Hooks of torch.distributed only move weights.
+    """
+    if _has_any_global_hook():
+        return True
+    remaining = [*modules]
+    while remaining:
+        fields = remaining.pop().__dict__
+        hooks = (
+            fields["_forward_hooks"]
+            or fields["_forward_pre_hooks"]
+            or fields["_backward_hooks"]
+            or fields["_backward_pre_hooks"]
+        )
+        if (hooks and _foreign_hooks(fields)) or _patched(fields):
+            return True
+        remaining += [child for child in fields["_modules"].values() if child is not None]
+    return False
+
+
+def _patched(fields: dict[str, Any]) -> bool:
+    return "forward" in fields and "_hf_hook" not in fields
+
+
+def _foreign_hooks(fields: dict[str, Any]) -> bool:
+    """Whether some hook of a module with these fields is not of torch.distributed."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    origins = [
+        getattr(hook, "__module__", None) for kind in kinds for hook in fields[kind].values()
+    ]
+    return not all((origin or "").startswith("torch.distributed.") for origin in origins)
 
 
 class _NoContext:

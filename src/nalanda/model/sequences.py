@@ -49,7 +49,12 @@ class Sequences:
     device, and the call is captured as a CUDA graph, so the host must not read it. `parts` (`context.Parts`):
     the rows are cut over processes, and first sequences may continue documents of earlier parts. `bidirectional`:
     tokens see those behind them too. `grid`: each row is an image of (rows, columns) patches, row by row.
+
+    `layout` is None while layers hand on what mixers see. Otherwise they hand on the batch's columns `[B, T, D]`,
+    and each mixer packs them behind its projections, and unpacks its outputs before it reads them out.
     """
+
+    layout: "Layout | None" = None
 
     # FSDP2 would copy a dataclass for every layer; torch.compile breaks the graph at the lock in Python
     # 3.11's cached_property.
@@ -105,6 +110,10 @@ class Sequences:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+    def in_columns(self, module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """module(x) for x as mixers see it; the module itself sees the batch's columns where layers do."""
+        return module(x) if self.layout is None else self.layout.pack(module(self.layout.unpack(x)))
 
     def repeated(self, n: int) -> "Sequences":
         """The same with n tokens in the place of each one, for a recurrence of n steps a token."""
@@ -419,25 +428,42 @@ class Layout:
         """Whether rows may hold several documents."""
         return self.mask is None and self.cu_seqlens is not None
 
+    @property
+    def moves(self) -> bool:
+        """Whether mixers see tokens in other places than the batch's columns."""
+        flat = self.cu_seqlens is not None and (self.real is not None or self.B > 1)
+        return flat or self.order is not None
+
     def pack(self, x: Tensor) -> Tensor:
-        """`[B, T, D]` to what the mixers see."""
+        """`[B, T, …]` to what the mixers see."""
         if self.order is not None:
-            return x.gather(1, self.order.expand_as(x))
+            return x.gather(1, self._order_of(x))
         if self.cu_seqlens is None:
             return x
         x = x.flatten(0, 1)
         return (x if self.real is None else x.index_select(0, self.real))[None]
 
     def unpack(self, x: Tensor) -> Tensor:
-        """What `pack` returned to `[B, T, D]`, zeros in the place of padding."""
+        """What `pack` returned to `[B, T, …]`, zeros in the place of padding."""
         if self.order is not None:
-            assert self.mask is not None
-            return torch.zeros_like(x).scatter(1, self.order.expand_as(x), x) * self.mask[..., None]
+            return self.without_padding(torch.zeros_like(x).scatter(1, self._order_of(x), x))
+        behind = x.shape[2:]
         if self.real is not None:
-            x = x.new_zeros(self.B * self.T, x.shape[-1]).index_copy(
-                0, self.real.to(x.device), x[0]
-            )
-        return x.view(self.B, self.T, x.shape[-1])
+            columns = x.new_zeros(self.B * self.T, *behind)
+            x = columns.index_copy(0, self.real.to(x.device), x[0])
+        return x.view(self.B, self.T, *behind)
+
+    def _order_of(self, x: Tensor) -> Tensor:
+        """`order` for each number of a token of x `[B, T, …]`."""
+        assert self.order is not None
+        return self.order.view(self.B, self.T, *(1,) * (x.dim() - 2)).expand_as(x)
+
+    def without_padding(self, x: Tensor) -> Tensor:
+        """x `[B, T, …]` with zeros in the place of padding."""
+        if self.mask is None:
+            return x
+        padding = ~self.mask.to(x.device).view(self.B, self.T, *(1,) * (x.dim() - 2))
+        return x.masked_fill(padding, 0)
 
     def rows(self, carried: Tensor | None, lengths: Tensor | None) -> tuple[Rows, Tensor | None]:
         """Each row's first and last nonempty sequence, and how many tokens earlier calls read of each one.
