@@ -1053,9 +1053,9 @@ def test_a_model_that_computes_no_numbers_gets_no_certificate():
     before = engines.Computed(
         logits.log_softmax(-1), greedy, margins, "torch", [], {}, logits=logits
     )
-    assert "largest difference" in str(certificate._differences(before, before, "f32"))
+    assert "largest difference" in str(certificate._differences(before, before, "fp32"))
     damaged = before.logps.clone()
     damaged[4, 2] = math.nan
     after = dataclasses.replace(before, logps=damaged)
     with pytest.raises(InputError, match="source and target differ: log-probabilities by nan"):
-        certificate._differences(before, after, "f32")
+        certificate._differences(before, after, "fp32")

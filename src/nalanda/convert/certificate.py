@@ -88,7 +88,7 @@ def compare(
     packages = [f"{name} {installed[name]}" for name in installed if name in ("nalanda", "torch")]
     facts = {
         "compared on": f"{len(ids)} tokens, {'English' if text else 'random'}; on a CPU, in fp32",
-        **_differences(before, after, "f32"),
+        **_differences(before, after, "fp32"),
     }
     if rounded and coarse:
         close = _differences(before, coarse, rounded[0])
