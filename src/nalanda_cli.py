@@ -93,10 +93,11 @@ def eval(
     options: opt.EvalOptions,
     loading: opt.LoadOptions,
 ) -> None:
-    """Evaluate models zero-shot.
+    """Evaluate models on tasks, zero-shot by default.
 
     nalanda eval runs/demo --tasks python_docs
     nalanda eval runs/demo runs/lr --output runs/demo
+    nalanda eval chat-model --tasks arc_easy --num-fewshot 5 --apply-chat-template
 
     Runs lm-evaluation-harness, and prints the scores beside published ones. For several processes: torchrun
     --nproc-per-node 2 -m nalanda_cli eval …
@@ -105,7 +106,7 @@ def eval(
     if fetch is not None:
         from nalanda_eval.fetch import fetch_tasks
 
-        fetch_tasks(names, fetch)
+        fetch_tasks(names, fetch, training=bool(options.num_fewshot))
         return
     from nalanda_eval.task_data import find_tasks
 

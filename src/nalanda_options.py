@@ -109,6 +109,16 @@ class EvalOptions:
         None
     )
     limit: Annotated[float | None, Option(help="documents per task; below 1: share of them")] = None
+    num_fewshot: Annotated[
+        int | None,
+        Option(
+            min=0, help="examples before each question; by default as the task's file says, or 0"
+        ),
+    ] = None
+    apply_chat_template: Annotated[
+        bool, Option("--apply-chat-template", help="prompts as turns of a chat, examples too")
+    ] = False
+    system_instruction: Annotated[str | None, Option(help="text before all of a prompt")] = None
     batch_size: Annotated[int, Option(help="texts read together; does not change results")] = 8
     max_length: Annotated[
         int | None, Option(min=1, help="context in tokens; by default as in training")
@@ -123,6 +133,9 @@ class EvalOptions:
         str | None,
         Option(help="directory for results.json, .md, .csv, and for answers, to resume from"),
     ] = None
+    log_samples: Annotated[
+        bool, Option("--log-samples", help="also write each prompt, answer and score there")
+    ] = False
 
 
 @dataclass(frozen=True)

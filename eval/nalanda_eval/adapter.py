@@ -292,16 +292,20 @@ def _count_tokens(request: Request) -> int:
 
 
 def load_tasks(
-    sources: list[TaskSource], count_tokens: Callable[[str], int] = len, samples: int = SAMPLES
+    sources: list[TaskSource],
+    count_tokens: Callable[[str], int] = len,
+    samples: int = SAMPLES,
+    num_fewshot: int | None = None,
 ) -> dict[str, dict]:
     """The harness's task objects, zero-shot unless their file says otherwise.
 
     Args:
         count_tokens: gives the number of tokens of a text, by which needles' prompts are sized.
         samples: prompts of each kind and length of needle.
+        num_fewshot: examples in a prompt, unless a task's file says 0; None: as each file says.
 
     Raises:
-        InputError: an unknown name, a task file that does not load, or missing data.
+        InputError: an unknown name, a task file that does not load, missing data, or too few examples.
     """
     # Indexing the harness's 14 000 tasks is slow: only for names whose file is unknown.
     named = any(not (source.task_file or source.local or source.needle) for source in sources)
@@ -311,14 +315,31 @@ def load_tasks(
         for kind, entries in _load_source(manager, source, count_tokens, samples).items():
             tasks[kind].update(entries)
 
-    for task in tasks["tasks"].values():
-        if task.get_config("num_fewshot") is None:
-            task.set_config("num_fewshot", 0)
+    for name, task in tasks["tasks"].items():
+        if task.get_config("num_fewshot") != 0:
+            shots = task.get_config("num_fewshot") if num_fewshot is None else num_fewshot
+            task.set_config("num_fewshot", shots or 0)
+        _check_examples(name, task)
         aggregations = task.aggregation()
         for metric, aggregate in aggregations.items():
             if aggregate in (perplexity, weighted_perplexity):
                 aggregations[metric] = _allow_infinity(aggregate)
     return tasks
+
+
+def _check_examples(name: str, task: Any) -> None:
+    """Raises `InputError` if a task lacks documents for its few-shot examples."""
+    shots = task.get_config("num_fewshot")
+    sampler = getattr(task, "sampler", None)
+    if not shots or sampler is None:
+        return
+    # The harness draws one more, where it leaves out the document that is asked.
+    needed = shots + (task.fewshot_cfg.split == task.get_config("test_split"))
+    if len(sampler.df) < needed:
+        raise InputError(
+            f"--num-fewshot {shots}: {name} has {len(sampler.df)} documents for examples, and needs {needed}; "
+            "take fewer examples"
+        )
 
 
 def _load_source(
@@ -364,16 +385,23 @@ def _task_config(source: TaskSource) -> str | dict[str, Any]:
     config = load_yaml(OFFICIAL / source.local.official)
     if not source.documents:
         return config
-    rows, split = read_rows(source), source.local.split
+    split = source.local.split
+    rows = {split: read_rows(source)}
     if "class" in config:
         # A task in Python loads its data itself, by `download`.
-        config["class"] = _on_rows(config["class"], split, rows)
+        config["class"] = _on_rows(config["class"], split, rows[split])
         return config
+    if source.training:
+        rows["train"] = read_rows(source, training=True)
     return config | {
-        "custom_dataset": lambda **_: {split: datasets.Dataset.from_list(rows)},
-        "training_split": None,
+        "custom_dataset": lambda **_: {
+            name: datasets.Dataset.from_list(documents) for name, documents in rows.items()
+        },
+        "training_split": "train" if source.training else None,
         "validation_split": "validation" if split == "validation" else None,
         "test_split": "test" if split == "test" else None,
+        # The harness leaves the question out of its own examples only where it knows their split.
+        "fewshot_split": "test" if split == "test" and not source.training else None,
     }
 
 

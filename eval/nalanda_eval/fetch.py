@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 from typing import Any
 
 from nalanda.common.errors import InputError, output_folder
@@ -11,8 +12,10 @@ from nalanda_eval.python_tasks import write_python_tasks
 from nalanda_eval.task_data import GROUPS, LOCAL, LocalData, find_official
 
 
-def fetch_tasks(tasks: list[str], directory: str) -> None:
+def fetch_tasks(tasks: list[str], directory: str, *, training: bool = False) -> None:
     """Downloads the files that `find_tasks` looks for in `directory` from the Hub; existing files are kept.
+
+    training: also the documents from which few-shot examples are drawn, where a task has any.
 
     Raises:
         InputError: a task that reads no such file, or data that cannot be downloaded.
@@ -28,41 +31,55 @@ def fetch_tasks(tasks: list[str], directory: str) -> None:
             write_python_tasks(root)
             continue
         local = LOCAL[name]
-        existing = find_official(name, root).documents
-        if existing:
-            print(f"{existing}: exists already")
-            continue
-
-        rows = _download_dataset(name, local)
-        # Under the final name only when it is whole.
-        partial = root / f".{local.file}.partial.jsonl.gz"
-        with (
-            partial.open("wb") as stream,
-            # No name and time in it: the same rows give the same bytes.
-            gzip.GzipFile("", "wb", fileobj=stream, mtime=0) as lines,
-        ):
-            for row in rows:
-                document = {field: row[field] for field in local.fields}
-                lines.write((json.dumps(document, ensure_ascii=False) + "\n").encode())
-        file = partial.replace(root / f"{local.file}.jsonl.gz")
-        print(f"{file}: {len(rows)} documents")
+        source = find_official(name, root)
+        _fetch_split(name, local, root, local.file, local.split, source.documents)
+        if training and (split := _task_file(local).get("training_split")):
+            _fetch_split(name, local, root, local.training_file, split, source.training)
 
 
-def _download_dataset(name: str, local: LocalData) -> Any:
-    """Downloads the dataset that the harness's task file names."""
-    import datasets
+def _fetch_split(
+    name: str, local: LocalData, root: Path, file_name: str, split: str, existing: Path | None
+) -> None:
+    """Writes a split of a task's dataset into the folder `root`, unless its file exists."""
+    if existing:
+        print(f"{existing}: exists already")
+        return
 
+    rows = _download_dataset(name, local, split)
+    # Under the final name only when it is whole.
+    partial = root / f".{file_name}.partial.jsonl.gz"
+    with (
+        partial.open("wb") as stream,
+        # No name and time in it: the same rows give the same bytes.
+        gzip.GzipFile("", "wb", fileobj=stream, mtime=0) as lines,
+    ):
+        for row in rows:
+            document = {field: row[field] for field in local.fields}
+            lines.write((json.dumps(document, ensure_ascii=False) + "\n").encode())
+    file = partial.replace(root / f"{file_name}.jsonl.gz")
+    print(f"{file}: {len(rows)} documents")
+
+
+def _task_file(local: LocalData) -> dict[str, Any]:
+    """The harness's task file, or ours."""
     from nalanda_eval.adapter import OFFICIAL, load_yaml
 
-    task = load_yaml(OFFICIAL / local.official)
+    return load_yaml(OFFICIAL / local.official)
+
+
+def _download_dataset(name: str, local: LocalData, split: str) -> Any:
+    """Downloads a split of the dataset that the harness's task file names."""
+    import datasets
+
+    task = _task_file(local)
     if python_task := task.get("class"):
         path, configuration = python_task.DATASET_PATH, python_task.DATASET_NAME
     else:
         path, configuration = task["dataset_path"], task.get("dataset_name")
-    label = f"{name}: {path}, {local.split}"
+    label = f"{name}: {path}, {split}"
 
     def load() -> Any:
-        return datasets.load_dataset(path, configuration, split=local.split)
+        return datasets.load_dataset(path, configuration, split=split)
 
     try:
         return persist(load, label, retries=8)

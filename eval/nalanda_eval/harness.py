@@ -103,7 +103,10 @@ def evaluate(
             is by default the config's `max_position_embeddings`, else 2048. `long` is `window` (disjoint
             windows, of a prompt only the last), as in the literature, or `whole` (recurrent models only).
             `output` gets results.json, .md, .csv and the answer cache, from which an interrupted command
-            resumes. Tasks that results.json has of the same models and settings stay in it.
+            resumes. Tasks that results.json has of the same models and settings stay in it. `num_fewshot`,
+            `apply_chat_template` and `system_instruction` are lm_eval's, with its defaults: with a chat template,
+            each example is a turn of the user and one of the model. `log_samples` writes lm_eval's file of
+            samples for each model and task into `output`.
         loading: as in `nalanda.inference.load.load_model`.
 
     Raises:
@@ -115,6 +118,8 @@ def evaluate(
     if loading.device is not None:
         choose_device(loading.device)
     sources, left_out = find_tasks(tasks, options.data)  # before the slow import
+    if options.apply_chat_template:
+        _check_chat_templates(models, loading.trust_remote_code)
     sources, left_out_needles = _fitting_needles(sources, models, options, loading)
     left_out |= left_out_needles
     directory = None if options.output is None else _open_output(Path(options.output))
@@ -143,7 +148,7 @@ def evaluate(
     for task, reason in earlier["left_out"].items():
         if task not in task_names:
             results["left_out"].setdefault(task, reason)
-    if directory is not None and (processes is None or processes.is_main_process):
+    if directory is not None and _writes(processes):
         _write_results(directory, results)
     return results
 
@@ -161,6 +166,8 @@ def _check_options(options: EvalOptions) -> None:
         raise InputError(f"--long {options.long}: use window or whole")
     if options.long == "whole" and options.max_length is not None:
         raise InputError("--max-length: is the length of windows; leave it out with --long whole")
+    if options.log_samples and options.output is None:
+        raise InputError("--log-samples: writes into the directory of results; give --output")
 
 
 def _begin_results(options: EvalOptions, processes: Any) -> dict[str, Any]:
@@ -169,6 +176,9 @@ def _begin_results(options: EvalOptions, processes: Any) -> dict[str, Any]:
         "versions": versions("lm_eval", "datasets"),
         "data": None if options.data is None else _full_path(options.data),
         "limit": options.limit,
+        "num_fewshot": options.num_fewshot,
+        "apply_chat_template": options.apply_chat_template,
+        "system_instruction": options.system_instruction,
         "batch_size": options.batch_size,
         "long": options.long,
         "processes": 1 if processes is None else processes.num_processes,
@@ -187,7 +197,7 @@ def _load_tasks(
             count_tokens = most_tokens(models, loading.trust_remote_code)
         limit = options.limit
         samples = min(SAMPLES, int(limit)) if limit and limit >= 1 else SAMPLES
-        return load_tasks(sources, count_tokens, samples)
+        return load_tasks(sources, count_tokens, samples, options.num_fewshot)
 
 
 def _advance_by_characters(
@@ -245,16 +255,28 @@ def _score_model(
             "products": product_route(),
             "max_length": None if in_one_pass else scorer.max_length,
             "begins_with_bos": bool(scorer.bos),
+            "chat_template": _template_hash(tokenizer) if options.apply_chat_template else None,
         }
 
         # No table has scores of other weights or settings.
         if before is not None:
-            decisive = ("dtype", "max_length", "begins_with_bos", "fingerprint")
-            _check_same(directory, {key: before[key] for key in decisive}, facts)
+            decisive = ("dtype", "max_length", "begins_with_bos", "fingerprint", "chat_template")
+            _check_same(directory, {key: before.get(key) for key in decisive}, facts)
         for task in session.loaded["tasks"].values():  # the same examples for every model
             task.set_fewshot_seed(seed=1234)
-        raw = harness(scorer, session.loaded, limit=options.limit, bootstrap_iters=1000)
+        raw = harness(
+            scorer,
+            session.loaded,
+            limit=options.limit,
+            bootstrap_iters=1000,
+            system_instruction=options.system_instruction,
+            apply_chat_template=options.apply_chat_template,
+            fewshot_as_multiturn=options.apply_chat_template,
+        )
 
+    if directory is not None and options.log_samples and _writes(session.processes):
+        for task, samples in raw["samples"].items():
+            _write_samples(directory, name, task, samples)
     counts = {
         "log_likelihoods": scorer.answered,
         "found": scorer.found,
@@ -267,6 +289,38 @@ def _score_model(
         counts = {key: round(count + before[key], 1) for key, count in counts.items()}
         scores = before["tasks"] | scores
     return facts | counts | {"tasks": scores}
+
+
+def _template_hash(tokenizer: Any) -> str:
+    """The first 16 hexadecimal digits of a SHA-256 over the tokenizer's chat template."""
+    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16]
+
+
+def _writes(processes: Any) -> bool:
+    """Whether this process writes the files."""
+    return processes is None or processes.is_main_process
+
+
+def _write_samples(directory: Path, model: str, task: str, samples: list[dict[str, Any]]) -> None:
+    """Writes a task's samples, one JSON object a line, as lm_eval's `--log_samples` has them."""
+    from lm_eval.utils import handle_non_serializable, sanitize_list, sanitize_model_name
+
+    lines = []
+    for sample in samples:
+        arguments = {
+            f"gen_args_{i}": {f"arg_{j}": argument for j, argument in enumerate(request)}
+            for i, request in enumerate(sample["arguments"])
+        }
+        texts = {name: sanitize_list(sample[name]) for name in ("resps", "filtered_resps")}
+        line = sample | texts | {"arguments": arguments, "target": str(sample["target"])}
+        content = _infinities_to_text(line)
+        lines.append(json.dumps(content, ensure_ascii=False, default=handle_non_serializable))
+
+    folder = directory / sanitize_model_name(model)
+    with _explain_write_errors(directory):
+        folder.mkdir(exist_ok=True)
+        file = folder / f"samples_{task.replace('/', '_')}.jsonl"
+        write_atomically(file, "\n".join([*lines, ""]))
 
 
 def _write_results(directory: Path, results: dict[str, Any]) -> None:
@@ -342,7 +396,12 @@ def _shared_settings(results: dict[str, Any]) -> dict[str, Any]:
     releases = {name: version.partition("+")[0] for name, version in results["versions"].items()}
     releases["python"] = ".".join(releases["python"].split(".")[:2])
     data = results["data"] and _full_path(results["data"])
-    return {"data": data, "limit": results["limit"], "long": results["long"]} | releases
+    prompts = {
+        "num_fewshot": results.get("num_fewshot"),
+        "apply_chat_template": results.get("apply_chat_template", False),
+        "system_instruction": results.get("system_instruction"),
+    }
+    return {"data": data, "limit": results["limit"], "long": results["long"]} | prompts | releases
 
 
 def _check_same(directory: Path | None, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -422,14 +481,7 @@ def most_tokens(models: list[str], trust_remote_code: bool = False) -> Callable[
     """
     tokenizers: dict[str, Any] = {}  # those that differ
     for name in models:
-        try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(
-                resolve(name).tokenizer, trust_remote_code=trust_remote_code
-            )
-        except Exception as error:  # tokenizers and transformers share no exception class
-            raise InputError(
-                f"{name}: its tokenizer cannot be loaded ({first_line(error)})"
-            ) from error
+        tokenizer = _load_tokenizer(name, trust_remote_code)
         # Equal rules count equally, so each is asked once.
         rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else name
         tokenizers[rules] = tokenizer
@@ -442,6 +494,26 @@ def most_tokens(models: list[str], trust_remote_code: bool = False) -> Callable[
         return max(lengths)
 
     return count
+
+
+def _load_tokenizer(name: str, trust_remote_code: bool) -> Any:
+    """A model's tokenizer. Raises `InputError` if it cannot be loaded."""
+    try:
+        return AutoTokenizer.from_pretrained(
+            resolve(name).tokenizer, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # tokenizers and transformers share no exception class
+        raise InputError(f"{name}: its tokenizer cannot be loaded ({first_line(error)})") from error
+
+
+def _check_chat_templates(models: list[str], trust_remote_code: bool) -> None:
+    """Raises `InputError` for a model without a chat template, before any other is scored."""
+    for name in models:
+        if not _load_tokenizer(name, trust_remote_code).chat_template:
+            raise InputError(
+                f"{name}: has no chat template, as base models have none; leave out --apply-chat-template, or put "
+                "a chat_template.jinja into its folder"
+            )
 
 
 def _check_endless(model: Any, name: str) -> None:
@@ -495,6 +567,7 @@ def _task_scores(task: str, raw: dict[str, Any]) -> dict[str, Any]:
         "stderr": stderr,
         "documents": len({sample["doc_id"] for sample in samples}),  # a sample for each filter
         "fingerprint": _hash_requests(samples),
+        "num_fewshot": raw["n-shot"].get(task),
         "version": raw["versions"].get(task),
     }
 
@@ -522,7 +595,7 @@ def _infinities_to_text(value: Any) -> Any:
     """The value with infinities as text, because JSON has none."""
     if isinstance(value, dict):
         return {key: _infinities_to_text(entry) for key, entry in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_infinities_to_text(entry) for entry in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 

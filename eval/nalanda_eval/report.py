@@ -158,6 +158,7 @@ def notes(results: dict[str, Any]) -> list[str]:
         lines.append(
             f"Only {results['limit']:g} of each task's documents: not comparable with other tables."
         )
+    lines += _prompt_notes(results)
     for name, model in zip(_model_titles(results), results["models"], strict=True):
         bits = []
         for task, text in (("wikitext", "wikitext"), ("lambada_openai", "LAMBADA's last words")):
@@ -169,6 +170,26 @@ def notes(results: dict[str, Any]) -> list[str]:
             lines.append(f"{name}: bits per byte {', '.join(bits)}.")
     for model in results["models"]:
         lines += _cost_notes(model)
+    return lines
+
+
+def _prompt_notes(results: dict[str, Any]) -> list[str]:
+    """A note on prompts that are not the zero-shot ones of published rows."""
+    shots = results.get("num_fewshot")
+    parts = [f"{shots} examples"] if shots else []
+    parts += ["the chat template"] if results.get("apply_chat_template") else []
+    parts += ["a system instruction"] if results.get("system_instruction") else []
+    lines = []
+    if parts:
+        lines.append(f"Prompts have {', '.join(parts)}; the published rows have none of these.")
+    if shots:
+        kept = {
+            task: scores["num_fewshot"]
+            for model in results["models"]
+            for task, scores in model["tasks"].items()
+            if scores.get("num_fewshot") not in (None, shots)
+        }
+        lines += [f"{task} has {count} examples, as its file says." for task, count in kept.items()]
     return lines
 
 

@@ -34,6 +34,11 @@ class LocalData:
     convert: Callable[[dict], dict] = dict
     """Function from a row of the file to one with the hub's fields."""
 
+    @property
+    def training_file(self) -> str:
+        """Name of the file from which few-shot examples are drawn, such as piqa_train."""
+        return f"{self.file.rpartition('_')[0]}_train"
+
 
 def _lambada(row: dict) -> dict:
     if "text" in row:
@@ -249,6 +254,8 @@ class TaskSource:
     local: LocalData | None = None
     documents: Path | None = None
     """File to read, with `local`."""
+    training: Path | None = None
+    """File of few-shot examples, with `documents`."""
     data: Path | None = None
     """Folder of the relative data_files, with `task_file`; or of the text, with `needle`."""
     needle: NeedleTask | None = None
@@ -345,20 +352,23 @@ def suggest_task(name: str, names: list[str]) -> str:
 def find_official(name: str, data: Path | None) -> TaskSource:
     """A task of `LOCAL`, with its documents in the folder `data` if they are there."""
     local = LOCAL[name]
-    documents = None
-    if data is not None:
-        files = [data / f"{local.file}{suffix}" for suffix in (".jsonl", ".jsonl.gz")]
-        documents = next((file for file in files if file.is_file()), None)
-    return TaskSource(name, local=local, documents=documents)
+    files: list[Path | None] = []
+    for file_name in (local.file, local.training_file):
+        names = [f"{file_name}{suffix}" for suffix in (".jsonl", ".jsonl.gz")]
+        paths = [data / name for name in names] if data is not None else []
+        files.append(next((path for path in paths if path.is_file()), None))
+    return TaskSource(name, local=local, documents=files[0], training=files[1])
 
 
-def read_rows(source: TaskSource) -> list[dict]:
+def read_rows(source: TaskSource, *, training: bool = False) -> list[dict]:
     """The local documents of a task, each with the hub's fields. Blank lines are skipped.
+
+    training: read the file of few-shot examples instead.
 
     Raises:
         InputError: a damaged line, a missing field or a wrong label, with its line number.
     """
-    file: Any = source.documents
+    file: Any = source.training if training else source.documents
     rows: list[dict] = []
     try:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:

@@ -931,15 +931,21 @@ def test_only_scores_of_all_documents_are_in_the_card(evaluated, tmp_path, capsy
         (evaluated / name / "results.json").write_text(json.dumps({"models": [model]} | settings))
 
     write("some", "boolq", limit=3)
+    write("shots", "nq_open", num_fewshot=5, apply_chat_template=False)
+    write("chat", "drop", apply_chat_template=True)
+    write("zero", "openbookqa", num_fewshot=0, apply_chat_template=False, system_instruction=None)
     write("windows", "sciq", limit=None, max_length=64)
     write("whole", "piqa")
     card = (exporting.export(evaluated, tmp_path / "out") / "README.md").read_text()
-    assert "boolq" not in card
+    assert not any(task in card for task in ("boolq", "nq_open", "drop"))
+    assert "| openbookqa | acc | 0.5000 |" in card
     assert "| copa | acc | 0.6250 | 0.0625 |  |" in card  # of an older version, which did not say
     assert "| sciq | acc | 0.5000 |  | windows of 64 tokens |" in card
     assert "| piqa | acc | 0.5000 |  | read whole |" in card
     assert "| sciq | perplexity | inf | inf | windows of 64 tokens |" in card
-    assert "some/results.json: the card lacks its scores" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    for name, option in (("some", "limit"), ("shots", "num-fewshot"), ("chat", "apply-chat-temp")):
+        assert f"{name}/results.json: the card lacks its scores, which are with --{option}" in said
 
 
 def test_a_run_is_pushed_with_its_card(hub, evaluated, tmp_path, capsys):

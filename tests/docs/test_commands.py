@@ -226,7 +226,10 @@ ROWS = {
     "lambada_test": {"text": "the miller sold the mill"},
     "boolq_val": {"passage": "Mills grind.", "question": "do mills grind", "label": 1},
     "swde_val": {"text": "Mill: stone. The mill is made of ", "value": "stone"},
+    "arc_easy_test": {"query": "Question: who mills?\nAnswer:", "choices": ["a", "b"], "gold": 1},
+    "arc_easy_train": {"query": "Question: who reads?\nAnswer:", "choices": ["a", "b"], "gold": 0},
 }
+CHAT = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
 
 
 @pytest.fixture(scope="session")
@@ -243,7 +246,7 @@ def used(checkout, tmp_path_factory):
     for name in ("DIR", "LRA/retrieval"):
         (folder / name).mkdir(parents=True)
     for name, row in ROWS.items():
-        (folder / "DIR" / f"{name}.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+        (folder / "DIR" / f"{name}.jsonl").write_text(5 * (json.dumps(row) + "\n"))
     for name in ("train", "eval", "test"):
         (folder / f"new_aan_pairs.{name}.tsv").write_text(20 * "1.0\ta\tb\tone text\tanother\n")
     Image.fromarray(load_digits().images[7].astype("uint8") * 15).save(folder / "seven.png")
@@ -251,6 +254,8 @@ def used(checkout, tmp_path_factory):
     assert not any(failed), failed
     for link, target in LINKS.items():
         (folder / link).symlink_to(target)
+    shutil.copytree(folder / "runs/demo/final", folder / "C")
+    (folder / "C" / "chat_template.jinja").write_text(CHAT)
     return folder
 
 

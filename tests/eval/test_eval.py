@@ -586,6 +586,167 @@ def test_the_harness_own_wrapper_gives_the_same_numbers(adapter, checkpoint):
     assert theirs.loglikelihood_rolling(asked, True) == expected
 
 
+CHAT = (
+    "{{ bos_token }}{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""A chat template, which begins with bos as most do."""
+
+OWN_TASKS = {
+    "choose": "training_split: train\noutput_type: multiple_choice\ndescription: 'Of mills.'\n"
+    "doc_to_text: context\ndoc_to_choice: choices\ndoc_to_target: label\n",
+    "next": "fewshot_split: test\noutput_type: loglikelihood\ndoc_to_text: context\n"
+    "doc_to_target: ' {{choices[0]}}'\nmetric_list: [{metric: perplexity}, {metric: acc}]\n",
+    "write": "training_split: train\noutput_type: generate_until\ndoc_to_text: context\n"
+    "doc_to_target: '{{choices[0]}}'\ngeneration_kwargs: {until: ['.'], max_gen_toks: 6}\n"
+    "metric_list: [{metric: exact_match}]\n",
+    "always_alone": "training_split: train\nnum_fewshot: 0\noutput_type: multiple_choice\n"
+    "doc_to_text: context\ndoc_to_choice: choices\ndoc_to_target: label\n",
+}
+
+
+@pytest.fixture
+def own_tasks(tmp_path, monkeypatch):
+    """A folder of tasks of each kind, with documents for examples."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for split, seeds in (("train", range(10, 16)), ("test", range(4))):
+        rows = [
+            {"context": text(i, 4), "choices": [text(i + j, 2) for j in range(3)], "label": i % 3}
+            for i in seeds
+        ]
+        write(folder, f"{split}.jsonl", rows)
+    files = f"{{train: {folder}/train.jsonl, test: {folder}/test.jsonl}}"
+    for name, rest in OWN_TASKS.items():
+        begin = f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {files}}}\n"
+        (folder / f"{name}.yaml").write_text(f"{begin}test_split: test\n{rest}")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        {},
+        {"num_fewshot": 2},
+        {"num_fewshot": 1, "system_instruction": "Count."},
+        {"apply_chat_template": True},
+        {"num_fewshot": 2, "apply_chat_template": True, "system_instruction": "Count."},
+    ],
+    ids=lambda prompts: "-".join(prompts) or "default",
+)
+def test_prompts_and_samples_are_the_harness_own(checkpoint, own_tasks, tmp_path, prompts):
+    from lm_eval import simple_evaluate
+    from lm_eval.loggers import EvaluationTracker
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    folder = str(tmp_path / "chat")
+    shutil.copytree(checkpoint, folder)
+    (tmp_path / "chat" / "chat_template.jinja").write_text(CHAT)
+    scores, theirs = tmp_path / "scores", tmp_path / "theirs"
+    options = EvalOptions(output=str(scores), log_samples=True, max_length=512, **prompts)
+    ours = evaluate([folder], [str(own_tasks)], options)["models"][0]["tasks"]
+
+    model, tokenizer = load_model(folder)
+    results = simple_evaluate(
+        HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4, max_length=512),
+        tasks=list(OWN_TASKS),
+        task_manager=TaskManager(include_path=str(own_tasks), include_defaults=False),
+        fewshot_as_multiturn=prompts.get("apply_chat_template", False),
+        **prompts,
+    )
+    tracker = EvaluationTracker(output_path=str(theirs))
+    tracker.general_config_tracker.model_name_sanitized = "model"
+    tracker.date_id = "now"
+
+    for task in OWN_TASKS:
+        for name, value in results["results"][task].items():
+            metric, _, filtered = name.partition(",")
+            if filtered == "none" and not metric.endswith("_stderr"):
+                assert ours[task]["metrics"][metric] == pytest.approx(value, rel=1e-4), name
+        assert ours[task]["num_fewshot"] == results["n-shot"][task]
+
+        # Line by line: all fields but numbers are equal.
+        tracker.save_results_samples(task, results["samples"][task])
+        (own,) = scores.glob(f"*chat/samples_{task}.jsonl")
+        (other,) = theirs.glob(f"model/samples_{task}_*.jsonl")
+        lines = zip(own.read_text().splitlines(), other.read_text().splitlines(), strict=True)
+        for line, expected in ((json.loads(a), json.loads(b)) for a, b in lines):
+            numbers = {"resps", "filtered_resps", *expected["metrics"]}
+            for field in expected.keys() - numbers:
+                assert line[field] == expected[field], field
+            for field in numbers:
+                close_texts(line[field], expected[field])
+
+
+@pytest.mark.parametrize("task", ["arc_easy", "piqa"])
+def test_local_examples_never_have_the_question(adapter, data, tmp_path, task):
+    """They are other documents of the file, or all of the file of training documents."""
+    [source] = find_tasks([task], str(data))[0]
+    loaded = adapter.load_tasks([source], num_fewshot=5)["tasks"][task]
+    field = "goal" if task == "piqa" else "question"
+    asked = [f"Question: {document[field]}\n" for document in read_rows(source)]
+
+    def prompts() -> list[str]:
+        loaded.set_fewshot_seed(seed=1234)
+        loaded.build_all_requests(limit=6, rank=0, world_size=1)
+        return [instance.args[0] for instance in loaded.instances if instance.idx == 0]
+
+    for prompt, question in zip(prompts(), asked, strict=True):
+        assert [prompt.count(other) for other in asked] == [1] * 6
+        assert prompt.rindex(question) == max(prompt.rindex(other) for other in asked)
+    with pytest.raises(InputError, match=f"--num-fewshot 6: {task} has 6 documents .* needs 7"):
+        adapter.load_tasks([source], num_fewshot=6)
+
+    shutil.copytree(data, tmp_path / "data")
+    training = [f"Where stands mill {i}?" for i in range(20, 28)]
+    rows = [hub_arc(0) | {"question": question} for question in training]
+    if task == "piqa":
+        rows = [{"goal": goal, "sol1": "a", "sol2": "b", "label": 0} for goal in training]
+    write(tmp_path / "data", f"{task}_train.jsonl.gz", rows)
+    [source] = find_tasks([task], str(tmp_path / "data"))[0]
+    loaded = adapter.load_tasks([source], num_fewshot=5)["tasks"][task]
+    for prompt in prompts():
+        assert sum(prompt.count(other) for other in training) == 5
+        assert sum(prompt.count(other) for other in asked) == 1
+
+
+def test_scores_of_other_prompts_stand_apart(checkpoint, data, tmp_path):
+    out = str(tmp_path / "out")
+    shots = EvalOptions(data=str(data), output=out, num_fewshot=2)
+    results = evaluate([checkpoint], ["piqa"], shots)
+    note = "Prompts have 2 examples; the published rows have none of these."
+    assert note in report.results_markdown(results)
+    assert results["models"][0]["tasks"]["piqa"]["num_fewshot"] == 2
+    for change, told in (
+        ({"num_fewshot": None}, "num_fewshot 2, this command has None"),
+        ({"system_instruction": "Think."}, "system_instruction None, this command has Think."),
+    ):
+        with pytest.raises(InputError, match=f"has other tasks with {told}"):
+            evaluate([checkpoint], ["winogrande"], dataclasses.replace(shots, **change))
+    plain = EvalOptions(data=str(data))
+    with pytest.raises(InputError, match=r"--log-samples: writes into .*; give --output"):
+        evaluate([checkpoint], ["piqa"], dataclasses.replace(plain, log_samples=True))
+    with pytest.raises(InputError, match="has no chat template, as base models have none; leave"):
+        evaluate([checkpoint], ["piqa"], dataclasses.replace(plain, apply_chat_template=True))
+
+
+def close_texts(value, expected) -> None:
+    """Asserts that two values of JSON are equal, or numbers or their texts close."""
+    if isinstance(expected, list):
+        for one, other in zip(value, expected, strict=True):
+            close_texts(one, other)
+        return
+    try:
+        assert float(value) == pytest.approx(float(expected), abs=2e-4)
+    except ValueError:
+        assert value == expected
+
+
 # ------------------------------ answers that are kept
 
 

@@ -53,6 +53,17 @@ def test_tasks_are_fetched_in_the_form_that_eval_reads(tmp_path, monkeypatch):
     assert (
         read_rows(find_official("lambada_openai", tmp_path / "tasks")) == [{"text": "a b c é"}] * 2
     )
+
+    # With few-shot examples, the documents that they are drawn from too; LAMBADA has none.
+    rows[("allenai/ai2_arc", "ARC-Challenge", "train")] = [arc] * 3
+    rows[("baber/piqa", None, "train")] = [{"goal": "h", "sol1": "1", "sol2": "2", "label": 0}]
+    done = CliRunner().invoke(nalanda_cli.app, [*arguments, "--num-fewshot", "2"])
+    assert done.exit_code == 0, done.output
+    names = ["arc_challenge_test", "arc_challenge_train", "lambada_test", "piqa_train", "piqa_val"]
+    files = sorted(path.name for path in (tmp_path / "tasks").iterdir())
+    assert files == [f"{name}.jsonl.gz" for name in names]
+    assert len(read_rows(find_official("arc_challenge", tmp_path / "tasks"), training=True)) == 3
+
     monkeypatch.setattr(datasets, "load_dataset", None)
     assert "exists already" in CliRunner().invoke(nalanda_cli.app, arguments).output
     with pytest.raises(

@@ -50,7 +50,12 @@ def test_standard_errors_by_hand():
         {"doc_id": i, "arguments": [], "target": "", "contains": x}
         for i, x in enumerate((1, 0, 0, 1))
     ]
-    raw = {"results": {"t": {"contains,none": 0.5}}, "samples": {"t": samples}, "versions": {}}
+    raw = {
+        "results": {"t": {"contains,none": 0.5}},
+        "samples": {"t": samples},
+        "versions": {},
+        "n-shot": {},
+    }
     assert harness._task_scores("t", raw)["stderr"]["contains"] == pytest.approx(
         math.sqrt(1 / 3) / 2
     )

@@ -206,7 +206,7 @@ def find_scores(run_dir: Path, folder: Path) -> dict[str, Any]:
 
     It reads every results.json in the run or a folder of it. A fingerprint of the weights, not a name, decides
     whether results belong to the model. `texts` says how the model read them. Results of a part of the
-    documents are left out, and a line on stderr says so.
+    documents, or with other prompts than zero-shot ones, are left out, and a line on stderr says so.
     """
     files = [*run_dir.glob("results.json"), *run_dir.glob("*/results.json")]
     if not files:
@@ -220,11 +220,13 @@ def find_scores(run_dir: Path, folder: Path) -> dict[str, Any]:
         try:
             results = json.loads(file.read_text(encoding="utf-8"))
             records = [record for record in results["models"] if record["fingerprint"] == weights]
-            if records and results.get("limit") is not None:
-                print(
-                    f"{file}: the card lacks its scores, which are of --limit documents",
-                    file=sys.stderr,
+            options = ("limit", "num_fewshot", "apply_chat_template", "system_instruction")
+            others = [option for option in options if results.get(option)]
+            if records and others:
+                reason = (
+                    f"the card lacks its scores, which are with --{others[0].replace('_', '-')}"
                 )
+                print(f"{file}: {reason}", file=sys.stderr)
                 continue
             for record in records:
                 window = record.get("max_length", "")
