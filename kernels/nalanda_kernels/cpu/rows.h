@@ -1,6 +1,9 @@
 // Few rows times a matrix, y = x Wᵀ: each weight is read once, so memory is the limit.
 #pragma once
 #include <vector>
+#if defined(__FMA__)
+#include <immintrin.h>
+#endif
 
 #include "parts.h"
 
@@ -16,6 +19,18 @@ constexpr int LANES = 4;
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef float Quad __attribute__((vector_size(16)));
+
+// a ⊙ b + c. Said outright, because compilers for some processors leave a few sums of a loop without fma: rows would
+// then depend on the rows beside them.
+inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
 
 template <class To, class From>
 inline To read_as(const From* x) {
@@ -75,8 +90,8 @@ void multiply(const T* W, const float* x, int K, float (*sums)[4]) {
             Weights w(W + long(r) * K + k);
             for (int n = 0; n < N; n++) {
                 const float* x_n = x + long(n) * K + k;
-                totals[n][r] += w.first * read_as<Lanes>(x_n);
-                totals[n][r] += w.second * read_as<Lanes>(x_n + LANES);
+                totals[n][r] = multiply_add(w.first, read_as<Lanes>(x_n), totals[n][r]);
+                totals[n][r] = multiply_add(w.second, read_as<Lanes>(x_n + LANES), totals[n][r]);
             }
         }
     }

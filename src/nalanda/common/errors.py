@@ -78,6 +78,13 @@ def no_room(error: BaseException) -> bool:
     return _NO_ROOM.search(str(error)) is not None
 
 
+def full_problem(error: BaseException) -> str:
+    """The words for an error of `no_room`: the disk is full, or a file is at its limit."""
+    limited = getattr(error, "errno", None) == errno.EFBIG
+    limited |= f"(os error {errno.EFBIG})" in str(error)
+    return "the file may not grow further" if limited else "the disk is full"
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether Python, torch (on any device) or the system is out of memory."""
     if isinstance(error, MemoryError):
@@ -105,13 +112,8 @@ def explained(error: BaseException) -> InputError | None:
     if no_room(error):
         # Of a copy the second name is of the file that was written.
         file = getattr(error, "filename2", None) or file
-        problem = "the disk is full"
-        if getattr(error, "errno", None) == errno.EFBIG or f"(os error {errno.EFBIG})" in str(
-            error
-        ):
-            problem = "the file may not grow further"
         prefix = f"{file}: " if file else ""
-        return DiskFull(f"{prefix}{problem}; make room, and start again")
+        return DiskFull(f"{prefix}{full_problem(error)}; make room, and start again")
     if isinstance(error, OSError) and isinstance(file, str | os.PathLike):
         return InputError(f"{file}: {_describe_error(error)}")
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # of Path.expanduser

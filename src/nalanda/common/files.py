@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nalanda.common.errors import DiskFull, InputError, no_room, output_folder
+from nalanda.common.errors import DiskFull, InputError, full_problem, no_room, output_folder
 
 
 def verify_manifest(path: Path) -> str | None:
@@ -204,7 +204,7 @@ def new_folder(out: Path, replace: bool = False) -> Iterator[Path]:
     except BaseException as error:
         discard(new)
         if no_room(error) and not isinstance(error, InputError):
-            raise DiskFull(f"{out}: the disk is full; make room, and start again") from None
+            raise DiskFull(f"{out}: {full_problem(error)}; make room, and start again") from None
         raise
 
     # Complete on the disk before it gets its name; the old folder stays until then.

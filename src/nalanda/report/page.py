@@ -11,7 +11,7 @@ from nalanda.common.errors import InputError, output_file
 from nalanda.common.text import redact
 from nalanda.report.figures import COLOURS
 from nalanda.report.plot import TEXTS, smoothed
-from nalanda.report.runs import check_run, read_recipe, read_run
+from nalanda.report.runs import check_run_folder, read_recipe, read_run
 from nalanda.train.log import read_facts, read_metrics
 
 CURVES = {
@@ -110,7 +110,7 @@ def write_page(
 
 def read_page_run(folder: Path, number: int) -> PageRun:
     """The run in `folder`, whose number chooses its look. Raises InputError if it is none."""
-    check_run(folder)
+    check_run_folder(folder)
     recipe = folder / "config.yaml"
     try:
         config = read_recipe(folder) if recipe.is_file() else {}

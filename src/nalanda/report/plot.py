@@ -13,7 +13,7 @@ from nalanda.common.text import si
 from nalanda.config.load import differences
 from nalanda.data.records import field_of
 from nalanda.report.figures import Look, drawing, files, in_panels, log_axis, look
-from nalanda.report.runs import check_run, layers, read_recipe
+from nalanda.report.runs import check_run_folder, layers, read_recipe
 from nalanda.train.log import read_metrics, with_hours
 
 Point = tuple[float, float, float, float]
@@ -45,7 +45,7 @@ def curve(folder: str | Path) -> Curve:
     """The losses of the run in `folder`. Raises InputError if it is not a run or has no training loss yet."""
     folder = Path(folder)
     file = folder / "metrics.jsonl"
-    check_run(folder)
+    check_run_folder(folder)
     try:
         config = read_recipe(folder) if (folder / "config.yaml").is_file() else {}
         train, validation, events = [], [], []

@@ -66,7 +66,7 @@ def find_runs(directory: str | Path) -> list[Path]:
     return runs
 
 
-def check_run(folder: Path) -> None:
+def check_run_folder(folder: Path) -> None:
     """Raises `InputError` for a folder that is no run; of a folder of runs it names some."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such directory; name the folder of a run")
