@@ -1018,6 +1018,7 @@ def test_what_is_not_sent_at_all(hub, whole, tmp_path, monkeypatch):
 
 def test_a_model_of_the_hub_is_converted(monkeypatch, tmp_path):
     source = write(tmp_path / "theirs", config_of("gla"), tensors_of("gla"))
+    monkeypatch.setattr("nalanda.config.model_folder.hub_problem", lambda: "")
     asked = []
     monkeypatch.setattr(
         converting, "snapshot_download", lambda name, **_: asked.append(name) or str(source)
