@@ -67,6 +67,12 @@ def test_a_source_has_its_formula(kind, name, source):
     pytest.fail(f"docs/formulas.md: no section has the {kind} `{name}` and {source}")
 
 
+def test_the_code_beside_the_formulas_is_that_of_the_model():
+    (shown,) = re.findall(r"^```py\n(.*?)^```", FORMULAS, re.MULTILINE | re.DOTALL)
+    lines = (ROOT / "src/nalanda/model/minimal.py").read_text(encoding="utf-8").splitlines()
+    assert shown in "".join(f"{line.removeprefix(' ' * 12)}\n" for line in lines)
+
+
 def test_formulas_render():
     assert {name for kind, name, _ in ROWS if kind == "map"} == FEATURE_MAPS.keys()
     html = Markdown(extensions=["tables", site.MathML()]).convert(FORMULAS)
