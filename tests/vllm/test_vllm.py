@@ -108,7 +108,7 @@ LOADS = {
         {"max-num-batched-tokens": 512, "num-gpu-blocks-override": 20},
     ),
 }
-"""Models, and options of the server: fewer blocks than the prompts fill."""
+"""Models, and options of the server: fewer blocks than all requests need at once."""
 
 
 @pytest.mark.parametrize("name", LOADS)
