@@ -477,8 +477,14 @@ def test_a_model_that_computes_no_numbers_has_no_scores(adapter, tokenizer, kind
             getattr(scorer, request)([Instance(request, {}, arguments, 0)])
 
 
-def test_bits_per_byte_stand_below_the_table():
-    facts = {"parameters": 1e6, "dtype": "float32", "max_length": None, "found": 0, "seconds": 1.0}
+def test_bits_per_byte_and_sizes_stand_below_the_table():
+    facts = {
+        "parameters": 27_000,
+        "dtype": "float32",
+        "max_length": None,
+        "found": 0,
+        "seconds": 1.0,
+    }
     wiki = {"metrics": {"word_perplexity": 30.0, "bits_per_byte": 0.9171}, "stderr": {}}
     words = {"metrics": {"perplexity": 40.0, "bits_per_byte": 1.25}, "stderr": {}}
     models = [
@@ -488,6 +494,7 @@ def test_bits_per_byte_stand_below_the_table():
     lines = report.notes({"models": models, "left_out": {}, "limit": None})
     told = "a: bits per byte 0.917 of wikitext, 1.250 of LAMBADA's last words."
     assert [line for line in lines if "bits" in line] == [told]
+    assert lines[-1].startswith("b: 27 K parameters, float32, ")
 
 
 NAMED = {"parameters": 1e6, "dtype": "float32", "max_length": None, "found": 0, "seconds": 1.0}
