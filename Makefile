@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo smoke test test-quick test-all test-lab test-vllm wheel check format static tables docs torture clean gpu-check gpu-day gpu-bundle
+.PHONY: demo smoke test test-quick test-all test-lab test-vllm wheel check format static tables docs torture mutants clean gpu-check gpu-day gpu-bundle
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n logical --dist worksteal
 
 demo: .venv/.ready
@@ -86,8 +86,16 @@ docs: .venv/.ready
 torture: .venv/.ready
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/torture/run.py --report tests/TORTURE.md
 
+# Faults put into a copy of the product, one at a time: tests/MUTANTS.md has what no test saw. Hours; goes on.
+mutants: .venv/.mutants
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/mutants/run.py $(if $(MINUTES),--minutes $(MINUTES))
+
+.venv/.mutants: .venv/.ready
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[mutants]'
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-vllm site dist
+	rm -rf .venv .venv-vllm .mutants site dist
 
 .venv/.ready: pyproject.toml lab/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Nalanda needs Python 3.11 or newer, this is %d.%d: make PYTHON=python3.12 …" % v[:2])'
