@@ -198,6 +198,8 @@ def describe_misuse(error: UsageError, name: str) -> str:
     )
     if option == "--prompt" and ("prompt", "argument") in parameters:
         message += """; the prompt is an argument: nalanda generate MODEL "TEXT\""""
+    elif option == "--data" and ("text", "option") in parameters:
+        message += "; the text is an option: --text FILE"
     elif option and ("overrides", "argument") in parameters:
         settings = "a recipe's settings are written section.key=value, such as train.steps=10"
         message += f"; {INSTEAD_OF_OPTIONS.get(option, settings)}"
@@ -205,7 +207,8 @@ def describe_misuse(error: UsageError, name: str) -> str:
         compares = "nalanda report RUN RUN compares runs, and " if path == "nalanda runs" else ""
         message += f"; {compares}{path} --help says what it takes"
     elif message.startswith("Missing argument"):
-        needed = [p.name.upper() for p in error.ctx.command.params if p.required]
+        names = [p.metavar or p.name.upper() for p in error.ctx.command.params if p.required]
+        needed = [name.split("_OR_")[0].rstrip(".") for name in names]
         message = f"{message.rstrip('.')}; write {' '.join([path, *needed])}"
     return f"{path}: {message}"
 

@@ -67,7 +67,13 @@ def place(recipe, tokenizer, tmp_path_factory) -> Path:
     (place / "dangling").symlink_to(place / "nowhere")
     for name in ("file", "b.txt"):
         (place / name).write_text("x")
-    (place / "runs").mkdir()
+    (place / "runs" / "stopped" / "checkpoints" / "step-5").mkdir(parents=True)
+    (place / "half.yaml").write_text("model: {mixer: gla}\n")
+    (place / "tabs.yaml").write_text("model:\n\tmixer: gla\n")
+    for name in ("thesis.docx", "binary"):
+        (place / name).write_bytes(b"PK\x03\x04\xff\0")
+    (place / "table.csv").write_text("a,b\n1,2\n")
+    (place / "empty.txt").touch()
     (place / "headless" / "train").mkdir(parents=True)
     (place / "headless" / "train" / "00000.tokens").write_bytes(bytes(8))
     (place / "headless" / "index.json").write_text('{"format": ')
@@ -96,7 +102,7 @@ LOADING = (
     *("generate {} x", "eval model {} --tasks piqa", "perplexity model {} --output out"),
     *("convert {} out", "train r.yaml 'model={{init_from: {}}}'"),
 )
-NOT_THERE = r"no such run: runs/none; go to the folder in which it was trained, or write .*"
+NOT_THERE = r"no such run: runs/none; there are stopped"
 NO_HUB = r"there is no folder owner/none, and HF_HUB_OFFLINE is set, so the hub is not asked"
 DANGLING = (
     r"dangling: a symbolic link to .*/nowhere, which does not exist; make it, or name another path"
@@ -125,6 +131,19 @@ TABLE = [
         "train r.yaml optim.learning_rate=1",
         r"optim\.learning_rate: no such key; did you mean optim\.lr\?",
     ),
+    (
+        "train r.yaml batch_size=8",
+        r"batch_size: no such key; did you mean train\.micro_batch_size, .*",
+    ),
+    ("train half.yaml", r"output_dir: missing from the recipe; set output_dir=VALUE"),
+    ("train tabs.yaml", r"tabs\.yaml: line 2: not YAML: indented with a tab; indent with blanks"),
+    (
+        "train thesis.docx",
+        r"thesis\.docx: not a recipe; save its text as \.txt, then nalanda train demo data\.source=.*",
+    ),
+    ("train binary", r"binary: not a text file; recipes are YAML"),
+    ("train table.csv", r"table\.csv: not a recipe; to train on it: .* data\.source=table\.csv .*"),
+    ("train r.yaml data.source=empty.txt", r"data\.source: the corpus is empty .*; give it text"),
     ("train r.yaml plugins=cubed", r"plugins: expected a list, got 'cubed'; write \[cubed\]"),
     (
         "train r.yaml 'plugins=[cubed.py]'",
@@ -265,7 +284,7 @@ TABLE = [
         for command in ("generate {} x", "eval model {} --tasks piqa", "perplexity {}")
     ),
     ("convert runs/none out", NOT_THERE),
-    ("generate runs/none/final x", NOT_THERE.replace("none", "none/final")),
+    ("generate runs/none/final x", r"no such run: runs/none/final; go to the folder in which .*"),
     ("generate owner/none x", f"no such model: {NO_HUB}"),
     ("train r.yaml 'model={auto: owner/none}'", f"model: {NO_HUB}"),
     ("train r.yaml tokenizer=owner/none", f"tokenizer: 'owner/none': {NO_HUB}"),
@@ -282,7 +301,22 @@ TABLE = [
     ("plot run/none --output x.png", r"run/none: no such directory; .*"),
     ("data inspect runs/none", r"runs/none.* does not exist; .*"),
     ("eval model --tasks piqa --data runs/none", r"--data runs/none: no such directory"),
-    ("generate model --file none", r"cannot read none: No such file or directory"),
+    (
+        "generate model --file none",
+        r"cannot read none: No such file or directory; name a text file",
+    ),
+    ("generate model --file latin.yaml", r"cannot read latin\.yaml: not UTF-8; save it as UTF-8"),
+    ("generate alpa x", r"no such model: alpa \(a run, .*\)"),
+    (
+        "generate runs/stopped/checkpoints/step-9 x",
+        r"no such model: runs/.*; did you mean step-5\?",
+    ),
+    ("verify runs/stoped", r"runs/stoped: no such run; did you mean stopped\?"),
+    ("convert model out --to gguff", r"--to gguff: unknown; did you mean gguf\?"),
+    ("linearize none r.yaml", r"none: no such folder; name a model's folder, or OWNER/NAME .*"),
+    ("data prepare r.yaml file/x", r"file/x/.*: a file; name a folder"),
+    ("perplexity model --data x", r"No such option: --data .*; the text is an option: --text FILE"),
+    ("report", r"Missing argument 'RUN\.\.\.'; write nalanda report RUN"),
     ("generate model --state none", r".*none.*"),
     ("perplexity model --text none --output out", r".*none.*"),
     # where nothing can be written

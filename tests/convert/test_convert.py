@@ -814,7 +814,7 @@ def test_tensors_that_do_not_fit(tmp_path):
 
 
 def test_folders_that_hold_no_model(tmp_path):
-    assert "no readable config.json" in refused(tmp_path / "nowhere", tmp_path)
+    assert "no such folder" in refused(tmp_path / "nowhere", tmp_path)
     (tmp_path / "list").mkdir()
     (tmp_path / "list" / "config.json").write_text("[1]")
     assert "config.json is not a table" in refused(tmp_path / "list", tmp_path)

@@ -228,6 +228,8 @@ def _describe_error(error: OSError) -> str:
     if isinstance(error, FileExistsError) and error.filename is not None:  # mkdir met a file
         path = Path(os.fsdecode(error.filename))
         return _describe_link(path) if path.is_symlink() else "a file; name a folder"
+    if isinstance(error, NotADirectoryError):
+        return "a file; name a folder"
     return error.strerror or type(error).__name__
 
 

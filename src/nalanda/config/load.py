@@ -158,8 +158,11 @@ def _read_count(sections: dict, section: str, key: str) -> int:
     return int(number) if number is not None and number.is_integer() else 0
 
 
-TEXTS = (".txt", ".md", ".jsonl", ".parquet", ".arrow", ".gz", ".zst")
+TEXTS = (".txt", ".md", ".jsonl", ".ndjson", ".csv", ".parquet", ".arrow", ".tar", ".gz", ".zst")
 """Ends of the names of texts, which no recipe has."""
+
+DOCUMENTS = (".doc", ".docx", ".epub", ".htm", ".html", ".odt", ".pdf", ".rtf")
+"""Ends of the names of documents whose text must be extracted first."""
 
 
 def find_recipe(name: str) -> Path:
@@ -168,11 +171,14 @@ def find_recipe(name: str) -> Path:
     Raises `InputError` if there is neither, and for a text.
     """
     for path in (Path(name), *(folder / f"{name}.yaml" for folder in recipe_folders())):
-        if path.is_file() and not name.endswith(TEXTS):
+        if path.is_file() and not name.lower().endswith((*TEXTS, *DOCUMENTS)):
             return path
     inside = Path(name) / "config.yaml"
     if inside.is_file():
         raise InputError(f"{name}: a folder, not a recipe; its recipe is {inside}")
+    if name.lower().endswith(DOCUMENTS):
+        train = "nalanda train demo data.source=FILE.txt"
+        raise InputError(f"{name}: not a recipe; save its text as .txt, then {train}")
     if name and Path(name).exists():
         settings = shlex.join([f"data.source={name}", f"output_dir=runs/{Path(name).stem}"])
         raise InputError(f"{name}: not a recipe; to train on it: nalanda train demo {settings}")
@@ -305,6 +311,8 @@ def read_yaml(path: Path) -> Any:
     try:
         return parse_yaml(content.decode("utf-8-sig"), str(path))
     except UnicodeDecodeError as error:
+        if b"\0" in content:
+            raise InputError(f"{path}: not a text file; recipes are YAML") from None
         line = content[: error.start].count(b"\n") + 1
         raise InputError(f"{path}: line {line}: not UTF-8: save it as UTF-8") from None
 
@@ -322,6 +330,8 @@ def parse_yaml(text: str, source: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         line = mark.line + 1 if mark else 1
+        if r"'\t'" in problem:
+            problem = "indented with a tab; indent with blanks"
         raise InputError(f"{source}: line {line}: not YAML: {problem}") from None
 
 
@@ -333,7 +343,9 @@ GUESSES = (
     *("data.val", "data.val_source", "data.validation", "data.validation_file"),
     *("validation", "validation.data", "validation.source"),
 )
-INSTEAD_OF_KEYS = dict.fromkeys(GUESSES, OTHER_VALIDATION)
+INSTEAD_OF_KEYS = dict.fromkeys(GUESSES, OTHER_VALIDATION) | {
+    "batch_size": "train.micro_batch_size, or train.tokens_per_step"
+}
 """What is typed here for keys that people guess, and whose nearest names are others."""
 
 
@@ -363,7 +375,9 @@ def section(cls: type, values: Any, where: str) -> Any:
         elif f.default is MISSING and f.default_factory is MISSING:
             # A missing section is read as empty: the error then names the missing key.
             if not is_dataclass(kinds[f.name]):
-                raise InputError(f"{where}{f.name}: missing from the recipe")
+                raise InputError(
+                    f"{where}{f.name}: missing from the recipe; set {where}{f.name}=VALUE"
+                )
             arguments[f.name] = section(typing.cast(type, kinds[f.name]), {}, f"{where}{f.name}.")
     return cls(**arguments)
 

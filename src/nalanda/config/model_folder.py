@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from nalanda.common.errors import InputError, first_line
-from nalanda.common.text import suggest
+from nalanda.common.text import closest, suggest
 
 ANSWER = 3.0
 """Seconds that the hub has for an answer."""
@@ -77,9 +77,10 @@ def check_name(name: str) -> None:
         )
     check_run(name)
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        raise InputError(
-            f"no such model: {name} (a run, a checkpoint directory, or OWNER/NAME on the hub)"
-        )
+        near = closest(name, runs_in("runs"))
+        hint = f"; did you mean {near}?" if near else ""
+        kinds = "a run, a checkpoint directory, or OWNER/NAME on the hub"
+        raise InputError(f"no such model: {name} ({kinds}){hint}")
 
     from huggingface_hub import hf_hub_download  # takes half a second
 
@@ -95,12 +96,21 @@ def check_name(name: str) -> None:
 def check_run(name: str) -> None:
     """Raises `InputError` for a missing run: a name in a folder of runs, which is no owner on the hub."""
     folder, slash, last = name.rpartition("/")
-    if slash and (runs := sorted(f.parent.name for f in Path(folder).glob("*/metrics.jsonl"))):
+    if slash and (runs := runs_in(folder)):
         raise InputError(f"no such run: {name}{suggest(last, runs)}")
     if name.startswith("runs/"):
+        # Such as a checkpoint that the run has not.
+        if beside := [path.name for path in Path(folder).glob("*") if path.is_dir()]:
+            kind = "run" if folder == "runs" else "model"
+            raise InputError(f"no such {kind}: {name}{suggest(last, beside)}")
         raise InputError(
             f"no such run: {name}; go to the folder in which it was trained, or write its whole path"
         )
+
+
+def runs_in(folder: str) -> list[str]:
+    """The names of the runs in a folder."""
+    return sorted(file.parent.name for file in Path(folder).glob("*/metrics.jsonl"))
 
 
 def check_hub(name: str) -> None:

@@ -20,6 +20,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from nalanda.common.errors import InputError
 from nalanda.common.files import new_folder, refuse_existing, update_json
 from nalanda.common.number_formats import choose_format
+from nalanda.common.text import suggest
 from nalanda.config.model_folder import check_hub, weight_files
 from nalanda.convert import fla, kimi_linear, llama, qwen3_5
 from nalanda.convert.certificate import Certificate, card, compare, unchecked
@@ -253,8 +254,7 @@ def convert(
             written.
     """
     # Settings and shapes are checked before the first file is written.
-    if to == "mlx" and dtype is not None:
-        dtype = choose_format(dtype, list(MLX_DTYPES), "--dtype")
+    dtype = check_target(to, dtype)
     out, folder = Path(destination), local_folder(source)
     refuse_existing(out)
     settings = read_config(folder)
@@ -316,6 +316,15 @@ def convert(
     return out
 
 
+def check_target(to: str | None, dtype: str | None) -> str | None:
+    """The format of mlx's weights under its own name. Raises `InputError` for an unknown one, or target."""
+    if to not in (None, "nalanda", "gguf", *LIBRARIES):
+        raise InputError(f"--to {to}: unknown{suggest(str(to), ['nalanda', 'gguf', *LIBRARIES])}")
+    if to == "mlx" and dtype is not None:
+        return choose_format(dtype, list(MLX_DTYPES), "--dtype")
+    return dtype
+
+
 def find_leading_bos(folder: Path, config: NalandaConfig) -> int | None:
     """The bos token that the tokenizer puts in front of a text.
 
@@ -355,8 +364,15 @@ def keep_tokenizer(folder: Path, staging: Path) -> None:
 
 def read_config(folder: Path) -> Config:
     """A model folder's config.json. Raises InputError."""
+    if not folder.is_dir():
+        raise InputError(
+            f"{folder}: no such folder; name a model's folder, or OWNER/NAME on the hub"
+        )
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        inside = "; name its model, " + str(folder / "final") if (folder / "final").is_dir() else ""
+        raise InputError(f"{folder}: no config.json in it{inside}") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{folder}: no readable config.json ({error})") from None
     if not isinstance(config, dict):

@@ -702,7 +702,7 @@ class DocumentStream:
             keys = "data.text_field and data.max_document_bytes"
             return f"{line}{describe_left(left)}; look at data.source, {keys}"
         if not read:
-            return f"{line}it has no documents"
+            return f"{line}it has no documents; give it text"
         line += f"of {read:,} documents "
         if read == blank or hold_out is None:
             return f"{line}all are blank; look at data.source and data.text_field"

@@ -79,7 +79,9 @@ def read_prompt(prompt: str | None, file: str | Path | None) -> str | None:
             text = prompt
         (text or "").encode()  # arguments and standard input may hold bytes that are no text
     except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        reason = "not UTF-8; save it as UTF-8"
+        if isinstance(error, OSError):
+            reason = f"{error.strerror}; name a text file"
         raise InputError(f"cannot read {file or 'the prompt'}: {reason}") from error
     return text
 

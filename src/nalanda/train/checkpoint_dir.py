@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nalanda.common.errors import InputError
 from nalanda.common.files import discard, verify_manifest, write_atomically
+from nalanda.common.text import suggest
 from nalanda.config.schema import CheckpointConfig
 
 MARK = "unsound.txt"
@@ -60,6 +61,9 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
     """The checkpoint folders of a run, oldest first. Raises `InputError` if it has none."""
     if folders := checkpoint_folders(run_dir / "checkpoints"):
         return folders
+    if not run_dir.is_dir():
+        runs = [path.name for path in run_dir.parent.glob("*") if path.is_dir()]
+        raise InputError(f"{run_dir}: no such run{suggest(run_dir.name, runs)}")
     raise InputError(f"{run_dir}: no checkpoints here; name the folder of a run")
 
 

@@ -78,8 +78,6 @@ def train(config: RunConfig) -> Path:
         with Interruptions() as signals:
             if not accelerator.is_main_process:
                 return train_together(config, accelerator, kind, None, signals)
-            if accelerator.device.type == "cpu":
-                advise_on_threads(config, accelerator.num_processes)
             # The main process locks and claims the folder; the others get its claim below.
             run_dir = Path(config.output_dir)
             with removed_if_unused(run_dir, config), lock_run_dir(run_dir), mirrored(mirror):
@@ -124,6 +122,8 @@ def train_together(
         with record_interruption(run_dir, facts, main), show_set_up(watchdog) as say:
             run = set_up(config, accelerator, sharing, facts, changes, resume, say)
         run.mirror, run.signals, run.watchdog = mirror, signals, watchdog
+        if main and accelerator.device.type == "cpu":
+            advise_on_threads(config, accelerator.num_processes)
         train_steps(run, recipe, changes, resume)
     accelerator.wait_for_everyone()
     return run_dir
