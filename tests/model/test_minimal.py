@@ -6,7 +6,7 @@ from covering import covering
 from op_inputs import LENGTHS, make, run, with_resets
 
 from nalanda.model.feature_maps import build_feature_map
-from nalanda.model.minimal import recurrence
+from nalanda.model.minimal import chunkwise
 
 KINDS = (
     *("delta", "gated_delta", "linear", "gated_linear", "vector_linear", "vector_delta"),
@@ -15,7 +15,7 @@ KINDS = (
 
 
 def minimal(q, k, v, beta=None, g=None, erase=None, write=None, **options):
-    """`recurrence` with the arguments of the ops: β and the gates as e and w."""
+    """`chunkwise` with the arguments of the ops: β and the gates as e and w."""
     features = (
         g.shape[-1] if g is not None and g.ndim == 4 else options.pop("features", k.shape[-1])
     )
@@ -31,7 +31,7 @@ def minimal(q, k, v, beta=None, g=None, erase=None, write=None, **options):
         w = beta[..., None] * (torch.ones_like(v) if write is None else write)
 
     bounds = options.pop("cu_seqlens", None)
-    return recurrence(
+    return chunkwise(
         *(q, k, v, g, e, w),
         state=options.pop("initial_state", None),
         bounds=None if bounds is None else bounds.tolist(),

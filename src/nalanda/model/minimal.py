@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 
-def recurrence(
+def chunkwise(
     q: Tensor,
     k: Tensor,
     v: Tensor,
