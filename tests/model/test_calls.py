@@ -455,3 +455,24 @@ def test_hooks_of_the_process_see_every_layer(mixer, mask):
     finally:
         for handle in handles:
             handle.remove()
+
+
+def test_hooks_of_the_process_that_come_in_mid_generation(small):
+    """C++ and graphs stand back from the next token on."""
+    calls, handles = collections.Counter(), []
+
+    def begin(tokens, scores):
+        if tokens.shape[1] == 8 and not handles:
+            see = lambda module, args, result: calls.update([module])  # noqa: E731
+            handles.append(register_module_forward_hook(see))
+        return scores
+
+    greedy = {"max_new_tokens": 5, "do_sample": False}
+    expected = small.generate(ids(2, 6), **greedy)
+    try:
+        found = small.generate(ids(2, 6), logits_processor=[begin], **greedy)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert torch.equal(found, expected)
+    assert calls[small.model.layers[1].mlp.up_proj] == 2
