@@ -161,7 +161,7 @@ TABLE = [
     ("report nowhere/b", r"nowhere/b: no such directory; name the folder of a run"),
     ("train r.yaml step=10", r"step: no such key; did you mean train\.steps or linearize\.steps\?"),
     ("train r.yaml data.lr=1", r"data\.lr: no such key; did you mean optim\.lr or linearize\.lr\?"),
-    ("train r.yaml data=book.txt", r"data: .*; did you mean data\.source=book\.txt\?"),
+    ("train r.yaml data=book.txt", r"data: .*; write data\.source=book\.txt$"),
     (
         "train b.txt",
         r"b\.txt: not a recipe; to train on it: nalanda train demo data\.source=b\.txt output_dir=runs/b",

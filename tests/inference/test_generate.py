@@ -923,6 +923,15 @@ def test_a_state_of_another_tokenizer_is_refused(checkpoint, tokenizer, tmp_path
         run("generate", checkpoint, "hello", "--force")
 
 
+def test_the_code_of_an_older_export_reads_its_state(checkpoint, tokenizer, tmp_path, monkeypatch):
+    model, _ = load_model(checkpoint)
+    path = tmp_path / "read.state"
+    model.read(torch.tensor([[5, 6, 7]])).save(path, tokenizer="another")
+    load = model.load_state
+    monkeypatch.setattr(model, "load_state", lambda path: load(path))
+    assert generation.load_state(path, model, tokenizer).notes == load(path).notes
+
+
 def test_a_file_is_read_once_for_all_prompts_behind_it(checkpoint, tmp_path, monkeypatch):
     options = ("--max-new-tokens", "12", "--temperature", "0")
     file, states = tmp_path / "instructions.txt", tmp_path / "states"

@@ -359,8 +359,11 @@ def section(cls: type, values: Any, where: str) -> Any:
     if not isinstance(values, dict):
         name = where.rstrip(".") or "recipe"
         main_key = MAIN_KEYS.get(name) if isinstance(values, str) else None
-        instead = f"{name}.{main_key}={values}" if main_key else INSTEAD_OF_KEYS.get(name)
-        advice = f"; did you mean {instead}?" if instead else ""
+        if main_key:
+            advice = f"; write {shlex.quote(f'{name}.{main_key}={values}')}"
+        else:
+            instead = INSTEAD_OF_KEYS.get(name)
+            advice = f"; did you mean {instead}?" if instead else ""
         raise InputError(f"{name}: expected a section of keys, got {_name(values)}{advice}")
     kinds = typing.get_type_hints(cls)
     keys = {f.name: f for f in fields(cls) if f.init}

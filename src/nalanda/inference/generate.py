@@ -1,6 +1,7 @@
 """Streams the continuation of a prompt or of a saved state."""
 
 import hashlib
+import inspect
 import json
 import sys
 import time
@@ -185,9 +186,11 @@ def load_state(
         raise InputError(
             f"{model.config.model_type} models have no state to load; leave the state file out"
         )
-    path = state_file(path)
+    path, known = state_file(path), fingerprint_of(tokenizer)
+    # The code that an older export copied takes no tokenizer.
+    checks = "tokenizer" in inspect.signature(model.load_state).parameters
     try:
-        return model.load_state(path, fingerprint_of(tokenizer))
+        return model.load_state(path, known) if checks else model.load_state(path)
     except (OSError, ValueError) as error:
         raise InputError(str(error).splitlines()[0]) from error
 
