@@ -311,6 +311,7 @@ STEPS = {
         "feature_map_options": {"scale": False},
         "head_dim": 20,
     },
+    "pola, gate alone": {"mixer_options": {"gate_first": True}, "value_conv": 0},
     "linear_attention, pola": {"feature_map": "pola", "value_conv": 2, **WIDE},
     "deltanet, pola": {"feature_map": "pola", "value_conv": 3},
     "gated_deltanet, value_conv": {"conv_size": 0, "value_conv": 3},
@@ -461,6 +462,17 @@ def test_where_the_step_does_not_serve(served):
         with pytest.warns(UserWarning, match="fused_step: triton cannot serve float64 outputs"):
             module(x.double(), seq, state)
     assert "fused_step" not in served
+
+
+@torch.no_grad()
+def test_a_gate_behind_the_convolution_of_v_is_not_the_kernels(served, monkeypatch):
+    monkeypatch.setitem(STEPS, "mamba2, value_conv", {"value_conv": 3})
+    module, x = build("mamba2, value_conv"), torch.randn(2, 7, 32).to(DEVICE)
+    state, seq = prefill(module, x[:, :6]), Sequences(past=torch.full((2,), 6))
+    with nalanda_kernels.use_backend("torch"):
+        expected, _ = module(x[:, 6:], seq, state)
+    with nalanda_kernels.use_backend("triton"):
+        near(module(x[:, 6:], seq, state)[0], expected, 5e-6)
 
 
 @pytest.mark.parametrize("name", ["gated_deltanet, nala", "linear_attention, wide", "nala"])

@@ -126,6 +126,15 @@ def test_mala_adds_a_convolution_of_its_values(taps, both):
     assert module.dwc.weight.shape == (H * K, 1, taps)
 
 
+def test_without_a_convolution_the_gate_of_pola_has_one_place():
+    outputs = []
+    for gate_first in (False, True):
+        torch.manual_seed(0)
+        options = {"mixer_options": {"gate_first": gate_first}, "value_conv": 0}
+        outputs.append(tiny("pola", **options)(torch.arange(8)[None]).logits)
+    assert torch.equal(*outputs)
+
+
 def test_mala_sharpens_as_the_query_grows():
     """φ(q) → aφ(q) makes β' = (β + a − 1)/a and γ' = aγ; where all weights are positive, ratios sharpen."""
     phi_q, phi_k = (

@@ -264,7 +264,7 @@ class Mixer(FusedLinears):
         tokens = x if layout is None else layout.pack(x)
         heads = self.heads(tokens, seq, state, new)
         o = self.mix_directions(heads, seq, state, new)
-        o = self.add_local(o, heads) if self.value_conv else o
+        o = self.add_local(o, heads)
         if layout is None:
             return self.read_out(o, heads, x)
 
@@ -277,7 +277,9 @@ class Mixer(FusedLinears):
         return self.read_out(layout.unpack(o), heads | of_tokens, x)
 
     def add_local(self, o: Tensor, heads: Heads) -> Tensor:
-        """o and the convolution of v; heads that share keys and values share that too."""
+        """o and the convolution of v, if there is one; heads that share keys and values share that too."""
+        if not self.value_conv:
+            return o
         local = heads["local"]
         return o + local.repeat_interleave(o.shape[2] // local.shape[2], 2)
 
@@ -443,8 +445,9 @@ class Mixer(FusedLinears):
         self, x: Tensor, seq: Sequences, state: LayerState
     ) -> tuple[Tensor, LayerState] | None:
         """`step` by one kernel, with norms and gates of all heads; None if none serves."""
-        # Without a recurrent state the mixer is attention.
-        rule = self.token_rule() if self._states_token and "recurrent" in state else None
+        # Without a recurrent state the mixer is attention. Mamba 2's gate follows the convolution of v.
+        computed = "recurrent" in state and not (self.norm == "rms" and self.value_conv)
+        rule = self.token_rule() if self._states_token and computed else None
         norm: Any = self.o_norm if self.norm is not None else None
         # An adapter around the norm has no epsilon.
         if rule is None or not isinstance(norm, RMSNorm | LayerNorm | None):
