@@ -8,9 +8,10 @@ import torch.nn.functional as F
 
 from nalanda.model import FeatureMap, Mixer, ops, register_feature_map, register_mixer
 from nalanda.model.base import Heads, LayerState, StateSpec
-from nalanda.model.call import Call, Rule
+from nalanda.model.call import Call, Options
 from nalanda.model.context import recurrence
 from nalanda.model.layers import Fp32Module, at_least_fp32
+from nalanda.model.rule import Rule
 from nalanda.model.sequences import Sequences
 
 
@@ -46,9 +47,11 @@ class Rates(Fp32Module):
 class ForgetfulAttention(Mixer):
     equation = "S ← σ(w) S + k vᵀ; o = Sᵀq"
     source = "this example"
-    map_name = "squared_relu"  # the default; `model.feature_map` chooses another
-    gated = False  # no output gate, unless `model.use_gate` asks for one
-    cut = True  # `recurrence` serves rows that are cut over processes
+    rule = Rule(
+        map="squared_relu",  # the default; `model.feature_map` chooses another
+        gated=False,  # no output gate, unless `model.use_gate` asks for one
+        cut=True,  # `recurrence` serves rows that are cut over processes
+    )
 
     def __init__(self, config, layer_idx: int, *, forget: bool = True):
         super().__init__(config, layer_idx)
@@ -59,14 +62,14 @@ class ForgetfulAttention(Mixer):
     ) -> torch.Tensor:
         g = None if self.rates is None else self.rates().expand(*heads["v"].shape[:2], -1)
         q, k, v = heads["q"], heads["k"], heads["v"]  # [B, T, H, ·]
-        rule = Rule(
+        options = Options(
             feature_map=self.feature_map,
             output_final_state=new is not None,
             mode="recurrent" if q.shape[1] == 1 else "chunk",
         )
         # Without β it is linear attention.
         call = Call(q, k, v, g=g, initial_state=state.get("memory"))
-        o, final = recurrence(call, rule, seq)
+        o, final = recurrence(call, options, seq)
         if new is not None and final is not None:
             new["memory"] = final
         return o

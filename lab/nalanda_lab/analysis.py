@@ -177,7 +177,7 @@ def measure_key_norms(k: Tensor, phi_k: Tensor) -> tuple[dict[str, float], float
 def measure_pairs(mixer: Any, x: Tensor, weights: Tensor) -> dict[str, Any]:
     """`measure_signs` and `measure_key_norms` of a mixer of ours with input x `[B, T, D]`."""
     heads = mixer.heads(x, Sequences(bidirectional=mixer.bidirectional), {}, None)
-    q, k, steps = heads["q"].float(), heads["k"].float(), mixer.steps
+    q, k, steps = heads["q"].float(), heads["k"].float(), mixer.rule.steps
     count = weights.shape[1] // steps  # heads of one step
 
     # Heads of q and k stand beside those of the weights, step by step: [B, steps·count, T, K].
@@ -187,7 +187,7 @@ def measure_pairs(mixer: Any, x: Tensor, weights: Tensor) -> dict[str, Any]:
     signs = measure_signs(of_q.transpose(1, 2), of_k.transpose(1, 2), weights)
 
     phi_k = k
-    if mixer.map_name is not None:
+    if mixer.rule.map is not None:
         # The map of a head is the same in each of its steps.
         phi_k = torch.cat([mixer.feature_map(q, each)[1] for each in k.chunk(steps, 2)], 2)
     norms, correlation = measure_key_norms(k, phi_k)

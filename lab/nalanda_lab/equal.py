@@ -71,7 +71,7 @@ def models(
     by_label: dict[str, dict] = {}
     refused: dict[str, list[tuple[str, str]]] = {}
     for mixer in mixers:
-        default_map = MIXERS[parse(mixer, None)["mixer"]].map_name
+        default_map = MIXERS[parse(mixer, None)["mixer"]].rule.map
         for feature_map in maps if default_map else (None,):
             if feature_map and feature_map not in (*FEATURE_MAPS, "own"):
                 raise InputError(

@@ -146,7 +146,7 @@ def head_means(model: nn.Module, batches: list[Batch]) -> list[Tensor]:
     means = []
     for mixer, layer in zip(mixers, seen, strict=True):
         values = torch.cat(layer)
-        if mixer.map_name is not None:
+        if mixer.rule.map is not None:
             values, _ = mixer.feature_map.exponents((values.square() + EPS).sqrt())
         means.append(values.mean(0).flatten())
     return means
@@ -272,7 +272,7 @@ def measure(run: Fork, beside: bool) -> dict[str, Any]:
     with changed_norms(mixers_of(run.model), partial(swapped, length=length)):
         record["swapped"], _ = loss_by_document()
 
-    has_map = mixers_of(run.model)[0].map_name is not None
+    has_map = mixers_of(run.model)[0].rule.map is not None
     frozen = contextlib.nullcontext() if has_map else held_norms(run.model, means)
     install(run.model, "blind" if has_map else "held", means)
     with frozen:
@@ -286,5 +286,5 @@ def as_lists(layers: list[Tensor]) -> list[list[float]]:
 
 def learnt(model: nn.Module) -> list[dict[str, list[float]]]:
     """The parameters of each arm's map, by layer."""
-    maps = [mixer.feature_map for mixer in mixers_of(model) if mixer.map_name is not None]
+    maps = [mixer.feature_map for mixer in mixers_of(model) if mixer.rule.map is not None]
     return [{name: p.tolist() for name, p in each.named_parameters()} for each in maps]

@@ -134,7 +134,7 @@ def arena_config(model: dict[str, Any], size: str, task: ArenaTask) -> NalandaCo
             "feature_map": feature_map,
             "use_bias": True,
         }
-    elif not MIXERS[model["mixer"]].unmasked:
+    elif not MIXERS[model["mixer"]].rule.unmasked:
         keys["directions"] = 2
     keys["num_labels"] = task.classes
     return NalandaConfig(

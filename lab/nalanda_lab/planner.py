@@ -229,11 +229,11 @@ def _cut_costs(mixer: Any, T: int, itemsize: int) -> Counter:
             is_delta = isinstance(mixer, DeltaNet)
             reading = 2.0 * HV * F * V  # of the state that arrives
             if is_delta:
-                reading += delta_rule_flops(HV, F, F, channels=mixer.channels)
+                reading += delta_rule_flops(HV, F, F, channels=mixer.rule.decay == "channel")
             costs["state_messages"] += 1
             costs["states"] += 4 * HV * F * V
             costs["transitions"] += 4 * HV * F * (F if is_delta else 1)
-            costs["passing"] += mixer.steps * reading  # pyrefly: ignore[unsupported-operation]
+            costs["passing"] += mixer.rule.steps * reading  # pyrefly: ignore[unsupported-operation]
     if costs["keys"]:
         costs.update(growing=1, attention=mixer.flops(2 * T) - mixer.flops(T))
     return costs

@@ -203,7 +203,7 @@ def plan() -> dict[str, dict[str, str]]:
         "kda": ["nala"],
     }.items():
         for name in names:
-            if name != MIXERS[mixer].map_name:
+            if name != MIXERS[mixer].rule.map:
                 models[f"{mixer}-{name}"] = {"mixer": mixer, "feature_map": name}
     return models
 

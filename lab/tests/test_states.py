@@ -88,7 +88,7 @@ def test_the_product_serves_what_was_measured_to_hold():
     records = {}
     for name, record in read_records().items():
         options = plan()[name]
-        pair = (options["mixer"], options.get("feature_map", MIXERS[options["mixer"]].map_name))
+        pair = (options["mixer"], options.get("feature_map", MIXERS[options["mixer"]].rule.map))
         records[pair] = record
     measured = {(mixer, name) for mixer, names in MEASURED.items() for name in names}
     assert measured == records.keys()

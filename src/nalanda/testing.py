@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM, NalandaForMaskedLM, ops
 from nalanda.model import MIXERS, FeatureMap, Mixer, build_feature_map
-from nalanda.model.call import Call, Rule
+from nalanda.model.call import Call, Options
 from nalanda.model.context import Context
 from nalanda.model.layers import Fp32Module
 from nalanda.model.sequences import Sequences
@@ -38,7 +38,7 @@ def check_mixer(name: str, **options: Any) -> None:
 
     options: other fields of `NalandaConfig`, such as mixer_options or feature_map.
     """
-    options = {"feature_map": MIXERS[name].map_name, **options}
+    options = {"feature_map": MIXERS[name].rule.map, **options}
     _check(f"mixer {name}", MIXER_PROPERTIES, lambda: build(name, **options))
     encoder = {**options, "is_decoder": False}
     _check(f"mixer {name} of an encoder", ENCODER_PROPERTIES, lambda: build(name, **encoder))
@@ -82,7 +82,9 @@ def build(
     if options.get("is_decoder") is False:
         names = [mixer] if isinstance(mixer, str) else mixer
         # Without a mask a mixer sees both ways at once; others need one pass for each.
-        options.setdefault("directions", 1 if all(MIXERS[name].unmasked for name in names) else 2)
+        options.setdefault(
+            "directions", 1 if all(MIXERS[name].rule.unmasked for name in names) else 2
+        )
     if mixer == "gated_deltanet" and feature_map is None:
         feature_map = "nala"
     fields: dict[str, Any] = {
@@ -158,7 +160,7 @@ def norm_awareness(mixer: Mixer, x: Tensor, factor: float = 3.0) -> tuple[float,
         longer: Any = copy.deepcopy(mixer)
         # Keys that are queries have no projection of their own: q_proj grows for both cases.
         for parameter in (
-            longer.q_proj if mixer.shared_qk else longer.projections()[name]
+            longer.q_proj if mixer.rule.shared_qk else longer.projections()[name]
         ).parameters():
             parameter *= factor
         # A distance between rows of length 1, so from 0 to 2.
@@ -191,9 +193,9 @@ def mix_is_its_weights_times_v(model: Any) -> None:
             o = o.transpose(1, 2)  # [B, HV, T, V]
         # w [B, steps·HV·streams, T, T] and v [B, steps·HV·streams, T, V / streams]
         w = mixer.weights(x)
-        v = heads["v"].unflatten(-1, (mixer.streams, -1)).flatten(2, 3).transpose(1, 2)
+        v = heads["v"].unflatten(-1, (mixer.rule.streams, -1)).flatten(2, 3).transpose(1, 2)
         # [B, HV, streams, T, V / streams]: the steps of a token add up to its output
-        products = (w @ v).unflatten(1, (mixer.steps, -1, mixer.streams)).sum(1)
+        products = (w @ v).unflatten(1, (mixer.rule.steps, -1, mixer.rule.streams)).sum(1)
         close(products.transpose(2, 3).flatten(-2), o)
         # Above the diagonal stand the weights of later tokens.
         assert (w.triu(1).abs().max() == 0) != mixer.bidirectional
@@ -279,9 +281,9 @@ def chunkwise_is_recurrent_is_reference(model: Any) -> None:
     for mode in ("recurrent", "reference"):
 
         def in_mode(
-            call: Call, rule: Rule, _mode: str = mode, _run: Callable = ops._run_in_torch
+            call: Call, options: Options, _mode: str = mode, _run: Callable = ops._run_in_torch
         ) -> Any:
-            return _run(call, rule._replace(mode=_mode))
+            return _run(call, options._replace(mode=_mode))
 
         # Kernels would serve the call before the torch path is asked for a mode.
         without_kernels = mock.patch.object(ops, "_kernels", None)
@@ -329,7 +331,7 @@ def cut_rows_are_whole(model: Any) -> None:
 
     Documents end, begin or lie inside a part, end at its edge or pass through. Only for mixers with `cut`.
     """
-    if not all(layer.mixer.cut for layer in model.model.layers):
+    if not all(layer.mixer.rule.cut for layer in model.model.layers):
         return
     B, T, N = 2, 69, 3
     # Parts of 23 tokens: the three of row 1 begin at 69, 92 and 115.

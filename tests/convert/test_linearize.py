@@ -120,7 +120,7 @@ def test_a_replaced_layer_begins_with_the_projections(mixer, llama):
         values = ours.v_proj.weight.unflatten(0, (4, 8))
         groups = theirs.v_proj.weight.unflatten(0, (2, 8))
         assert torch.equal(values, groups[[0, 0, 1, 1]])
-    if ours.conv_size:
+    if ours.rule.conv:
         x = torch.randn(1, 5, len(ours.v_conv1d.weight))
         assert torch.equal(ours.v_conv1d(x, fitting.Sequences())[0], x)
     assert torch.equal(hybrid.lm_head.weight, model.lm_head.weight)

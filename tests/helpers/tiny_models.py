@@ -162,7 +162,7 @@ def rows() -> tuple:
             NalandaConfig(mixer=mixer, feature_map=feature_map, mixer_options=options)
         except ValueError:
             continue
-        if feature_map or MIXERS[mixer].map_name is None:
+        if feature_map or MIXERS[mixer].rule.map is None:
             row = {"mixer": mixer, "feature_map": feature_map, "mixer_options": options}
             marks = () if feature_map in SOME_MAPS.get(mixer, (feature_map,)) else pytest.mark.slow
             found.append(pytest.param(row, id=f"{mixer}-{feature_map}", marks=marks))
@@ -213,7 +213,7 @@ def encoder_rows() -> list:
         if (
             row.id in VARIANTS
             or whole
-            or (isinstance(mixer, str) and feature_map == MIXERS[mixer].map_name)
+            or (isinstance(mixer, str) and feature_map == MIXERS[mixer].rule.map)
         ):
             found.append(row)
     more = {

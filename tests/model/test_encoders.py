@@ -20,7 +20,7 @@ def own_map(row: str) -> bool:
     """Whether the row is a mixer with the map that it has by default."""
     mixer = ROWS[row].get("mixer")
     return row == f"{mixer}-{ROWS[row].get('feature_map')}" and (
-        ROWS[row]["feature_map"] == MIXERS[mixer].map_name
+        ROWS[row]["feature_map"] == MIXERS[mixer].rule.map
     )
 
 
@@ -97,7 +97,7 @@ def mixed(name, T=37, **options):
     with torch.no_grad():
         heads = mixer.heads(x, Sequences(bidirectional=True), {}, None)
         q, k = heads["q"], heads["k"]
-        if mixer.map_name is not None and name != "soft" and getattr(mixer, "lrpe", None) is None:
+        if mixer.rule.map is not None and name != "soft" and getattr(mixer, "lrpe", None) is None:
             q, k = mixer.feature_map(q, k)
     return mixer, heads, q.transpose(1, 2), k.transpose(1, 2), mixer.weights(x)
 

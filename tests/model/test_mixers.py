@@ -1,6 +1,7 @@
 """Each mixer's formula, written out once more as a masked quadratic form in plain float64."""
 
 import traceback
+from dataclasses import replace
 
 import nalanda_kernels
 import pytest
@@ -121,7 +122,7 @@ def test_mala_adds_a_convolution_of_its_values(taps, both):
     # A filter a channel, centred where tokens see both ways.
     sides = (taps // 2, taps // 2) if both else (taps - 1, 0)
     local = F.conv1d(F.pad(v.mT, sides), module.dwc.weight, groups=H * K).mT
-    module.value_conv = 0
+    module.rule = replace(module.rule, value_conv=0)
     same(y, module(x, seq)[0] + module.o_proj(local))
     assert module.dwc.weight.shape == (H * K, 1, taps)
 
@@ -480,7 +481,7 @@ def test_one_token_again_and_again_does_not_lengthen_the_state(mixer, options):
     x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         layer.b_proj.weight.copy_(8 * x[0] / x.square().sum())
-        if layer.decays:
+        if layer.rule.decay != "none":
             layer.decay.A_log.fill_(-20)
         layer, x = layer.bfloat16(), x.bfloat16()
         _, state = layer(x.expand(1, 2048, -1), Sequences(), {})

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -288,8 +289,12 @@ class Older(LinearAttention):
     state_gates = ("b_proj",)
 
 
+class Switched(LinearAttention):
+    gated = True
+
+
 class Uncut(LinearAttention):
-    cut = False
+    rule = replace(LinearAttention.rule, cut=False)
 
 
 def test_rows_of_a_mixer_that_knows_no_parts_are_not_cut(monkeypatch):
@@ -310,6 +315,7 @@ def test_rows_of_a_mixer_that_knows_no_parts_are_not_cut(monkeypatch):
         ),
         ("mine", Positional, "options with defaults"),
         ("mine", Older, r"has `state_gates`, which is gate_parameters\(\) now"),
+        ("mine", Switched, r"has `gated`, which is rule\.gated now"),
         ("gla", LinearAttention, "nalanda.model has a mixer of that name; choose another"),
     ],
 )

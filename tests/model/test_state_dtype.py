@@ -26,7 +26,7 @@ PAIRS = [row for row in rows() if row.id not in VARIANTS]
 
 
 def pair_of(options):
-    return options["mixer"], options["feature_map"] or MIXERS[options["mixer"]].map_name
+    return options["mixer"], options["feature_map"] or MIXERS[options["mixer"]].rule.map
 
 
 def test_the_table_has_pairs_that_exist():

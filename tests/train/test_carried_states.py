@@ -36,7 +36,7 @@ FIRST += [  # one of each kind
 FEW = [row for row in FIRST if row.id in ("gated_deltanet", "pola", "window", "transnormer")]
 ROWS = [row for row in every_row() if row.id != "softmax-None"]
 # Every variant, every mixer with its own map, and every map in one mixer.
-QUICK = {*VARIANTS, *(f"{name}-{mixer.map_name}" for name, mixer in MIXERS.items())}
+QUICK = {*VARIANTS, *(f"{name}-{mixer.rule.map}" for name, mixer in MIXERS.items())}
 ROWS = [
     row
     if row.id in QUICK or row.id.startswith("linear_attention-")

@@ -23,9 +23,9 @@ def combinations():
     for mixer, row in MIXERS.items():
         if mixer != "softmax":
             rows[mixer] = {"mixer": mixer}
-        for name in FEATURE_MAPS if row.map_name else ():
+        for name in FEATURE_MAPS if row.rule.map else ():
             options = {"mixer": mixer, "feature_map": name}
-            if name != row.map_name and takes(options):
+            if name != row.rule.map and takes(options):
                 rows[f"{mixer} + {name}"] = options
     return rows
 

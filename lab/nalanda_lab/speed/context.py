@@ -116,7 +116,7 @@ def _cases() -> dict[str, dict[str, Any]]:
     """Every mixer with every map that it takes."""
     cases = {}
     for mixer, kind in MIXERS.items():
-        for feature_map in FEATURE_MAPS if kind.map_name else [None]:
+        for feature_map in FEATURE_MAPS if kind.rule.map else [None]:
             case: dict[str, Any] = {"mixer": mixer, "feature_map": feature_map}
             if mixer == "linear_attention" and feature_map:
                 positive = build_feature_map(feature_map, num_heads=1, head_dim=4).nonnegative

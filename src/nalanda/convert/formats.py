@@ -307,9 +307,9 @@ def resolved(config: NalandaConfig) -> Config:
         "key_dim": config.key_dim,
         "value_dim": config.value_dim,
         "mixer_options": options,
-        "feature_map": main.map_name,
-        "conv_size": main.conv_size,
-        "use_gate": main.gated,
+        "feature_map": main.rule.map,
+        "conv_size": main.rule.conv,
+        "use_gate": main.rule.gated,
     }
 
 
@@ -356,16 +356,16 @@ def attention_interval(config: NalandaConfig) -> int:
         ("position_embedding", config.position_embedding, "none"),
         ("scale_embeddings", config.scale_embeddings, False),
         # Settings of Gated DeltaNet.
-        ("feature_map", delta.map_name, "silu"),
+        ("feature_map", delta.rule.map, "silu"),
         ("feature_map_options", config.feature_map_options, {}),
-        ("use_gate", delta.gated, True),
-        ("allow_neg_eigval", delta.beta_scale == 2, False),
+        ("use_gate", delta.rule.gated, True),
+        ("allow_neg_eigval", delta.rule.beta_scale == 2, False),
         ("norm_write", delta.norm_write, False),
         ("norm_read", delta.norm_read, False),
-        ("qk_norm", delta.qk_norm, "l2"),
-        ("value_silu", delta.value_silu, True),
-        ("conv_size", delta.conv_size or 0, 4),
-        ("value_conv", delta.value_conv, 0),
+        ("qk_norm", delta.rule.qk_norm, "l2"),
+        ("value_silu", delta.rule.value_silu, True),
+        ("conv_size", delta.rule.conv or 0, 4),
+        ("value_conv", delta.rule.value_conv, 0),
     ]
 
     if soft:
@@ -374,7 +374,7 @@ def attention_interval(config: NalandaConfig) -> int:
             ("softmax's qk_norm", soft.qk_norm, True),
             ("rope_scaling", soft.rope_scaling, None),
             ("softmax's gate", soft.gate, "channel"),
-            ("softmax's conv_size", soft.conv_size or 0, 0),
+            ("softmax's conv_size", soft.rule.conv or 0, 0),
         ]
     for name, value, needed in needs:
         if value != needed:

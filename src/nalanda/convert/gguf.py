@@ -191,7 +191,7 @@ def _add_sizes(writer: Any, config: NalandaConfig, interval: int) -> None:
     writer.add_rope_freq_base(soft.rope_theta if soft else 10000.0)
 
     # Gated DeltaNet in the terms of state-space models: groups are key heads, the step rank is value heads.
-    writer.add_ssm_conv_kernel(delta.conv_size)
+    writer.add_ssm_conv_kernel(delta.rule.conv)
     writer.add_ssm_state_size(delta.K)
     writer.add_ssm_group_count(delta.num_heads)
     writer.add_ssm_time_step_rank(delta.num_v_heads)

@@ -178,7 +178,7 @@ def take_projections(mixer: Any, attention: Any) -> None:
         if conv is not None:
             # The last tap is the token itself.
             nn.init.zeros_(conv.weight)[..., -1] = 1
-    if mixer.value_conv:
+    if mixer.rule.value_conv:
         nn.init.zeros_(mixer.dwc.weight)  # added to the output, where the teacher has nothing
 
 

@@ -8,6 +8,7 @@ import copy
 import functools
 import inspect
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from .layers import (
 )
 from .ops import by_kernel
 from .options import fits
+from .rule import Rule
 from .sequences import Sequences
 from .transnormer import SimpleRMSNorm, build_positions, turns
 
@@ -35,9 +37,7 @@ from .transnormer import SimpleRMSNorm, build_positions, turns
 class CachedAttention(Mixer):
     """Attention whose state is the last keys and values of each sequence."""
 
-    norm = None
-    cut = True
-    unmasked = True
+    rule = Rule(write="rows", norm=None, cut=True, unmasked=True)
     reach: int | None = None
     """Largest number of tokens that a token sees, including itself; None: all before it."""
     blocks = False
@@ -308,7 +308,7 @@ class SoftmaxAttention(CachedAttention):
         return heads | {"q": q, "k": k}
 
     def token_rule(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {"silu": bool(self.conv_size), "gate_activation": "sigmoid"}
+        fields: dict[str, Any] = {"silu": bool(self.rule.conv), "gate_activation": "sigmoid"}
         fields["unit_queries"] = self.unit_queries
         if self.qk_norm:
             q, k = self.q_norm, self.k_norm
@@ -425,12 +425,13 @@ class DiagAttention(CachedAttention):
             raise ValueError(
                 "diag_attention: softmax scores have no norm: set scores=relu, or drop norm_eps_placement"
             )
+        if scores == "relu":
+            self.rule = replace(self.rule, norm="rms")
         super().__init__(config, layer_idx)
         self.reach = self.block = block_size
         self.scores = scores
         if scores == "relu":
-            # The class has None, so the base class built no norm of its own.
-            self.norm, self.o_norm = "rms", SimpleRMSNorm(config.norm_eps, norm_eps_placement)
+            self.o_norm = SimpleRMSNorm(config.norm_eps, norm_eps_placement)
         self.lrpe = build_positions(positions, self.K)
 
     def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:

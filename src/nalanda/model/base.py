@@ -19,8 +19,8 @@ It may define
 
 - `heads` and `read_out`, before and after `mix`; `linears`, the Linear layers that read x, whose outputs
   `heads` takes from `projected(x, seq)`, one product;
-- class attributes such as `conv_size`, `map_name`, `gated` and `norm`, the defaults of config fields; and
-  `cut`, for rows that are cut over processes, which need `context.recurrence` in place of an op;
+- `rule`, what it computes between its projections and o_proj; `rule.Rule` says what each field means. A
+  layer's own has the config's choices. `cut` promises `context.recurrence` in place of an op;
 - `gate_parameters`, the parameters that decide what the state forgets and takes. Muon leaves them to AdamW;
 - `metrics`, names and functions of numbers that validation logs;
 - `step_rule` and `step_inputs`: with these, one kernel for one token replaces the three steps in decoding.
@@ -41,6 +41,7 @@ with parameters is one.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -54,6 +55,7 @@ from .feature_maps import build_feature_map
 from .layers import LayerNorm, RMSNorm, ShortConv, altered
 from .ops import by_kernel, has_kernel
 from .projections import NARROW, FusedLinears, apply_linear, matrix_of
+from .rule import Rule
 from .sequences import Sequences
 from .step import StepLayer, StepRule, step
 
@@ -133,33 +135,7 @@ class Mixer(FusedLinears):
 
     equation: str
     source: str
-    conv_size: int | None = None
-    """Taps of the short convolutions of q, k and v if the config leaves them open; None: it never has any."""
-    map_name: str | None = None
-    """Feature map if the config leaves it open; None: it never has one."""
-    value_conv: int = 0
-    """Taps of the convolution of v that is added to the output if the config leaves them open; 0: none."""
-    shared_filters = False
-    """Whether the heads share the filters of that convolution."""
-    gated: bool | None = None
-    """Whether it has an output gate if the config leaves it open; None: it never has one."""
-    norm: str | None = "head"
-    """Norm of the output: "head", RMSNorm of each; "layer", over all heads; a subclass's own "rms"; None."""
-    value_silu = True
-    """Whether SiLU follows the short convolution of v."""
-    gate_activation = "silu"
-    """Of the output gate under the norm of each head: silu or sigmoid."""
-    streams = 1
-    """Parts of v with weights of their own."""
-    steps = 1
-    """Keys and values that a head has for each token; its k and v are `[B, T, steps·H, ·]`, step by step."""
-    shared_qk = False
-    """Whether q and k are one projection."""
-    cut = False
-    """Whether `mix` serves rows that are cut over processes (`seq.parts`); other mixers are refused there."""
-    unmasked = False
-    """Whether `mix` serves sequences whose tokens see both ways (`seq.bidirectional`). Others mix each way, and both
-    results are added, if the config has `directions` 2."""
+    rule = Rule()
     metrics: ClassVar[dict[str, Callable[["Mixer", Tensor], Tensor]]] = {}
     """Name to a number of a layer from its input x `[B, T, D]`. Validation logs the mean over the layers."""
 
@@ -173,7 +149,7 @@ class Mixer(FusedLinears):
         taps: int | None = None,
     ):
         """k_heads, v_heads: default: those of q. taps: convolution width; default: the config's, else the
-        class's `conv_size`, but none in encoders."""
+        class's, but none in encoders."""
         super().__init__()
         # Read here, because sharding wrappers make a module's class a subclass.
         stated = vars(type(self))
@@ -185,58 +161,63 @@ class Mixer(FusedLinears):
         self.layer_idx = layer_idx
         self.num_heads, self.num_v_heads = config.num_heads, v_heads or config.num_heads
         self.K, self.V = config.key_dim, config.value_dim
+        self.rule = self._chosen(config, taps)
 
         self._add_projections(config, k_heads or self.num_heads)
-        if taps is None and self.conv_size is not None:
-            default = 0 if self.bidirectional else self.conv_size
-            taps = default if config.conv_size is None else config.conv_size
-        self.conv_size = taps
         self._add_convolutions(config)
-
-        if self.map_name is not None:
-            self.map_name = config.feature_map or self.map_name
+        if self.rule.map is not None:
             self.feature_map = self.build_map(config)
         self._add_output(config)
+
+    def _chosen(self, config, taps: int | None) -> Rule:
+        """The rule with the config's choices in place of the class's defaults."""
+        rule = self.rule
+        if taps is None and rule.conv is not None:
+            default = 0 if self.bidirectional else rule.conv
+            taps = default if config.conv_size is None else config.conv_size
+        if rule.map is not None and config.feature_map is not None:
+            rule = replace(rule, map=config.feature_map)
+        if rule.gated is not None and config.use_gate is not None:
+            rule = replace(rule, gated=config.use_gate)
+        if config.value_conv is not None:
+            rule = replace(rule, value_conv=config.value_conv)
+        return replace(rule, conv=taps)
 
     def _add_projections(self, config, k_heads: int) -> None:
         D, bias = config.hidden_size, config.use_bias
         self.q_proj = nn.Linear(D, self.num_heads * self.K, bias=bias)
-        if not self.shared_qk:
-            self.k_proj = nn.Linear(D, self.steps * k_heads * self.K, bias=bias)
-        self.v_proj = nn.Linear(D, self.steps * self.num_v_heads * self.V, bias=bias)
+        if not self.rule.shared_qk:
+            self.k_proj = nn.Linear(D, self.rule.steps * k_heads * self.K, bias=bias)
+        self.v_proj = nn.Linear(D, self.rule.steps * self.num_v_heads * self.V, bias=bias)
 
     def _add_convolutions(self, config) -> None:
         """The short convolutions of q, k and v, and the one of v that is added to the output."""
         conv = partial(ShortConv, image=config.image_size is not None)
-        if self.conv_size:
+        if self.rule.conv:
             for name, projection in self.projections().items():
-                setattr(self, f"{name}_conv1d", conv(projection.out_features, self.conv_size))
+                setattr(self, f"{name}_conv1d", conv(projection.out_features, self.rule.conv))
 
-        if config.value_conv is not None:
-            self.value_conv = config.value_conv
-        if not self.value_conv:
+        if not self.rule.value_conv:
             return
-        if self.steps > 1:
+        if self.rule.steps > 1:
             raise ValueError(
-                f"value_conv={self.value_conv}: a token has {self.steps} values; leave it out"
+                f"value_conv={self.rule.value_conv}: a token has {self.rule.steps} values; leave it out"
             )
-        if self.shared_filters:
-            self.dwc = conv(self.V, self.value_conv, self.num_v_heads)
+        if self.rule.shared_filters:
+            self.dwc = conv(self.V, self.rule.value_conv, self.num_v_heads)
         else:
-            self.dwc = conv(self.num_v_heads * self.V, self.value_conv)
+            self.dwc = conv(self.num_v_heads * self.V, self.rule.value_conv)
 
     def _add_output(self, config) -> None:
         """The output's gate, norm and projection."""
         D, bias = config.hidden_size, config.use_bias
         # o has as many heads as the larger of q and v: either may come in groups.
         width = max(self.num_heads, self.num_v_heads) * self.V
-        if self.gated is not None and config.use_gate is not None:
-            self.gated = config.use_gate
-        if self.gated:
+        if self.rule.gated:
             self.g_proj = nn.Linear(D, width, bias=bias)
-        if self.norm == "head":
-            self.o_norm = RMSNorm(self.V, config.norm_eps)
-        elif self.norm == "layer":
+        if self.rule.norm == "head":
+            self.o_norm: Any = RMSNorm(self.V, config.norm_eps)
+        elif self.rule.norm == "layer":
             self.o_norm = LayerNorm(width, config.norm_eps)
         self.o_proj = nn.Linear(width, D, bias=bias)
 
@@ -278,21 +259,21 @@ class Mixer(FusedLinears):
 
     def add_local(self, o: Tensor, heads: Heads) -> Tensor:
         """o and the convolution of v, if there is one; heads that share keys and values share that too."""
-        if not self.value_conv:
+        if not self.rule.value_conv:
             return o
         local = heads["local"]
         return o + local.repeat_interleave(o.shape[2] // local.shape[2], 2)
 
     def build_map(self, config) -> Any:
-        assert self.map_name is not None
+        assert self.rule.map is not None
         sizes = {"num_heads": self.num_heads, "head_dim": self.K}
-        return build_feature_map(self.map_name, **sizes, **config.feature_map_options)
+        return build_feature_map(self.rule.map, **sizes, **config.feature_map_options)
 
     def mix_directions(
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
     ) -> Tensor:
         """`mix`; for a rule with a mask, where tokens see both ways, the sum of one result each way."""
-        if self.unmasked or not self.bidirectional:
+        if self.rule.unmasked or not self.bidirectional:
             return self.mix(heads, seq, state, new)
         causal = seq.causal()
         # What only `read_out` reads need not turn, nor what is the same for all tokens.
@@ -320,9 +301,9 @@ class Mixer(FusedLinears):
         state: what earlier calls put into `new`. new: None if no state is wanted.
         """
         heads = self.projected(x, seq)
-        if self.conv_size:
+        if self.rule.conv:
             heads |= self.convolve(heads, seq, state, new)
-        if self.value_conv:
+        if self.rule.value_conv:
             # Of v behind its short convolution, where there is one.
             past = [state["conv_local"]] if "conv_local" in state else None
             (local,), past = convolve([self.dwc], [heads["v"]], seq, past, new is not None)
@@ -336,12 +317,14 @@ class Mixer(FusedLinears):
     def projections(self) -> dict[str, nn.Linear]:
         """The projections to q, k and v, by name; convolutions may follow them."""
         return {
-            n: getattr(self, f"{n}_proj") for n in ("q", "k", "v") if n != "k" or not self.shared_qk
+            n: getattr(self, f"{n}_proj")
+            for n in ("q", "k", "v")
+            if n != "k" or not self.rule.shared_qk
         }
 
     def linears(self) -> dict[str, nn.Linear]:
         """The Linear layers that read x: `heads` has their outputs by these names."""
-        return self.projections() | ({"gate": self.g_proj} if self.gated else {})
+        return self.projections() | ({"gate": self.g_proj} if self.rule.gated else {})
 
     def compiled_products(self) -> list[dict[str, nn.Linear]]:
         # One product for q, k and v, one for the narrow layers, one for each other layer. One product for all
@@ -378,7 +361,7 @@ class Mixer(FusedLinears):
         if "conv_v" in state:
             past = [state[f"conv_{n}"] for n in names]
         outputs, past = convolve(
-            convs, [heads[n] for n in names], seq, past, new is not None, silu=self.value_silu
+            convs, [heads[n] for n in names], seq, past, new is not None, silu=self.rule.value_silu
         )
         if new is not None and past is not None:
             new |= {f"conv_{n}": x for n, x in zip(names, past, strict=True)}
@@ -392,12 +375,11 @@ class Mixer(FusedLinears):
 
     def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
         """Norm, gate and output projection: o to y `[B, T, D]`."""
-        gate = (heads["gate"] if "gate" in heads else self.g_proj(x)) if self.gated else None
-        if self.norm == "head":
-            norm: RMSNorm = self.o_norm  # pyrefly: ignore[bad-assignment]
-            return self.o_proj(norm_gate(o, norm, gate, x.dtype, self.gate_activation))
+        gate = (heads["gate"] if "gate" in heads else self.g_proj(x)) if self.rule.gated else None
+        if self.rule.norm == "head":
+            return self.o_proj(norm_gate(o, self.o_norm, gate, x.dtype, self.rule.gate))
         # [B, T, heads·V]
-        o = (o.flatten(-2) if self.norm is None else self.o_norm(o.flatten(-2))).to(x.dtype)
+        o = (o.flatten(-2) if self.rule.norm is None else self.o_norm(o.flatten(-2))).to(x.dtype)
         return self.o_proj(o if gate is None else swiglu(gate, o))
 
     def step(
@@ -413,13 +395,16 @@ class Mixer(FusedLinears):
         if has_kernel("fused_step", x) and (fused := self.fused_step(x, seq, state)):
             return fused
         rule = self.rule_of_a_token()
-        if rule is None or self.value_conv:
+        if rule is None or self.rule.value_conv:
             return None
         layer = self.step_layer(x, state)
         if any_offloaded(layer._asdict() | rule._asdict()):
             return None
 
-        by_head = self.norm in ("head", None)  # the kernel norms heads, not all of them together
+        by_head = self.rule.norm in (
+            "head",
+            None,
+        )  # the kernel norms heads, not all of them together
         rest: Heads = {}
 
         @cache  # torch may follow a kernel that has read them and refused
@@ -427,9 +412,9 @@ class Mixer(FusedLinears):
             heads = self.step_inputs(x, seq)
             if rule.denominator:
                 heads["positions"] = seq.positions(1, x.device)
-            if self.gated and "gate" not in heads:
+            if self.rule.gated and "gate" not in heads:
                 heads["gate"] = self.g_proj(x)
-            if self.gated and not by_head:
+            if self.rule.gated and not by_head:
                 # The gate follows the norm over all heads, which `read_out` computes.
                 rest["gate"] = heads.pop("gate")
             return heads
@@ -446,9 +431,9 @@ class Mixer(FusedLinears):
     ) -> tuple[Tensor, LayerState] | None:
         """`step` by one kernel, with norms and gates of all heads; None if none serves."""
         # Without a recurrent state the mixer is attention. Mamba 2's gate follows the convolution of v.
-        computed = "recurrent" in state and not (self.norm == "rms" and self.value_conv)
+        computed = "recurrent" in state and not (self.rule.norm == "rms" and self.rule.value_conv)
         rule = self.token_rule() if self._states_token and computed else None
-        norm: Any = self.o_norm if self.norm is not None else None
+        norm: Any = self.o_norm if self.rule.norm is not None else None
         # An adapter around the norm has no epsilon.
         if rule is None or not isinstance(norm, RMSNorm | LayerNorm | None):
             return None
@@ -483,7 +468,7 @@ class Mixer(FusedLinears):
         if not self._states_rule:
             return None
         # The kernel reads the norm's weight, which an adapter around the norm does not have.
-        if self.norm == "head" and not isinstance(self.o_norm, RMSNorm):
+        if self.rule.norm == "head" and not isinstance(self.o_norm, RMSNorm):
             return None
         return self.step_rule()
 
@@ -493,21 +478,21 @@ class Mixer(FusedLinears):
 
     def step_layer(self, x: Tensor, state: LayerState) -> StepLayer:
         """The sizes and layers around the rule of a token, for x `[N, 1, D]`."""
-        convs = self.projections() if self.conv_size else ()
+        convs = self.projections() if self.rule.conv else ()
         filters = {name: getattr(self, f"{name}_conv1d").weight for name in convs}
-        filters |= {"local": self.dwc.weight} if self.value_conv else {}
+        filters |= {"local": self.dwc.weight} if self.rule.value_conv else {}
         return StepLayer(
             # A norm over all heads reads fp32, and o_proj the dtype of x.
-            dtype=x.dtype if self.norm in ("head", None) else torch.float32,
+            dtype=x.dtype if self.rule.norm in ("head", None) else torch.float32,
             key_dim=self.K,
             value_dim=self.V,
             num_heads=self.num_heads,
             num_v_heads=self.num_v_heads,
-            steps=self.steps,
-            feature_map=None if self.map_name is None else self.feature_map,
+            steps=self.rule.steps,
+            feature_map=None if self.rule.map is None else self.feature_map,
             filters=filters or None,
-            norm=(self.o_norm.weight, self.o_norm.eps) if self.norm == "head" else None,
-            gate_activation=self.gate_activation,
+            norm=(self.o_norm.weight, self.o_norm.eps) if self.rule.norm == "head" else None,
+            gate_activation=self.rule.gate,
             out=getattr(state, "out", None),
         )
 
@@ -523,7 +508,7 @@ class Mixer(FusedLinears):
         rule, cls = self.rule_of_a_token(), type(self)
         # A subclass that overrides one of these computes something else.
         same = (cls.step_inputs, cls.project) == (Mixer.step_inputs, Mixer.project)
-        same &= self.norm != "layer" or cls.read_out is Mixer.read_out
+        same &= self.rule.norm != "layer" or cls.read_out is Mixer.read_out
         return rule._asdict() if rule is not None and same else None
 
     def add_inputs(self, program: Any, h: Tensor) -> Heads:
@@ -535,7 +520,7 @@ class Mixer(FusedLinears):
 
     def gate_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the state's gates. Here: matrices with one row a head, and a step of it."""
-        rows = self.steps * max(self.num_heads, self.num_v_heads)
+        rows = self.rule.steps * max(self.num_heads, self.num_v_heads)
         yield from (p for p in self.parameters() if p.ndim == 2 and len(p) <= rows)
 
     @torch.no_grad()
@@ -545,15 +530,15 @@ class Mixer(FusedLinears):
         With several steps per token, sum the products over the steps. The matrix is `mix` of the unit vectors:
         exact, because `mix` is linear in v.
         """
-        seq, n = Sequences(bidirectional=self.bidirectional), self.streams
+        seq, n = Sequences(bidirectional=self.bidirectional), self.rule.streams
         heads = self.heads(x, seq, {}, None)
         B, T, HV = heads["v"].shape[:3]
         # [1, T, 1, n·T]: token j's value is the unit vector j, so o_t is row t of the matrix.
         unit = torch.eye(T, dtype=heads["v"].dtype, device=x.device).repeat(1, n)[None, :, None]
         of_steps = []
-        for i in range(self.steps):
+        for i in range(self.rule.steps):
             v = unit.new_zeros(B, T, HV, n * T)  # HV: steps times heads
-            v.unflatten(2, (self.steps, -1))[:, :, i] = unit
+            v.unflatten(2, (self.rule.steps, -1))[:, :, i] = unit
             o = self.mix_directions(heads | {"v": v}, seq, {}, None)
             # [B, T, HV, n·T] to [B, HV·n, T, T]
             of_steps.append(o.unflatten(-1, (n, T)).flatten(2, 3).transpose(1, 2))
@@ -564,18 +549,18 @@ class Mixer(FusedLinears):
 
         Here: the convolutions' last inputs.
         """
-        past = max((self.conv_size or 0) - 1, 0)
+        past = max((self.rule.conv or 0) - 1, 0)
         spec: StateSpec = {
             f"conv_{name}": ((past, p.out_features), None)
             for name, p in self.projections().items()
             if past
         }
-        if self.value_conv:
-            spec["conv_local"] = ((self.value_conv - 1, self.v_proj.out_features), None)
+        if self.rule.value_conv:
+            spec["conv_local"] = ((self.rule.value_conv - 1, self.v_proj.out_features), None)
         return spec
 
     def flops(self, T: int) -> float:
         """Forward FLOPs per token at length T, without Linear layers. Here: the convolutions and the map."""
         taps = sum(m.weight.numel() * m.copies for m in self.modules() if isinstance(m, ShortConv))
-        mapped = 0.0 if self.map_name is None else self.num_heads * self.feature_map.flops
+        mapped = 0.0 if self.rule.map is None else self.num_heads * self.feature_map.flops
         return 2.0 * taps + mapped

@@ -1,4 +1,4 @@
-"""The arguments of a recurrence: `Call` has its tensors, `Rule` its options.
+"""The arguments of a recurrence: `Call` has its tensors, `Options` what is done with them.
 
 Both go unchanged from a mixer's `mix` to the form that computes. They become flat arguments at two edges: the
 operators of `chunk.py`, and the kernels, whose entry takes the arguments of `ops.delta_rule`.
@@ -29,7 +29,7 @@ class Call(NamedTuple):
     cu_seqlens: Tensor | None = None  # [N + 1] integers
 
 
-class Rule(NamedTuple):
+class Options(NamedTuple):
     """The options of a recurrence; `ops.delta_rule` says what each does."""
 
     feature_map: FeatureMap | None = None

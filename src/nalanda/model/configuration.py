@@ -237,7 +237,7 @@ class NalandaConfig(PreTrainedConfig):
     def _map_defaults(self) -> dict[str, Any]:
         """Those of the named map, else of the one map that all mixers choose."""
         mixers = [self.mixer] if isinstance(self.mixer, str) else self.mixer
-        chosen = {getattr(MIXERS.get(name), "map_name", None) for name in mixers} - {None}
+        chosen = {MIXERS[name].rule.map for name in mixers if name in MIXERS} - {None}
         names = chosen if self.feature_map is None else {self.feature_map}
         rows = [FEATURE_MAPS[name] for name in names if name in FEATURE_MAPS]
         return defaults(rows[0]) if len(names) == len(rows) == 1 else {}
@@ -320,18 +320,18 @@ class NalandaConfig(PreTrainedConfig):
 
     def _check_mixers(self, mixers: dict[str, Mixer]) -> None:
         for field, wanted, default in (
-            ("feature_map", self.feature_map or self.feature_map_options, "map_name"),
-            ("conv_size", self.conv_size, "conv_size"),
+            ("feature_map", self.feature_map or self.feature_map_options, "map"),
+            ("conv_size", self.conv_size, "conv"),
             ("use_gate", self.use_gate, "gated"),
         ):
-            if wanted and all(getattr(type(m), default) is None for m in mixers.values()):
+            if wanted and all(getattr(type(m).rule, default) is None for m in mixers.values()):
                 names = " and ".join(mixers)
                 raise ValueError(
                     f"{field}={getattr(self, field)!r}: {names} does not use it; leave it out"
                 )
 
         # Decoders read one way. Encoders read both at once, or by one pass of causal mixers each way.
-        causal = [name for name, mixer in mixers.items() if not mixer.unmasked]
+        causal = [name for name, mixer in mixers.items() if not mixer.rule.unmasked]
         if self.directions not in (1, 2):
             raise ValueError(
                 f"directions={self.directions} must be 1, or 2 for an encoder that mixes each way"
@@ -441,7 +441,7 @@ class NalandaConfig(PreTrainedConfig):
         """
         mixers = {
             name: sum(2 * m.weight.numel() for m in mixer.modules() if isinstance(m, nn.Linear))
-            + mixer.flops(seq_len) * (1 if self.is_decoder or mixer.unmasked else 2)
+            + mixer.flops(seq_len) * (1 if self.is_decoder or mixer.rule.unmasked else 2)
             for name, mixer in self.distinct_mixers().items()
         }
         glu = 2 * 3 * self.hidden_size * self.intermediate_size

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .call import Call, Rule, group_of, wide_dtype
+from .call import Call, Options, group_of, wide_dtype
 from .layers import at_least_fp32, no_autocast
 from .ops import map_features, run_recurrence
 from .sequences import Rows, Sequences, bounds_on_host
@@ -319,7 +319,7 @@ class _Incoming(torch.autograd.Function):
         return d_o, None, d_M, d_U
 
 
-def recurrence(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor | None]:
+def recurrence(call: Call, options: Options, seq: Sequences) -> tuple[Tensor, Tensor | None]:
     """`ops.delta_rule`, or without β `ops.linear_attention`, over the sequences of `seq`, whose rows may be cut.
 
     The last part waits for its state and takes one pass. Every other part runs once from the state zero,
@@ -331,26 +331,26 @@ def recurrence(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor |
     Linear attention multiplies exp(Σ g) q with the state, without a pass.
     """
     if seq.parts is None:
-        return run_recurrence(call._replace(cu_seqlens=seq.cu_seqlens), rule)
+        return run_recurrence(call._replace(cu_seqlens=seq.cu_seqlens), options)
 
     with no_autocast(call.q):
-        q, k = map_features(call.q, call.k, rule.feature_map, rule.qk_norm)
-    rule = rule._replace(
+        q, k = map_features(call.q, call.k, options.feature_map, options.qk_norm)
+    options = options._replace(
         feature_map=None,
         qk_norm=None,
-        scale=q.shape[-1] ** -0.5 if rule.scale is None else rule.scale,
+        scale=q.shape[-1] ** -0.5 if options.scale is None else options.scale,
         output_final_state=True,
         mode="chunk",
     )
-    return _run_part(call._replace(q=q, k=k), rule, seq)
+    return _run_part(call._replace(q=q, k=k), options, seq)
 
 
 @torch.compiler.disable  # which tokens continue a document depends on values
-def _run_part(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor]:
+def _run_part(call: Call, options: Options, seq: Sequences) -> tuple[Tensor, Tensor]:
     """`recurrence` on this part of the rows, with mapped q and k."""
     rank = seq.parts.context.rank
     if rank and rank == seq.parts.context.size - 1:  # nobody waits for its state
-        return _run_last_part(call, rule, seq)
+        return _run_last_part(call, options, seq)
 
     parts, v = seq.parts, call.v
     linear = call.beta is None
@@ -361,7 +361,7 @@ def _run_part(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor]:
     # Carried states enter at the first part, and are in its U.
     initial_state = None if rank else call.initial_state
     call = call._replace(initial_state=initial_state, cu_seqlens=seq.cu_seqlens)
-    o, ends = _run(call, rule)
+    o, ends = _run(call, options)
 
     # The tokens of documents that began before this part, and their products with its incoming state.
     some: Any = None
@@ -372,9 +372,9 @@ def _run_part(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor]:
         of_tokens: Any = (x if x is None or every else x[:, tokens] for x in call[:7])
         some = Call(*of_tokens, cu_seqlens=parts.bounds)
         if linear:
-            products, M = _decayed(some, rule)
+            products, M = _decayed(some, options)
         elif rank in parts.passing:
-            products, M = _transitions(some, rule)
+            products, M = _transitions(some, options)
 
     # U [B, HV, F, V], passed_on [B, HV, F, F or 1]: zero for rows through which nothing passes.
     U, passed_on = ends.index_select(0, rows.last), None
@@ -393,7 +393,7 @@ def _run_part(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor]:
     if products is None:
         # A delta rule that passes nothing on: with values 0, o is what S alone contributes.
         some = some._replace(v=torch.zeros_like(some.v), initial_state=S)
-        more, reached = _run(some, rule)
+        more, reached = _run(some, options)
         more = more[0]
     else:
         # [HV, L, F] times [HV, F, V] for each document.
@@ -404,7 +404,7 @@ def _run_part(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor]:
     return o, ends.index_add(0, rows.first[continued], reached)
 
 
-def _run_last_part(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tensor]:
+def _run_last_part(call: Call, options: Options, seq: Sequences) -> tuple[Tensor, Tensor]:
     """`_run_part` on the last part: it waits for its state and takes one pass."""
     parts, v = seq.parts, call.v
     rows, continued = seq.on_device(v.device).rows, parts.continued.to(v.device)
@@ -423,16 +423,16 @@ def _run_last_part(call: Call, rule: Rule, seq: Sequences) -> tuple[Tensor, Tens
     S = S.index_select(0, continued)
     begin = S.new_zeros(len(parts.past), *S.shape[1:]).index_copy(0, rows.first[continued], S)
     call = call._replace(v=v, initial_state=begin, cu_seqlens=seq.cu_seqlens)
-    return _run(call, rule)
+    return _run(call, options)
 
 
-def _run(call: Call, rule: Rule) -> tuple[Tensor, Tensor]:
-    o, state = run_recurrence(call, rule)
+def _run(call: Call, options: Options) -> tuple[Tensor, Tensor]:
+    o, state = run_recurrence(call, options)
     assert state is not None
     return o, state
 
 
-def _transitions(call: Call, rule: Rule) -> tuple[list[Tensor], Tensor]:
+def _transitions(call: Call, options: Options) -> tuple[list[Tensor], Tensor]:
     """The outputs of documents as products with their initial states, and M.
 
     Returns for each document `[L, HV, F]`, which times a state `[HV, F, V]` is its output; and M
@@ -447,17 +447,17 @@ def _transitions(call: Call, rule: Rule) -> tuple[list[Tensor], Tensor]:
 
     # The values are zero, and have another width than `write`.
     silent = v.new_zeros(*v.shape[:3], F)
-    products, M = _run(call._replace(v=silent, write=None, initial_state=unit), rule)
+    products, M = _run(call._replace(v=silent, write=None, initial_state=unit), options)
     return list(products[0].split(bounds.diff().tolist())), M
 
 
-def _decayed(call: Call, rule: Rule) -> tuple[list[Tensor], Tensor]:
+def _decayed(call: Call, options: Options) -> tuple[list[Tensor], Tensor]:
     """`_transitions` of linear attention; M is `[n, HV, F or 1, 1]`."""
     assert call.cu_seqlens is not None
-    assert rule.scale is not None
+    assert options.scale is not None
     q, g = call.q[0], call.g
     lengths = call.cu_seqlens.diff().tolist()
-    queries = (rule.scale * at_least_fp32(q)).repeat_interleave(group_of(call), 1).split(lengths)
+    queries = (options.scale * at_least_fp32(q)).repeat_interleave(group_of(call), 1).split(lengths)
     if g is None:
         return list(queries), queries[0].new_ones(len(lengths), call.v.shape[2], 1, 1)
 

@@ -124,7 +124,7 @@ class TokenStep(StateBuffers):
         layer = mixer.step_layer(self.h, state)
         width = mixer.o_proj.in_features
         o = program.array("o", width, layer.dtype)
-        by_head = mixer.norm in ("head", None)
+        by_head = mixer.rule.norm in ("head", None)
         inputs = mixer.add_inputs(program, self.h)
         gate = None if by_head else inputs.pop("gate", None)
         step = program.step(state, o, **layer._asdict() | rule | inputs)

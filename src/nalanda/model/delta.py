@@ -1,18 +1,20 @@
 """The delta rules: DeltaNet, Gated DeltaNet, KDA, Gated DeltaNet 2, DeltaProduct."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Heads, LayerState, Mixer, StateSpec
-from .call import Call, Rule
+from .call import Call, Options
 from .context import recurrence
 from .epilogues import norm_gate
 from .feature_maps import EPS, Elementwise
-from .layers import Fp32Module, RMSNorm, at_least_fp32, direction, excess, no_autocast
+from .layers import Fp32Module, at_least_fp32, direction, excess, no_autocast
 from .ops import delta_rule_flops, map_features
+from .rule import Rule
 from .sequences import Sequences
 from .step import StepRule
 
@@ -91,13 +93,7 @@ class DeltaNet(Mixer):
 
     equation = "S ← (I − β k kᵀ) S + β k vᵀ; o = Sᵀq"
     source = "arXiv 2406.06484"
-    conv_size = 4
-    cut = True
-    map_name = "silu"
-    gated = False
-    decays = False
-    channels = False
-    """Whether decays are by key channel."""
+    rule = Rule(write="delta", qk_norm="l2", map="silu", conv=4, gated=False, cut=True)
 
     def __init__(
         self,
@@ -121,6 +117,12 @@ class DeltaNet(Mixer):
             )
         if qk_norm not in ("l2", "rms", "none"):
             raise ValueError(f"qk_norm={qk_norm!r} must be one of l2, rms, none")
+        self.rule = replace(
+            self.rule,
+            beta_scale=2.0 if allow_neg_eigval else 1.0,
+            qk_norm=qk_norm,
+            value_silu=value_silu,
+        )
         super().__init__(config, layer_idx, v_heads=num_v_heads)
 
         # β‖k‖² ≤ 2 needs keys of length 1, or a step that is divided by their length.
@@ -134,43 +136,45 @@ class DeltaNet(Mixer):
                 f"qk_norm={qk_norm}: β‖k‖² may exceed 2 and the state grow: set norm_write{cure}"
             )
 
-        self.norm_write, self.norm_read, self.qk_norm = norm_write, norm_read, qk_norm
-        self.value_silu = value_silu
-        self.beta_scale = 2.0 if allow_neg_eigval else 1.0
+        self.norm_write, self.norm_read = norm_write, norm_read
         self.add_gates(config.hidden_size)
 
     def add_gates(self, D: int) -> None:
         """The layers that `gates` needs."""
-        self.b_proj = nn.Linear(D, self.steps * self.num_v_heads, bias=False)
-        if self.decays:
+        self.b_proj = nn.Linear(D, self.rule.steps * self.num_v_heads, bias=False)
+        if self.rule.decay != "none":
             self.a_proj = nn.Linear(D, self.num_v_heads, bias=False)
             self.decay = Decay(self.num_v_heads)
 
     def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
         heads = super().heads(x, seq, state, new)
-        if not self.conv_size and self.value_silu:
+        if not self.rule.conv and self.rule.value_silu:
             heads["v"] = F.silu(heads["v"])
         return heads | self.gates(heads)
 
     def gates(self, heads: Heads) -> Heads:
         """beta and g from the projections b and a."""
-        beta = self.beta_scale * at_least_fp32(heads["b"]).sigmoid()
-        return {"beta": beta} | ({"g": self.decay(heads["a"])} if self.decays else {})
+        beta = self.rule.beta_scale * at_least_fp32(heads["b"]).sigmoid()
+        return {"beta": beta} | ({"g": self.decay(heads["a"])} if self.rule.decay != "none" else {})
 
     def linears(self) -> dict[str, nn.Linear]:
-        return super().linears() | {"b": self.b_proj} | ({"a": self.a_proj} if self.decays else {})
+        return (
+            super().linears()
+            | {"b": self.b_proj}
+            | ({"a": self.a_proj} if self.rule.decay != "none" else {})
+        )
 
     def mix(
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
     ) -> Tensor:
         q, k, beta, features = heads["q"], heads["k"], heads["beta"], self.feature_map
-        erase, norm = heads.get("erase"), "l2" if self.qk_norm == "l2" else None
+        erase, norm = heads.get("erase"), "l2" if self.rule.qk_norm == "l2" else None
         if self.norm_write:  # β' = 1 − exp(−β‖k‖²/K)
             beta = -torch.expm1(-beta * self.per_value(at_least_fp32(k).square().mean(-1)))
-            if self.qk_norm != "l2":
+            if self.rule.qk_norm != "l2":
                 # The map runs here, because β needs the lengths of its features.
                 (q, k, beta), features = self.unnormed(q, k, beta), None
-        elif self.beta_scale > 1 and k.dtype.itemsize < 4:
+        elif self.rule.beta_scale > 1 and k.dtype.itemsize < 4:
             # A rounded key may be longer than 1. Near β = 2 each token would then lengthen the state.
             with no_autocast(q):
                 q, k = map_features(q, k, features, norm)
@@ -182,14 +186,14 @@ class DeltaNet(Mixer):
 
         past = state.get("recurrent")
         call = Call(q, k, heads["v"], beta, heads.get("g"), erase, initial_state=past)
-        rule = Rule(
+        options = Options(
             feature_map=features,
             qk_norm=norm,
             output_final_state=new is not None,
-            allow_neg_eigval=self.beta_scale > 1,
-            mode="recurrent" if q.shape[1] <= self.steps else "chunk",  # one token
+            allow_neg_eigval=self.rule.beta_scale > 1,
+            mode="recurrent" if q.shape[1] <= self.rule.steps else "chunk",  # one token
         )
-        o, final = recurrence(call, rule, seq)
+        o, final = recurrence(call, options, seq)
         if new is not None and final is not None:
             new["recurrent"] = final
         return o
@@ -201,7 +205,7 @@ class DeltaNet(Mixer):
 
     def unnormed(self, q: Tensor, k: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """φ(q) and φ(k) as the op reads them under `qk_norm` none and rms, and the step β'/‖k‖² of those."""
-        rms = self.qk_norm == "rms"
+        rms = self.rule.qk_norm == "rms"
         with no_autocast(q):
             q, k = map_features(q, k, self.feature_map, "l2" if rms else None)
         if rms:
@@ -216,9 +220,8 @@ class DeltaNet(Mixer):
         _, length = direction(at_least_fp32(heads["q"]), EPS)
         # ½ + tanh(‖q‖/√K), [B, T, HV, 1]
         s = self.per_value((0.5 + (length / self.K**0.5).tanh()).squeeze(-1))[..., None]
-        norm: RMSNorm = self.o_norm  # pyrefly: ignore[bad-assignment]
         # A head's factor passes its gate.
-        y = norm_gate(o, norm, heads.get("gate"), x.dtype, self.gate_activation)
+        y = norm_gate(o, self.o_norm, heads.get("gate"), x.dtype, self.rule.gate)
         return self.o_proj((y.view(o.shape) * s.to(y.dtype)).flatten(-2))
 
     def step_rule(self) -> StepRule | None:
@@ -226,15 +229,15 @@ class DeltaNet(Mixer):
             return None
         return StepRule(
             delta=True,
-            beta_scale=self.beta_scale,
-            decay=(self.decay.A_log, self.decay.dt_bias) if self.decays else None,
-            qk_norm="l2" if self.qk_norm == "l2" else None,
-            silu=self.value_silu,
+            beta_scale=self.rule.beta_scale,
+            decay=(self.decay.A_log, self.decay.dt_bias) if self.rule.decay != "none" else None,
+            qk_norm="l2" if self.rule.qk_norm == "l2" else None,
+            silu=self.rule.value_silu,
         )
 
     def gate_layers(self) -> list[nn.Module]:
         """The layers for β and the decay."""
-        return [self.b_proj, self.a_proj] if self.decays else [self.b_proj]
+        return [self.b_proj, self.a_proj] if self.rule.decay != "none" else [self.b_proj]
 
     def gate_parameters(self) -> Iterator[nn.Parameter]:
         yield from super().gate_parameters()
@@ -247,7 +250,9 @@ class DeltaNet(Mixer):
 
     def flops(self, T: int) -> float:
         sizes = (self.num_v_heads, self.feature_map.feature_dim, self.V)
-        return self.steps * delta_rule_flops(*sizes, channels=self.channels) + super().flops(T)
+        return self.rule.steps * delta_rule_flops(
+            *sizes, channels=self.rule.decay == "channel"
+        ) + super().flops(T)
 
 
 class GatedDeltaNet(DeltaNet):
@@ -258,8 +263,7 @@ class GatedDeltaNet(DeltaNet):
 
     equation = "S ← e^g (I − β k kᵀ) S + β k vᵀ; o = Sᵀq"
     source = "arXiv 2412.06464"
-    gated = True
-    decays = True
+    rule = replace(DeltaNet.rule, decay="head", gated=True)
     step_rule = DeltaNet.step_rule
 
 
@@ -277,9 +281,7 @@ class KDA(DeltaNet):
 
     equation = "S ← (I − β k kᵀ) Diag(e^g) S + β k vᵀ; o = Sᵀq"
     source = "arXiv 2510.26692"
-    gated = True
-    gate_activation = "sigmoid"
-    decays = channels = True
+    rule = replace(DeltaNet.rule, decay="channel", gated=True, gate="sigmoid")
     step_rule = DeltaNet.step_rule
 
     def __init__(
@@ -314,7 +316,7 @@ class KDA(DeltaNet):
         self.a_proj = nn.Linear(D, V, bias=False)
         self.a_up_proj = nn.Linear(V, HV * features, bias=False)
         self.decay = ChannelDecay(HV, features)
-        if self.gated:
+        if self.rule.gated:
             self.g_proj = nn.Linear(D, V, bias=False)
             self.g_up_proj = nn.Linear(V, HV * V, bias=self.gate_bias)
 
@@ -322,7 +324,7 @@ class KDA(DeltaNet):
         return [*super().gate_layers(), self.a_up_proj]
 
     def second_linears(self) -> dict[str, nn.Linear]:
-        return {"a": self.a_up_proj} | ({"gate": self.g_up_proj} if self.gated else {})
+        return {"a": self.a_up_proj} | ({"gate": self.g_up_proj} if self.rule.gated else {})
 
 
 class GatedDeltaNet2(KDA):
@@ -339,6 +341,7 @@ class GatedDeltaNet2(KDA):
 
     equation = "S ← (I − k (e ⊙ k)ᵀ) Diag(e^g) S + k (w ⊙ v)ᵀ; o = Sᵀq"
     source = "arXiv 2605.22791"
+    rule = replace(KDA.rule, erase=True)
     step_rule = DeltaNet.step_rule
 
     def __init__(
@@ -391,7 +394,7 @@ class DeltaProduct(DeltaNet):
 
     equation = "n times a token: S ← (I − β k kᵀ) S + β k vᵀ; o = Sᵀq"
     source = "arXiv 2502.10297"
-    gated = True
+    rule = replace(DeltaNet.rule, gated=True)
     step_rule = DeltaNet.step_rule
 
     def __init__(
@@ -406,7 +409,8 @@ class DeltaProduct(DeltaNet):
     ):
         if num_householder < 1:
             raise ValueError(f"num_householder={num_householder}: a token takes 1 step or more")
-        self.steps, self.decays = num_householder, use_forget_gate
+        decay = "head" if use_forget_gate else "none"
+        self.rule = replace(self.rule, steps=num_householder, decay=decay)
         super().__init__(
             config, layer_idx, allow_neg_eigval=allow_neg_eigval, num_v_heads=num_v_heads
         )
@@ -415,14 +419,14 @@ class DeltaProduct(DeltaNet):
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
     ) -> Tensor:
         # One row of n·T steps: the decay comes before a token's first, and q reads after its last.
-        n, k, v = self.steps, heads["k"], heads["v"]
+        n, k, v = self.rule.steps, heads["k"], heads["v"]
         steps = {"q": heads["q"].repeat_interleave(n, 1), "beta": self.by_step(heads["beta"])}
         steps |= {"k": self.by_step(k), "v": self.by_step(v)}
-        if self.decays:
+        if self.rule.decay != "none":
             # g [B, T, HV] to [B, T·n, HV], with 0 at every later step.
             steps["g"] = F.pad(heads["g"][:, :, None], (0, 0, 0, n - 1)).flatten(1, 2)
         return super().mix(steps, seq.repeated(n), state, new)[:, n - 1 :: n]  # o of each last step
 
     def by_step(self, x: Tensor) -> Tensor:
         """`[B, T, n·H, …]` to `[B, T·n, H, …]`."""
-        return x.unflatten(2, (self.steps, -1)).flatten(1, 2)
+        return x.unflatten(2, (self.rule.steps, -1)).flatten(1, 2)

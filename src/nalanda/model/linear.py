@@ -1,6 +1,7 @@
 """Linear attention: mixers with a state S = Σ φ(k) vᵀ. They differ in its decay and its readout."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Heads, LayerState, Mixer, StateSpec
-from .call import Call, Rule, wide_dtype
+from .call import Call, Options, wide_dtype
 from .context import recurrence
 from .delta import Decay
 from .epilogues import swiglu
@@ -16,6 +17,7 @@ from .feature_maps import EPS, opposite
 from .layers import RMSNorm, at_least_fp32, no_autocast, place_angles, rotary_frequencies, rotate
 from .ops import by_kernel, linear_attention_flops, map_features
 from .options import check_names, check_types
+from .rule import Rule
 from .sequences import Sequences
 from .soft import PooledLandmarks
 from .step import StepLayer, StepRule
@@ -24,7 +26,7 @@ from .step import StepLayer, StepRule
 class LinearRecurrence(Mixer):
     """Mixers with a state S = Σ φ(k) vᵀ, which may decay; o_t = S_tᵀ φ(q_t)."""
 
-    cut = True
+    rule = Rule(cut=True)
 
     def mix(
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
@@ -46,21 +48,21 @@ class LinearRecurrence(Mixer):
         q, k, v = heads["q"], heads["k"], heads["v"]
         if v.dtype == torch.float16:  # sums of 1000 terms may exceed its range before the norm
             v = v.float()
-        feature_map = None if mapped or self.map_name is None else self.feature_map
+        feature_map = None if mapped or self.rule.map is None else self.feature_map
         # No recurrence where all tokens see all: one state, of the whole sequence, serves them.
         if seq.bidirectional:
             with no_autocast(v):
                 q, k = map_features(q, k, feature_map)
                 return sum_both(q, k, v, seq, scale)
 
-        rule = Rule(
+        options = Options(
             feature_map=feature_map,
             scale=scale,
             output_final_state=new is not None,
             mode="recurrent" if q.shape[1] == 1 else "chunk",
         )
         call = Call(q, k, v, g=heads.get("g"), initial_state=state.get(name))
-        o, final = recurrence(call, rule, seq)
+        o, final = recurrence(call, options, seq)
         if new is not None and final is not None:
             new[name] = final
         return o
@@ -68,7 +70,7 @@ class LinearRecurrence(Mixer):
     @property
     def state_shape(self) -> tuple[int, int, int]:
         """The heads, features and values of the state."""
-        features = self.K if self.map_name is None else self.feature_map.feature_dim
+        features = self.K if self.rule.map is None else self.feature_map.feature_dim
         return self.num_v_heads, features, self.V
 
     def state_spec(self, T: int) -> StateSpec:
@@ -83,19 +85,16 @@ class LinearRecurrence(Mixer):
 
     def sum_flops(self, num_heads: int, key_dim: int, value_dim: int) -> float:
         """`linear_attention_flops`; in both directions at once there are no chunks."""
-        chunk = 0 if self.bidirectional and self.unmasked else 64
+        chunk = 0 if self.bidirectional and self.rule.unmasked else 64
         return linear_attention_flops(num_heads, key_dim, value_dim, chunk)
 
 
 class NormalizedAttention(LinearRecurrence):
     """Mixers that divide by the sum of a token's weights, φ(q_t)ᵀ Σ_{j≤t} φ(k_j) + ε t."""
 
-    conv_size = 4
-    unmasked = True
-    map_name = "elu1"
-    gated = False
-    norm = None
-    denominator = True
+    rule = Rule(
+        read="sum", scale=1.0, map="elu1", conv=4, gated=False, norm=None, cut=True, unmasked=True
+    )
     other_readout = ""
     """How to do without the denominator, for the refusal of a map with negative products."""
     feature_theta: float | None = None
@@ -103,9 +102,9 @@ class NormalizedAttention(LinearRecurrence):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        if self.denominator and not self.feature_map.nonnegative:
+        if self.rule.read != "plain" and not self.feature_map.nonnegative:
             raise ValueError(
-                f"feature_map {self.map_name!r}: {type(self).__name__} divides by a sum of weights, which "
+                f"feature_map {self.rule.map!r}: {type(self).__name__} divides by a sum of weights, which "
                 f"may be negative; choose relu, exp, elu1, nala or pola{self.other_readout}"
             )
 
@@ -201,15 +200,15 @@ class NormalizedAttention(LinearRecurrence):
         return seq.counts(v.shape[1], v.device).to(wide_dtype(v))[..., None, None]
 
     def step_rule(self) -> StepRule:
-        if not self.denominator:
-            return StepRule(silu=bool(self.conv_size))
-        return StepRule(scale=1.0, denominator=True, silu=bool(self.conv_size))
+        if self.rule.read == "plain":
+            return StepRule(silu=bool(self.rule.conv))
+        return StepRule(scale=1.0, denominator=True, silu=bool(self.rule.conv))
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
         """With a denominator a last value is 1, so that its sum is Σ φ(k)."""
         heads, features, values = super().state_shape
-        return heads, features, values + self.denominator
+        return heads, features, values + (self.rule.read != "plain")
 
 
 class LinearAttention(NormalizedAttention):
@@ -228,15 +227,14 @@ class LinearAttention(NormalizedAttention):
     other_readout = ", or mixer_options denominator=false"
 
     def __init__(self, config, layer_idx: int, *, denominator: bool = True):
-        self.denominator = denominator
-        if not denominator and self.norm is None:
-            self.norm = "head"
+        if not denominator:
+            self.rule = replace(self.rule, read="plain", scale=None, norm=self.rule.norm or "head")
         super().__init__(config, layer_idx)
 
     def mix(
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
     ) -> Tensor:
-        if not self.denominator:
+        if self.rule.read == "plain":
             return self.recur(heads, seq, state, new)
         return super().mix(heads, seq, state, new)
 
@@ -287,9 +285,7 @@ class NaLaAttention(NormalizedAttention):
     equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq, LayerNorm"
     source = "arXiv 2506.21137"
     step_rule = NormalizedAttention.step_rule
-    map_name = "nala"
-    gated = True
-    norm = "layer"
+    rule = replace(NormalizedAttention.rule, map="nala", gated=True, norm="layer")
 
     def __init__(self, config, layer_idx: int, *, rope_theta: float | None = None):
         super().__init__(config, layer_idx)
@@ -321,6 +317,7 @@ class MALA(NormalizedAttention):
 
     equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq + c (Sᵀq − zᵀq v̄)"
     source = "arXiv 2507.00698"
+    rule = replace(NormalizedAttention.rule, read="mala")
     metrics: ClassVar = {"negative_weights": negative_weights}
 
     def __init__(
@@ -380,11 +377,15 @@ class PolaAttention(NormalizedAttention):
 
     equation = "S ← S + k vᵀ, z ← z + k, once over keys of q's sign, once over others; o = (Sᵀq / zᵀq + conv v) ⊙ W x"
     source = "arXiv 2501.15061"
-    value_conv = 5
-    shared_filters = True
-    map_name = "pola"
-    gated = True
-    streams = 2
+    rule = replace(
+        NormalizedAttention.rule,
+        read="pola",
+        map="pola",
+        value_conv=5,
+        shared_filters=True,
+        gated=True,
+        gate="plain",
+    )
 
     def __init__(self, config, layer_idx: int, *, gate_first: bool = False):
         if config.feature_map not in (None, "pola"):
@@ -395,8 +396,8 @@ class PolaAttention(NormalizedAttention):
             raise ValueError(
                 f"pola: head_dim·expand_v is {config.value_dim}; it must be even to halve v"
             )
+        self.rule = replace(self.rule, gate_first=gate_first)
         super().__init__(config, layer_idx)
-        self.gate_first = gate_first
 
     def mix(
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
@@ -415,8 +416,7 @@ class PolaAttention(NormalizedAttention):
 
     def token_rule(self) -> dict[str, Any]:
         # A head's second half of v reads the query with its signs swapped.
-        rule = self.step_rule()._asdict() | {"swapped": True, "gate_first": self.gate_first}
-        return rule | {"gate_activation": "plain"}
+        return self.step_rule()._asdict() | {"swapped": True, "gate_first": self.rule.gate_first}
 
     def step_layer(self, x: Tensor, state: LayerState) -> StepLayer:
         # Each half of v is a head, as in `mix`.
@@ -424,13 +424,13 @@ class PolaAttention(NormalizedAttention):
         return layer._replace(num_v_heads=2 * self.num_heads, value_dim=self.V // 2)
 
     def add_local(self, o: Tensor, heads: Heads) -> Tensor:
-        if self.gated and self.gate_first:
+        if self.rule.gated and self.rule.gate_first:
             o = o * heads["gate"].view_as(o)
         return super().add_local(o, heads)
 
     def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
         o = o.flatten(-2).to(x.dtype)
-        return self.o_proj(o * heads["gate"] if self.gated and not self.gate_first else o)
+        return self.o_proj(o * heads["gate"] if self.rule.gated and not self.rule.gate_first else o)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -454,11 +454,9 @@ class SoftAttention(LinearRecurrence):
 
     equation = "S ← S + κ(Z, k) vᵀ; o = SᵀW κ(Z, q), q = k"
     source = "arXiv 2110.11945, 2207.03341"
-    conv_size = 4
-    unmasked = True
-    map_name = "softpp"
-    gated = False
-    shared_qk = True
+    rule = Rule(
+        scale=1.0, map="softpp", conv=4, shared_qk=True, gated=False, cut=True, unmasked=True
+    )
 
     def __init__(self, config, layer_idx: int):
         if config.feature_map not in (None, "soft", "softpp"):
@@ -475,7 +473,7 @@ class SoftAttention(LinearRecurrence):
         options = config.feature_map_options
         check_names(options, PooledLandmarks)
         check_types(options, PooledLandmarks.__init__.__annotations__, "feature_map_options: ")
-        return PooledLandmarks(self.map_name == "softpp", **options)
+        return PooledLandmarks(self.rule.map == "softpp", **options)
 
     def mix(
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
@@ -509,7 +507,7 @@ class Retention(LinearRecurrence):
 
     equation = "S ← (1 − 2^(−5−h)) S + k vᵀ; o = Sᵀq, q and k rotated"
     source = "arXiv 2307.08621"
-    gated = True
+    rule = Rule(decay="retention", gated=True, cut=True)
 
     def __init__(self, config, layer_idx: int, *, rope_theta: float = 10000.0):
         if not rope_theta > 0:
@@ -558,7 +556,7 @@ class GLA(LinearRecurrence):
 
     equation = "S ← Diag(α) S + k vᵀ; o = Sᵀq"
     source = "arXiv 2312.06635"
-    gated = True
+    rule = Rule(decay="sigmoid", gated=True, cut=True)
 
     def __init__(
         self, config, layer_idx: int, *, gate_rank: int = 16, gate_temperature: float = 16.0
@@ -631,10 +629,16 @@ class Mamba2(LinearRecurrence):
 
     equation = "S ← e^(−ΔA) S + Δ k vᵀ; o = Sᵀq + D v"
     source = "arXiv 2405.21060"
-    conv_size = 4
-    map_name = "silu"
-    gated = True
-    norm = "rms"
+    rule = Rule(
+        decay="head",
+        scale=1.0,
+        map="silu",
+        conv=4,
+        gated=True,
+        gate_first=True,
+        norm="rms",
+        cut=True,
+    )
 
     def __init__(self, config, layer_idx: int, *, num_v_heads: int | None = None):
         if num_v_heads is not None and (num_v_heads < 1 or num_v_heads % config.num_heads):
@@ -658,7 +662,7 @@ class Mamba2(LinearRecurrence):
         of = self.discretization
         rule = {"decay": (of.A_log, of.dt_bias), "skip": of.D, "scale": 1.0}
         # The norm over all heads follows the gate.
-        return rule | {"silu": bool(self.conv_size), "gate_first": True}
+        return rule | {"silu": bool(self.rule.conv), "gate_first": self.rule.gate_first}
 
     def mix(
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
@@ -671,7 +675,7 @@ class Mamba2(LinearRecurrence):
     def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
         o = o.flatten(-2)
         # The gate comes before the norm, unlike that of other mixers.
-        gated = swiglu(at_least_fp32(heads["gate"]), o) if self.gated else o
+        gated = swiglu(at_least_fp32(heads["gate"]), o) if self.rule.gated else o
         return self.o_proj(self.o_norm(gated).to(x.dtype))
 
     def gate_parameters(self) -> Iterator[nn.Parameter]:

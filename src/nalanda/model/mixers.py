@@ -53,6 +53,18 @@ RENAMED = {
     "state_gates": "gate_parameters()",
     "step_options": "step_rule()",
     "signed_weights": "metrics",
+    "conv_size": "rule.conv",
+    "map_name": "rule.map",
+    "gate_activation": "rule.gate",
+    "cut": "rule.cut",
+    "gated": "rule.gated",
+    "norm": "rule.norm",
+    "shared_filters": "rule.shared_filters",
+    "shared_qk": "rule.shared_qk",
+    "steps": "rule.steps",
+    "unmasked": "rule.unmasked",
+    "value_conv": "rule.value_conv",
+    "value_silu": "rule.value_silu",
 }
 """Names that a mixer's class had in earlier versions."""
 
@@ -80,7 +92,7 @@ def faults_of(mixer: type[Mixer]) -> Iterator[str]:
 
 def uncut_mixers(config) -> list[str]:
     """The mixers of a config that do not serve rows cut over processes."""
-    return [name for name in dict.fromkeys(config.layer_mixers) if not MIXERS[name].cut]
+    return [name for name in dict.fromkeys(config.layer_mixers) if not MIXERS[name].rule.cut]
 
 
 def mixer_options(name: str, config) -> dict[str, Any]:

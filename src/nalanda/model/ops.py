@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .call import Call, FeatureMap, Rule, bounds_of, dtype_of, group_of, wide_dtype
+from .call import Call, FeatureMap, Options, bounds_of, dtype_of, group_of, wide_dtype
 from .chunk import run_chunkwise
 from .layers import at_least_fp32, direction, no_autocast
 
@@ -106,7 +106,7 @@ def delta_rule(  # noqa: PLR0913
         ValueError: shapes that do not fit, an unknown option, or in mode "chunk" a backend that is not there.
     """
     call = Call(q, k, v, beta, g, erase, write, initial_state, cu_seqlens)
-    rule = Rule(
+    options = Options(
         feature_map=feature_map,
         qk_norm=qk_norm,
         scale=scale,
@@ -116,7 +116,7 @@ def delta_rule(  # noqa: PLR0913
         mode=mode,
         backend=backend,
     )
-    return run_recurrence(call, rule)
+    return run_recurrence(call, options)
 
 
 def linear_attention(
@@ -152,7 +152,7 @@ def linear_attention(
         ValueError: shapes that do not fit, an unknown option, or in mode "chunk" a backend that is not there.
     """
     call = Call(q, k, v, g=g, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    rule = Rule(
+    options = Options(
         feature_map=feature_map,
         qk_norm=qk_norm,
         scale=scale,
@@ -161,65 +161,65 @@ def linear_attention(
         mode=mode,
         backend=backend,
     )
-    return run_recurrence(call, rule)
+    return run_recurrence(call, options)
 
 
-def run_recurrence(call: Call, rule: Rule) -> tuple[Tensor, Tensor | None]:
+def run_recurrence(call: Call, options: Options) -> tuple[Tensor, Tensor | None]:
     """The delta rule, or without β linear attention, by a kernel or in torch.
 
-    Returns the outputs, and the final state if the rule asks for it. Raises ValueError as `delta_rule` does.
+    Returns the outputs, and the final state if the options ask for it. Raises ValueError as `delta_rule` does.
     """
     _check_tensors(call)
-    _check_options(rule)
-    if rule.mode == "chunk":
-        op, inputs, options = _kernel_arguments(call, rule)
-        served = by_kernel(op, rule.backend, call.q, *inputs, **options)
+    _check_options(options)
+    if options.mode == "chunk":
+        op, inputs, named = _kernel_arguments(call, options)
+        served = by_kernel(op, options.backend, call.q, *inputs, **named)
         if served is not None:
             return served
     with no_autocast(call.q):
-        return _run_in_torch(call, rule)
+        return _run_in_torch(call, options)
 
 
-def _kernel_arguments(call: Call, rule: Rule) -> tuple[str, tuple[Tensor | None, ...], dict]:
+def _kernel_arguments(call: Call, options: Options) -> tuple[str, tuple[Tensor | None, ...], dict]:
     """The op's name, inputs and options as kernels of API 3 take them.
 
     Kernels need not know an option that an op gained later, so it is left out where it changes nothing.
     """
-    options: dict[str, Any] = {
-        "feature_map": rule.feature_map,
-        "qk_norm": rule.qk_norm,
-        "scale": rule.scale,
-        "chunk_size": rule.chunk_size,
+    named: dict[str, Any] = {
+        "feature_map": options.feature_map,
+        "qk_norm": options.qk_norm,
+        "scale": options.scale,
+        "chunk_size": options.chunk_size,
         "initial_state": call.initial_state,
-        "output_final_state": rule.output_final_state,
+        "output_final_state": options.output_final_state,
         "cu_seqlens": call.cu_seqlens,
     }
     if call.beta is None:
-        return "linear_attention", (call.q, call.k, call.v, call.g), options
+        return "linear_attention", (call.q, call.k, call.v, call.g), named
 
     if call.erase is not None:
-        options["erase"] = call.erase
+        named["erase"] = call.erase
     if call.write is not None:
-        options["write"] = call.write
-    if rule.allow_neg_eigval:
-        options["allow_neg_eigval"] = True
-    return "delta_rule", (call.q, call.k, call.v, call.beta, call.g), options
+        named["write"] = call.write
+    if options.allow_neg_eigval:
+        named["allow_neg_eigval"] = True
+    return "delta_rule", (call.q, call.k, call.v, call.beta, call.g), named
 
 
-def _run_in_torch(call: Call, rule: Rule) -> tuple[Tensor, Tensor | None]:
-    """`run_recurrence` by the torch form of the rule's mode; call without autocast."""
-    # A kernel may map features where none serves the rule; `torch` wants none at all.
-    map_backend = "torch" if rule.backend == "torch" else "auto"
-    q, k = map_features(call.q, call.k, rule.feature_map, rule.qk_norm, backend=map_backend)
+def _run_in_torch(call: Call, options: Options) -> tuple[Tensor, Tensor | None]:
+    """`run_recurrence` by the torch form of the options' mode; call without autocast."""
+    # A kernel may map features where none serves the call; `torch` wants none at all.
+    map_backend = "torch" if options.backend == "torch" else "auto"
+    q, k = map_features(call.q, call.k, options.feature_map, options.qk_norm, backend=map_backend)
     call = call._replace(q=q, k=k)
     _check_features(call)
-    scale = q.shape[-1] ** -0.5 if rule.scale is None else float(rule.scale)
+    scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
 
-    if rule.mode == "chunk":
-        o, state = run_chunkwise(call, scale, rule.chunk_size)
+    if options.mode == "chunk":
+        o, state = run_chunkwise(call, scale, options.chunk_size)
     else:
-        o, state = _run_stepwise(call, scale, rule.mode)
-    return o, state if rule.output_final_state else None
+        o, state = _run_stepwise(call, scale, options.mode)
+    return o, state if options.output_final_state else None
 
 
 def delta_rule_flops(
@@ -352,14 +352,14 @@ def _check_tensors(call: Call) -> None:
             )
 
 
-def _check_options(rule: Rule) -> None:
+def _check_options(options: Options) -> None:
     """Raises ValueError for an unknown option."""
-    if rule.chunk_size < 1 or rule.chunk_size & (rule.chunk_size - 1):
-        raise ValueError(f"chunk_size={rule.chunk_size}: must be a power of two")
-    if rule.mode not in ("chunk", "recurrent", "reference"):
-        raise ValueError(f"mode={rule.mode!r}: must be chunk, recurrent or reference")
-    if rule.qk_norm not in (None, "l2"):
-        raise ValueError(f"qk_norm={rule.qk_norm!r}: must be None or 'l2'")
+    if options.chunk_size < 1 or options.chunk_size & (options.chunk_size - 1):
+        raise ValueError(f"chunk_size={options.chunk_size}: must be a power of two")
+    if options.mode not in ("chunk", "recurrent", "reference"):
+        raise ValueError(f"mode={options.mode!r}: must be chunk, recurrent or reference")
+    if options.qk_norm not in (None, "l2"):
+        raise ValueError(f"qk_norm={options.qk_norm!r}: must be None or 'l2'")
 
 
 def _check_features(call: Call) -> None:

@@ -43,7 +43,7 @@ def register(kind: str, name: str, row: Any, table: dict, missing: list[str]) ->
 def plugins_of(mixers: dict[str, Any]) -> list[str]:
     """The flat names of the plugins that these mixers, by name, and their maps come from."""
     used = {("mixer", name) for name in mixers} | {
-        ("feature_map", m.map_name) for m in mixers.values()
+        ("feature_map", m.rule.map) for m in mixers.values()
     }
     return sorted({_flat(module) for key, module in MODULES.items() if key in used})
 

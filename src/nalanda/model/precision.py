@@ -93,7 +93,7 @@ def check_state_dtype(state_dtype: str | None, config: Any) -> None:
     for mixer in dict.fromkeys(config.layer_mixers):
         if mixer in NO_MATRIX:
             continue
-        feature_map = MIXERS[mixer].map_name and (config.feature_map or MIXERS[mixer].map_name)
+        feature_map = MIXERS[mixer].rule.map and (config.feature_map or MIXERS[mixer].rule.map)
         if not holds_in(state_dtype, (mixer, feature_map)):
             with_map = f" with feature_map {feature_map!r}" if feature_map else ""
             raise ValueError(
@@ -112,7 +112,7 @@ def unmeasured_options(mixer: str, config: Any) -> list[str]:
     """The options of the mixer and of its map, as `name=value`, with which no precision was measured."""
     options = beyond(defaults(MIXERS[mixer]), mixer_options(mixer, config))
     options = {name: value for name, value in options.items() if name not in UNROUNDED}
-    if MIXERS[mixer].map_name:
+    if MIXERS[mixer].rule.map:
         options |= config.feature_map_options  # without those at their defaults
     return [f"{name}={value!r}" for name, value in options.items() if value is not None]
 

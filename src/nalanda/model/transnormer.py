@@ -13,6 +13,7 @@ from .base import Heads, LayerState
 from .layers import Fp32Module, at_least_fp32, rotate
 from .linear import LinearRecurrence
 from .ops import map_features
+from .rule import Rule
 from .sequences import Sequences
 
 
@@ -105,16 +106,13 @@ class NormAttention(LinearRecurrence):
 
     equation = "S ← S + k vᵀ; o = RMSNorm(Sᵀq), q and k reflected and rotated"
     source = "arXiv 2210.10340"
-    unmasked = True
-    map_name = "elu1"
-    norm = None
+    rule = Rule(scale=1.0, map="elu1", norm="rms", cut=True, unmasked=True)
 
     def __init__(
         self, config, layer_idx: int, *, positions: str = "lrpe", norm_eps_placement: str = "inside"
     ):
         super().__init__(config, layer_idx)
-        # The class has None, so the base class built no norm of its own.
-        self.norm, self.o_norm = "rms", SimpleRMSNorm(config.norm_eps, norm_eps_placement)
+        self.o_norm = SimpleRMSNorm(config.norm_eps, norm_eps_placement)
         self.lrpe = build_positions(positions, self.feature_map.feature_dim)
         for projection in (self.q_proj, self.k_proj, self.v_proj):
             projection.gain = 2**-0.5  # pyrefly: ignore[bad-argument-type]

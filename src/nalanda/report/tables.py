@@ -33,12 +33,12 @@ def mixer_rows() -> list[dict[str, Any]]:
                 "mixer": name,
                 "computes": kind.equation,
                 "source": kind.source,
-                "feature map": kind.map_name or "–",
-                "convolution": kind.conv_size or "–",
-                "gate": {None: "–", False: "off", True: "on"}[kind.gated],
+                "feature map": kind.rule.map or "–",
+                "convolution": kind.rule.conv or "–",
+                "gate": {None: "–", False: "off", True: "on"}[kind.rule.gated],
                 "MFLOPs a token": f"{mixer.flops(LENGTH) / 1e6:.2f}",
                 "state, KiB": f"{state / 1024:,.0f}" + (" and growing" if longer > state else ""),
-                NORMS: norms(name, kind.map_name),
+                NORMS: norms(name, kind.rule.map),
                 "options": options(kind),
             }
         )

@@ -381,7 +381,7 @@ def _extrapolated(
     few = (
         mixer is not None
         and device == "cpu"
-        and mixer.steps * mixer.num_v_heads * tokens <= chunk_forward.SAVED_TOKENS
+        and mixer.rule.steps * mixer.num_v_heads * tokens <= chunk_forward.SAVED_TOKENS
     )
     key = (config.to_json_string(), name, tuple(shapes), dtype, parts, device, few)
     if key not in _measured:

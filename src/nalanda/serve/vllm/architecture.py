@@ -133,8 +133,8 @@ class CheckedConfig(VerifyAndUpdateConfig):
             ),
             (bool(unknown), f"--additional-config: unknown: {unknown}; its one key is state_dtype"),
             (not model.hf_config.is_decoder, "encoders are not served"),
-            (any(mixer.conv_size for mixer in softmax), f"conv_size: {uncomputed}"),
-            (any(mixer.value_conv for mixer in softmax), f"value_conv: {uncomputed}"),
+            (any(mixer.rule.conv for mixer in softmax), f"conv_size: {uncomputed}"),
+            (any(mixer.rule.value_conv for mixer in softmax), f"value_conv: {uncomputed}"),
             (
                 any(mixer.K != mixer.V for mixer in softmax),
                 f"keys and values of different sizes: {uncomputed}",

@@ -1,0 +1,64 @@
+"""The rule of a layer: what a mixer computes between its projections and o_proj."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A class states its defaults; a layer's own `rule` has the config's choices and its options in their place.
+
+    It holds no tensors. F is the number of features of a head, V that of values, W and b are projections of x.
+    """
+
+    write: Literal["add", "delta", "rows"] = "add"
+    """S ← S + k vᵀ; the delta rule, which erases the value under k first; or kept keys and values: attention."""
+    decay: Literal["none", "given", "head", "channel", "retention", "sigmoid"] = "none"
+    """Of S before each write: none; g, which the mixer's `gates` returns; `delta.Decay`, `delta.ChannelDecay`;
+    1 − 2^(−5−h) for head h; σ(W₂ W₁ x + b)^(1/temperature)."""
+    erase: bool = False
+    """Whether gates by channel for what is erased and written stand in β's place."""
+    steps: int = 1
+    """Keys and values that a head has for each token; its k and v are `[B, T, steps·H, ·]`, step by step."""
+    beta_scale: float = 1.0
+    """β = beta_scale · σ(b)."""
+
+    read: Literal["plain", "sum", "mala", "pola"] = "plain"
+    """Sᵀq; divided by the sum of its weights; MALA's difference of the two; or that sum once for each half of v."""
+    scale: float | None = None
+    """Of Sᵀq; None: F^-½."""
+
+    map: str | None = None
+    """Feature map if the config leaves it open; None: it never has one."""
+    qk_norm: Literal["l2", "rms", "none"] = "none"
+    """Norm of the features."""
+    conv: int | None = None
+    """Taps of the short convolutions of q, k and v if the config leaves them open; None: it never has any."""
+    value_silu: bool = True
+    """Whether SiLU follows the short convolution of v."""
+    shared_qk: bool = False
+    """Whether q and k are one projection."""
+
+    value_conv: int = 0
+    """Taps of the convolution of v that is added to the output if the config leaves them open; 0: none."""
+    shared_filters: bool = False
+    """Whether the heads share the filters of that convolution."""
+    norm: Literal["head", "layer", "rms"] | None = "head"
+    """Of the output: RMSNorm of each head; LayerNorm over all; a norm over all of the mixer's own; none."""
+    gated: bool | None = None
+    """Whether it has an output gate if the config leaves it open; None: it never has one."""
+    gate: Literal["silu", "sigmoid", "plain"] = "silu"
+    """Activation of the output gate."""
+    gate_first: bool = False
+    """Whether the gate precedes the norm, and the convolution of v."""
+
+    cut: bool = False
+    """Whether it serves rows that are cut over processes (`seq.parts`); other mixers are refused there."""
+    unmasked: bool = False
+    """Whether it serves sequences whose tokens see both ways (`seq.bidirectional`). Others mix each way, and both
+    results are added, if the config has `directions` 2."""
+
+    @property
+    def streams(self) -> int:
+        """Parts of v with weights of their own."""
+        return 2 if self.read == "pola" else 1
