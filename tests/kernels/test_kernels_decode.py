@@ -15,7 +15,7 @@ from nalanda_kernels.triton import short_conv as conv_module
 from nalanda_kernels.triton import step as step_module
 
 from nalanda import NalandaConfig, NalandaForCausalLM
-from nalanda.model import base, graphs
+from nalanda.model import graphs, one_token
 from nalanda.model.base import convolve
 from nalanda.model.layers import ShortConv
 from nalanda.model.mixers import build_mixer
@@ -406,7 +406,7 @@ def test_steps_in_bf16(name, served):
 
 @pytest.mark.parametrize("name", ["kda, nala", "gla"])
 def test_large_second_matrices_are_products_of_their_own(name, served, monkeypatch):
-    monkeypatch.setattr(base, "MOST_READ", 0)
+    monkeypatch.setattr(one_token, "MOST_READ", 0)
     check_steps(name, 2, torch.float32, 5e-6, served)
 
 

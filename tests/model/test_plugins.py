@@ -28,6 +28,7 @@ from nalanda.model.delta import GatedDeltaNet
 from nalanda.model.feature_maps import NaLa
 from nalanda.model.linear import LinearAttention
 from nalanda.model.mixers import faults_of
+from nalanda.model.one_token import is_described
 from nalanda.testing import (
     VOCAB,
     build,
@@ -334,26 +335,20 @@ def test_a_mixer_that_changes_nothing_of_its_base_is_accepted(name):
 
 @pytest.mark.parametrize("mixer", [Changed, Gentler, Counted])
 def test_a_subclass_decodes_as_it_reads_without_its_parents_kernel(mixer, monkeypatch):
-    """The rule of a token is not inherited: a subclass may change a step."""
+    """A subclass may change a step, so its parent's rule does not speak of it."""
     monkeypatch.setitem(MIXERS, "mine", mixer)
     model = build("mine")
-    assert model.model.layers[0].mixer.rule_of_a_token() is None
+    assert not is_described(model.model.layers[0].mixer)
     cached_is_uncached(model)
 
 
-WITH_A_RULE = {
-    *("deltanet", "gated_deltanet", "kda", "gated_deltanet2", "delta_product"),
-    *("linear_attention", "nala", "retention", "gla"),
-}
-
-
 @pytest.mark.parametrize("name", MIXERS)
-def test_mixers_state_the_rule_of_a_token(name):
+def test_a_rule_says_what_a_mixer_computes(name):
     """Also where a sharding wrapper has made the module's class a subclass."""
     mixer = build(name).model.layers[0].mixer
-    assert (mixer.rule_of_a_token() is not None) is (name in WITH_A_RULE)
-    mixer.__class__ = type("Sharded", (type(mixer),), {})
-    assert (mixer.rule_of_a_token() is not None) is (name in WITH_A_RULE)
+    assert is_described(mixer) is (name != "soft")
+    mixer.__class__ = type("Sharded", (type(mixer),), {"unshard": lambda self: None})
+    assert is_described(mixer) is (name != "soft")
 
 
 class Sharper(NaLa):

@@ -33,7 +33,7 @@ from nalanda_kernels import KERNELS, interpreting
 from nalanda_kernels.triton.common import PROCESSORS  # the peer asks for it, too
 
 from nalanda import NalandaConfig
-from nalanda.model import base
+from nalanda.model import one_token
 from nalanda.model.mixers import build_mixer
 from nalanda.model.sequences import Sequences
 
@@ -297,8 +297,8 @@ def _token(op: Callable, case: Case, N: int) -> tuple[torch.Tensor, ...]:
     def call(name: str, backend: str, like: torch.Tensor, *inputs: Any, **options: Any) -> Any:
         return op(*inputs, **options)
 
-    with mock.patch.object(base, "by_kernel", call):
-        served = mixer.fused_step(x, seq, state)
+    with mock.patch.object(one_token, "by_kernel", call):
+        served = one_token.fused_step(mixer, x, seq, state)
     assert served is not None
     return served[:1]
 

@@ -194,7 +194,7 @@ class CachedAttention(Mixer):
         seen = (keys <= queries) & ((keys >= 0) | (queries < 0))
         return seen if self.reach is None else seen & (keys > queries - self.reach)
 
-    def token_rule(self) -> dict[str, Any]:
+    def token_fields(self) -> dict[str, Any]:
         return {"scores": self.scores, "reach": self.reach or 0, "blocks": self.blocks}
 
     def state_spec(self, T: int) -> StateSpec:
@@ -307,7 +307,7 @@ class SoftmaxAttention(CachedAttention):
             q, k = rotate(q, angles), rotate(k, angles)
         return heads | {"q": q, "k": k}
 
-    def token_rule(self) -> dict[str, Any]:
+    def token_fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"silu": bool(self.rule.conv), "gate_activation": "sigmoid"}
         fields["unit_queries"] = self.unit_queries
         if self.qk_norm:
@@ -317,7 +317,7 @@ class SoftmaxAttention(CachedAttention):
             # Those of position 1 are the frequencies.
             angles = self.rotary_dim, self.rope_theta, torch.float32, self.rope_scaling
             fields["frequencies"] = rotary_angles(torch.ones(()), *angles)
-        return super().token_rule() | fields
+        return super().token_fields() | fields
 
     def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
         if not self.gate:
@@ -444,8 +444,8 @@ class DiagAttention(CachedAttention):
             name: self.lrpe(heads[name], places).to(heads[name].dtype) for name in ("q", "k")
         }
 
-    def token_rule(self) -> dict[str, Any]:
-        return super().token_rule() | turns(self.lrpe)
+    def token_fields(self) -> dict[str, Any]:
+        return super().token_fields() | turns(self.lrpe)
 
     def attend_all(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences) -> Tensor:
         if seq.bidirectional:

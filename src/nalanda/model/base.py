@@ -23,9 +23,8 @@ It may define
   layer's own has the config's choices. `cut` promises `context.recurrence` in place of an op;
 - `gate_parameters`, the parameters that decide what the state forgets and takes. Muon leaves them to AdamW;
 - `metrics`, names and functions of numbers that validation logs;
-- `step_rule` and `step_inputs`: with these, one kernel for one token replaces the three steps in decoding.
-  A class states `step_rule` in its own body. It is not inherited, because a subclass may change a step; one
-  that changes none writes `step_rule = Parent.step_rule`. `token_rule` states the rule for `decoding.py`.
+In decoding one kernel for one token replaces the three steps, where the `rule` of a mixer of this package says all
+that they compute (`one_token.py`). A subclass from outside that overrides one of them decodes by its own.
 
 A feature map is a subclass of `feature_maps.FeatureMap` and a row in `FEATURE_MAPS`; `register_feature_map`
 adds one. It defines `equation`, `source`, `feature_dim`, `__init__(self, *, num_heads, head_dim, …)` and
@@ -42,22 +41,21 @@ with parameters is one.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from .epilogues import norm_gate, swiglu
 from .feature_maps import build_feature_map
 from .layers import LayerNorm, RMSNorm, ShortConv, altered
-from .ops import by_kernel, has_kernel
-from .projections import NARROW, FusedLinears, apply_linear, matrix_of
+from .ops import by_kernel
+from .projections import NARROW, FusedLinears, apply_linear
 from .rule import Rule
 from .sequences import Sequences
-from .step import StepLayer, StepRule, step
+from .one_token import decode
 
 LayerState = dict[str, Tensor]
 StateSpec = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
@@ -118,13 +116,20 @@ def convolve(
     return outputs, [state for _, state in results] if carry else None
 
 
-MOST_READ = 2**20
-"""Sequences of a token times entries of a second matrix, up to which the step's kernel multiplies by it."""
+OWN = tuple(f"{__package__}.{name}" for name in ("delta", "linear", "attention", "transnormer"))
+ASIDE = {"__init__", "initial", "flops", "gate_parameters", "weights"}
+"""Methods that change nothing of what a layer computes."""
 
 
-def any_offloaded(options: dict[str, Any]) -> bool:
-    """Whether a tensor of a step is in memory only while its own module runs."""
-    return any(x.is_meta for x in tree_leaves(options) if isinstance(x, Tensor))
+def follows_rule(mixer: type["Mixer"]) -> bool:
+    """Whether a mixer's class computes what its `rule` says: no class from outside has changed a step."""
+    kinds = mixer.__mro__[: mixer.__mro__.index(Mixer)]
+    outside = (vars(kind).items() for kind in kinds if kind.__module__ not in OWN)
+    changed = (staticmethod, classmethod, property)
+    names = {
+        name for items in outside for name, x in items if callable(x) or isinstance(x, changed)
+    }
+    return names <= ASIDE
 
 
 class Mixer(FusedLinears):
@@ -152,11 +157,7 @@ class Mixer(FusedLinears):
         class's, but none in encoders."""
         super().__init__()
         # Read here, because sharding wrappers make a module's class a subclass.
-        stated = vars(type(self))
-        self._states_rule = "step_rule" in stated
-        self._states_token = "token_rule" in stated or (
-            self._states_rule and type(self).token_rule is Mixer.token_rule
-        )
+        self.follows_rule = follows_rule(type(self))
         self.bidirectional = not config.is_decoder
         self.layer_idx = layer_idx
         self.num_heads, self.num_v_heads = config.num_heads, v_heads or config.num_heads
@@ -228,12 +229,12 @@ class Mixer(FusedLinears):
         if isinstance(state, CarriedState):
             new, held = {}, self.scatter_states(state.tensors, seq)
             return self.mixed(x, seq, held, new), CarriedState(self.gather_states(new, seq))
-        # `step` serves one token behind others, where no gradient is wanted.
+        # `decode` serves one token behind others, where no gradient is wanted.
         decoding = (
             state and x.shape[1] == 1 and seq.cu_seqlens is None and not torch.is_grad_enabled()
         )
         if decoding and not torch.compiler.is_compiling():
-            served = self.step(x, seq, state)
+            served = decode(self, x, seq, state)
             if served is not None:
                 return served
         new: LayerState | None = None if state is None else {}
@@ -381,142 +382,6 @@ class Mixer(FusedLinears):
         # [B, T, heads·V]
         o = (o.flatten(-2) if self.rule.norm is None else self.o_norm(o.flatten(-2))).to(x.dtype)
         return self.o_proj(o if gate is None else swiglu(gate, o))
-
-    def step(
-        self, x: Tensor, seq: Sequences, state: LayerState
-    ) -> tuple[Tensor, LayerState] | None:
-        """`forward` for one token per sequence, in one kernel after the projections or in torch.
-
-        None if the mixer states no rule of a token, or if calling its layers does more than theirs.
-        """
-        if any(map(altered, self.children())):
-            return None
-        # Its rule is described in vain where there is no such kernel, as on a CPU.
-        if has_kernel("fused_step", x) and (fused := self.fused_step(x, seq, state)):
-            return fused
-        rule = self.rule_of_a_token()
-        if rule is None or self.rule.value_conv:
-            return None
-        layer = self.step_layer(x, state)
-        if any_offloaded(layer._asdict() | rule._asdict()):
-            return None
-
-        by_head = self.rule.norm in (
-            "head",
-            None,
-        )  # the kernel norms heads, not all of them together
-        rest: Heads = {}
-
-        @cache  # torch may follow a kernel that has read them and refused
-        def inputs() -> Heads:
-            heads = self.step_inputs(x, seq)
-            if rule.denominator:
-                heads["positions"] = seq.positions(1, x.device)
-            if self.rule.gated and "gate" not in heads:
-                heads["gate"] = self.g_proj(x)
-            if self.rule.gated and not by_head:
-                # The gate follows the norm over all heads, which `read_out` computes.
-                rest["gate"] = heads.pop("gate")
-            return heads
-
-        served = by_kernel("step", "auto", x, inputs, state, **rule._asdict(), **layer._asdict())
-        if served is None and torch.is_autocast_enabled(x.device.type):
-            return None
-        o, new = step(inputs, state, rule, layer) if served is None else served
-        y = apply_linear(self.o_proj, o.flatten(-2)) if by_head else self.read_out(o, rest, x)
-        return y, new
-
-    def fused_step(
-        self, x: Tensor, seq: Sequences, state: LayerState
-    ) -> tuple[Tensor, LayerState] | None:
-        """`step` by one kernel, with norms and gates of all heads; None if none serves."""
-        # Without a recurrent state the mixer is attention. Mamba 2's gate follows the convolution of v.
-        computed = "recurrent" in state and not (self.rule.norm == "rms" and self.rule.value_conv)
-        rule = self.token_rule() if self._states_token and computed else None
-        norm: Any = self.o_norm if self.rule.norm is not None else None
-        # An adapter around the norm has no epsilon.
-        if rule is None or not isinstance(norm, RMSNorm | LayerNorm | None):
-            return None
-        options = self.step_layer(x, state)._asdict() | rule | {"dtype": x.dtype}
-        if norm is not None:
-            options |= {"norm": (norm.weight, norm.eps), "norm_bias": getattr(norm, "bias", None)}
-        if any_offloaded(options):
-            return None
-
-        def inputs() -> Heads:
-            heads = super(Mixer, self).project(x)
-            for name, layer in self.second_linears().items():
-                weight = matrix_of(layer, biased=True)
-                # Each program reads its rows of the matrix: with many, a product of its own is faster.
-                if weight is None or len(x) * weight.numel() > MOST_READ:
-                    heads[name] = apply_linear(layer, heads[name])
-                else:
-                    # The kernel multiplies by the second matrix itself.
-                    heads |= {f"{name}_up": weight, f"{name}_bias": layer.bias}
-            if rule.get("denominator") or "frequencies" in rule:
-                heads["positions"] = seq.positions(1, x.device)
-            return heads
-
-        served = by_kernel("fused_step", "auto", x, inputs, state, **options)
-        if served is None:
-            return None
-        o, new = served
-        return apply_linear(self.o_proj, o.flatten(-2)), new
-
-    def rule_of_a_token(self) -> StepRule | None:
-        """The class's `step_rule`, if its own body states one and the layers around it are as it expects."""
-        if not self._states_rule:
-            return None
-        # The kernel reads the norm's weight, which an adapter around the norm does not have.
-        if self.rule.norm == "head" and not isinstance(self.o_norm, RMSNorm):
-            return None
-        return self.step_rule()
-
-    def step_rule(self) -> StepRule | None:
-        """The recurrence of one token, of mixers that decode by a kernel; None: not with these options."""
-        raise NotImplementedError
-
-    def step_layer(self, x: Tensor, state: LayerState) -> StepLayer:
-        """The sizes and layers around the rule of a token, for x `[N, 1, D]`."""
-        convs = self.projections() if self.rule.conv else ()
-        filters = {name: getattr(self, f"{name}_conv1d").weight for name in convs}
-        filters |= {"local": self.dwc.weight} if self.rule.value_conv else {}
-        return StepLayer(
-            # A norm over all heads reads fp32, and o_proj the dtype of x.
-            dtype=x.dtype if self.rule.norm in ("head", None) else torch.float32,
-            key_dim=self.K,
-            value_dim=self.V,
-            num_heads=self.num_heads,
-            num_v_heads=self.num_v_heads,
-            steps=self.rule.steps,
-            feature_map=None if self.rule.map is None else self.feature_map,
-            filters=filters or None,
-            norm=(self.o_norm.weight, self.o_norm.eps) if self.rule.norm == "head" else None,
-            gate_activation=self.rule.gate,
-            out=getattr(state, "out", None),
-        )
-
-    def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
-        """The inputs of `step_rule`: the projections' outputs and the rule's gates."""
-        return self.project(x)
-
-    def token_rule(self) -> dict[str, Any] | None:
-        """The rule of a token for `decoding.py`: fields of `StepRule` and of `nalanda_kernels.cpu.step.Step`, by name.
-
-        A class states it in its own body, as `step_rule`. None: the mixer computes more than C++ does.
-        """
-        rule, cls = self.rule_of_a_token(), type(self)
-        # A subclass that overrides one of these computes something else.
-        same = (cls.step_inputs, cls.project) == (Mixer.step_inputs, Mixer.project)
-        same &= self.rule.norm != "layer" or cls.read_out is Mixer.read_out
-        return rule._asdict() if rule is not None and same else None
-
-    def add_inputs(self, program: Any, h: Tensor) -> Heads:
-        """`project` for h `[B, D]`, as operations of a program."""
-        heads = program.linears(h, self.linears())
-        for name, layer in self.second_linears().items():
-            heads[name] = program.linear(heads[name], layer, f"{name}_second")
-        return heads
 
     def gate_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the state's gates. Here: matrices with one row a head, and a step of it."""

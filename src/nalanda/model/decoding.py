@@ -17,8 +17,10 @@ from .cache import NalandaCache, StateBuffers, alike, copy_all
 from .decoder import GLU, Block
 from .growing import Memory, claim_room
 from .layers import LayerNorm, RMSNorm
+from .linear import retention_decays
 from .ops import by_kernel
 from .sequences import Sequences
+from .one_token import describe_all
 from .transnormer import SimpleRMSNorm
 
 ENVIRONMENT = "NALANDA_CPU_TOKEN"  # 0: every layer runs in Python in this process
@@ -112,22 +114,24 @@ class TokenStep(StateBuffers):
         self.program.add(kind, x, y, added=gate, weights=weights, **eps)
 
     def _add_mixer(self, mixer: Mixer, state: dict[str, Tensor]) -> Any:
-        """x + mixer(h), as `Mixer.step` computes it."""
-        # A subclass may do more around its rule than `Mixer.step` does.
-        cls, program, rule = type(mixer), self.program, mixer.token_rule()
-        refuse((cls.forward, cls.step) != (Mixer.forward, Mixer.step))
-        refuse(cls.token_rule is not Mixer.token_rule and "token_rule" not in vars(cls))
-        if rule is None:
+        """x + mixer(h), by the mixer's rule of a token."""
+        program, rule = self.program, mixer.rule
+        # [batch, heads·V], in fp32 below a norm over all heads, whose gate is that norm's
+        by_head = rule.norm in ("head", None)
+        token = describe_all(mixer, self.h.dtype if by_head else torch.float32)
+        if token is None:
             raise NotServed
 
-        # [batch, heads·V], in fp32 below a norm over all heads, whose gate is that norm's
-        layer = mixer.step_layer(self.h, state)
         width = mixer.o_proj.in_features
-        o = program.array("o", width, layer.dtype)
-        by_head = mixer.rule.norm in ("head", None)
-        inputs = mixer.add_inputs(program, self.h)
+        o = program.array("o", width, token["dtype"])
+        inputs = program.linears(self.h, mixer.linears())
+        for name, layer in mixer.second_linears().items():
+            inputs[name] = program.linear(inputs[name], layer, f"{name}_second")
+        if rule.decay == "retention":
+            g = inputs["g"] = program.array("retention", mixer.num_heads, torch.float32)
+            g.copy_(retention_decays(mixer.num_heads, g))
         gate = None if by_head else inputs.pop("gate", None)
-        step = program.step(state, o, **layer._asdict() | rule | inputs)
+        step = program.step(state, o, **token | inputs)
         if not by_head:
             wide, o = o, program.array("normed", width)
             self._add_norm(mixer.o_norm, wide, o, gate)

@@ -16,7 +16,6 @@ from .layers import Fp32Module, at_least_fp32, direction, excess, no_autocast
 from .ops import delta_rule_flops, map_features
 from .rule import Rule
 from .sequences import Sequences
-from .step import StepRule
 
 
 class Decay(Fp32Module):
@@ -120,6 +119,8 @@ class DeltaNet(Mixer):
         self.rule = replace(
             self.rule,
             beta_scale=2.0 if allow_neg_eigval else 1.0,
+            norm_write=norm_write,
+            norm_read=norm_read,
             qk_norm=qk_norm,
             value_silu=value_silu,
         )
@@ -136,7 +137,6 @@ class DeltaNet(Mixer):
                 f"qk_norm={qk_norm}: β‖k‖² may exceed 2 and the state grow: set norm_write{cure}"
             )
 
-        self.norm_write, self.norm_read = norm_write, norm_read
         self.add_gates(config.hidden_size)
 
     def add_gates(self, D: int) -> None:
@@ -169,7 +169,7 @@ class DeltaNet(Mixer):
     ) -> Tensor:
         q, k, beta, features = heads["q"], heads["k"], heads["beta"], self.feature_map
         erase, norm = heads.get("erase"), "l2" if self.rule.qk_norm == "l2" else None
-        if self.norm_write:  # β' = 1 − exp(−β‖k‖²/K)
+        if self.rule.norm_write:  # β' = 1 − exp(−β‖k‖²/K)
             beta = -torch.expm1(-beta * self.per_value(at_least_fp32(k).square().mean(-1)))
             if self.rule.qk_norm != "l2":
                 # The map runs here, because β needs the lengths of its features.
@@ -215,7 +215,7 @@ class DeltaNet(Mixer):
         return q, k, beta / (self.per_value(at_least_fp32(k).square().sum(-1)) + EPS)
 
     def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
-        if not self.norm_read:
+        if not self.rule.norm_read:
             return super().read_out(o, heads, x)
         _, length = direction(at_least_fp32(heads["q"]), EPS)
         # ½ + tanh(‖q‖/√K), [B, T, HV, 1]
@@ -223,17 +223,6 @@ class DeltaNet(Mixer):
         # A head's factor passes its gate.
         y = norm_gate(o, self.o_norm, heads.get("gate"), x.dtype, self.rule.gate)
         return self.o_proj((y.view(o.shape) * s.to(y.dtype)).flatten(-2))
-
-    def step_rule(self) -> StepRule | None:
-        if self.norm_write or self.norm_read:
-            return None
-        return StepRule(
-            delta=True,
-            beta_scale=self.rule.beta_scale,
-            decay=(self.decay.A_log, self.decay.dt_bias) if self.rule.decay != "none" else None,
-            qk_norm="l2" if self.rule.qk_norm == "l2" else None,
-            silu=self.rule.value_silu,
-        )
 
     def gate_layers(self) -> list[nn.Module]:
         """The layers for β and the decay."""
@@ -264,7 +253,6 @@ class GatedDeltaNet(DeltaNet):
     equation = "S ← e^g (I − β k kᵀ) S + β k vᵀ; o = Sᵀq"
     source = "arXiv 2412.06464"
     rule = replace(DeltaNet.rule, decay="head", gated=True)
-    step_rule = DeltaNet.step_rule
 
 
 class KDA(DeltaNet):
@@ -282,7 +270,6 @@ class KDA(DeltaNet):
     equation = "S ← (I − β k kᵀ) Diag(e^g) S + β k vᵀ; o = Sᵀq"
     source = "arXiv 2510.26692"
     rule = replace(DeltaNet.rule, decay="channel", gated=True, gate="sigmoid")
-    step_rule = DeltaNet.step_rule
 
     def __init__(
         self,
@@ -342,7 +329,6 @@ class GatedDeltaNet2(KDA):
     equation = "S ← (I − k (e ⊙ k)ᵀ) Diag(e^g) S + k (w ⊙ v)ᵀ; o = Sᵀq"
     source = "arXiv 2605.22791"
     rule = replace(KDA.rule, erase=True)
-    step_rule = DeltaNet.step_rule
 
     def __init__(
         self,
@@ -395,7 +381,6 @@ class DeltaProduct(DeltaNet):
     equation = "n times a token: S ← (I − β k kᵀ) S + β k vᵀ; o = Sᵀq"
     source = "arXiv 2502.10297"
     rule = replace(DeltaNet.rule, gated=True)
-    step_rule = DeltaNet.step_rule
 
     def __init__(
         self,

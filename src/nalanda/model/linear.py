@@ -14,13 +14,12 @@ from .context import recurrence
 from .delta import Decay
 from .epilogues import swiglu
 from .feature_maps import EPS, opposite
-from .layers import RMSNorm, at_least_fp32, no_autocast, place_angles, rotary_frequencies, rotate
+from .layers import RMSNorm, at_least_fp32, no_autocast, place_angles, rotate
 from .ops import by_kernel, linear_attention_flops, map_features
 from .options import check_names, check_types
 from .rule import Rule
 from .sequences import Sequences
 from .soft import PooledLandmarks
-from .step import StepLayer, StepRule
 
 
 class LinearRecurrence(Mixer):
@@ -199,11 +198,6 @@ class NormalizedAttention(LinearRecurrence):
         v = heads["v"]
         return seq.counts(v.shape[1], v.device).to(wide_dtype(v))[..., None, None]
 
-    def step_rule(self) -> StepRule:
-        if self.rule.read == "plain":
-            return StepRule(silu=bool(self.rule.conv))
-        return StepRule(scale=1.0, denominator=True, silu=bool(self.rule.conv))
-
     @property
     def state_shape(self) -> tuple[int, int, int]:
         """With a denominator a last value is 1, so that its sum is Σ φ(k)."""
@@ -223,7 +217,6 @@ class LinearAttention(NormalizedAttention):
 
     equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq"
     source = "arXiv 2006.16236"
-    step_rule = NormalizedAttention.step_rule
     other_readout = ", or mixer_options denominator=false"
 
     def __init__(self, config, layer_idx: int, *, denominator: bool = True):
@@ -284,7 +277,6 @@ class NaLaAttention(NormalizedAttention):
 
     equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq, LayerNorm"
     source = "arXiv 2506.21137"
-    step_rule = NormalizedAttention.step_rule
     rule = replace(NormalizedAttention.rule, map="nala", gated=True, norm="layer")
 
     def __init__(self, config, layer_idx: int, *, rope_theta: float | None = None):
@@ -327,14 +319,14 @@ class MALA(NormalizedAttention):
             raise ValueError(
                 f"mala: scale={scale!r} is unknown; choose one of code, inverse_t, literal"
             )
+        self.rule = replace(self.rule, magnitude=scale)
         super().__init__(config, layer_idx)
-        self.scale = scale
         self.rotate_features(rope_theta)
 
     def mix(
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
     ) -> Tensor:
-        o = self.readout(heads, seq, state, new, magnitude=self.scale)
+        o = self.readout(heads, seq, state, new, magnitude=self.rule.magnitude)
         if o is not None:
             return o
         r, z = self.sums(heads, seq, state, new)
@@ -343,16 +335,11 @@ class MALA(NormalizedAttention):
         constant = {"q": one, "k": one, "v": v}  # equal weights: the state is Σv
         # [N, HV, 1, V], beside the state of r and z.
         total = self.recur(constant, seq, state, new, mapped=True, scale=1.0, name="value_sum")
-        c = 1.0 if self.scale == "literal" else 1 / t
-        if self.scale == "code":
+        c = 1.0 if self.rule.magnitude == "literal" else 1 / t
+        if self.rule.magnitude == "code":
             c = c * self.K**-0.5
         # r/z + c (r − z v̄), with v̄ = Σv/t over the tokens seen.
         return r / (z + EPS * t) + c * (r - z * total / t)
-
-    def token_rule(self) -> dict[str, Any]:
-        rule = self.step_rule()._asdict() | {"by_count": self.scale != "literal"}
-        rule["magnitude"] = self.K**-0.5 if self.scale == "code" else 1.0
-        return rule
 
     def state_spec(self, T: int) -> StateSpec:
         total = ((self.num_v_heads, 1, self.V), torch.float32)  # Σv
@@ -413,15 +400,6 @@ class PolaAttention(NormalizedAttention):
             o, z = self.sums(halves, seq, state, new, mapped=True)
             o = o / (z + EPS * self.counts(heads, seq))
         return o.unflatten(2, (-1, 2)).flatten(-2)  # [B, T, H, V]
-
-    def token_rule(self) -> dict[str, Any]:
-        # A head's second half of v reads the query with its signs swapped.
-        return self.step_rule()._asdict() | {"swapped": True, "gate_first": self.rule.gate_first}
-
-    def step_layer(self, x: Tensor, state: LayerState) -> StepLayer:
-        # Each half of v is a head, as in `mix`.
-        layer = super().step_layer(x, state)
-        return layer._replace(num_v_heads=2 * self.num_heads, value_dim=self.V // 2)
 
     def add_local(self, o: Tensor, heads: Heads) -> Tensor:
         if self.rule.gated and self.rule.gate_first:
@@ -497,6 +475,12 @@ class SoftAttention(LinearRecurrence):
         return self.num_heads * self.feature_map.flops_at(self.grid or (T,), self.K, self.V)
 
 
+def retention_decays(num_heads: int, like: Tensor) -> Tensor:
+    """log(1 − 2^{−5−h}) of each head, `[H]`, in the precision of `like`."""
+    h = torch.arange(num_heads, device=like.device, dtype=like.dtype)
+    return torch.log1p(-(2.0 ** (-5 - h)))
+
+
 class Retention(LinearRecurrence):
     """RetNet's retention (Sun et al. 2023): S_t = (1 − 2^{−5−h}) S_{t-1} + k_t v_tᵀ for head h = 0, 1, …
 
@@ -516,33 +500,15 @@ class Retention(LinearRecurrence):
             raise ValueError(
                 f"retention: head_dim·expand_k is {config.key_dim}; rotation needs an even one"
             )
+        self.rule = replace(self.rule, theta=rope_theta)
         super().__init__(config, layer_idx)
-        self.rope_theta = rope_theta
 
     def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
         heads = super().heads(x, seq, state, new)
-        angles = place_angles(x, seq, self.K, self.rope_theta)
-        g = self.log_decays(angles).expand(*x.shape[:2], -1)  # [B, T, H]
+        assert self.rule.theta is not None
+        angles = place_angles(x, seq, self.K, self.rule.theta)
+        g = retention_decays(self.num_heads, angles).expand(*x.shape[:2], -1)  # [B, T, H]
         return heads | {"q": rotate(heads["q"], angles), "k": rotate(heads["k"], angles), "g": g}
-
-    def log_decays(self, like: Tensor) -> Tensor:
-        """log(1 − 2^{−5−h}) of each head, `[H]`."""
-        h = torch.arange(self.num_heads, device=like.device, dtype=like.dtype)
-        return torch.log1p(-(2.0 ** (-5 - h)))
-
-    def step_rule(self) -> StepRule:
-        return StepRule()
-
-    def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
-        return self.heads(x, seq, {}, None)
-
-    def token_rule(self) -> dict[str, Any]:
-        frequencies = rotary_frequencies(self.K, self.rope_theta, self.o_proj.weight.device)
-        return {"frequencies": frequencies, "decay_kind": "retention"}
-
-    def add_inputs(self, program: Any, h: Tensor) -> Heads:
-        g = program.array("retention", self.num_heads, torch.float32)
-        return super().add_inputs(program, h) | {"g": g.copy_(self.log_decays(g))}
 
 
 class GLA(LinearRecurrence):
@@ -565,8 +531,8 @@ class GLA(LinearRecurrence):
             raise ValueError(
                 f"gla: gate_rank={gate_rank} and gate_temperature={gate_temperature} must be > 0"
             )
+        self.rule = replace(self.rule, temperature=float(gate_temperature))
         super().__init__(config, layer_idx)
-        self.temperature = float(gate_temperature)
         self.gk_proj: Any = nn.Sequential(
             nn.Linear(config.hidden_size, gate_rank, bias=False),
             nn.Linear(gate_rank, self.num_heads * self.K),
@@ -582,16 +548,7 @@ class GLA(LinearRecurrence):
         heads = super().heads(x, seq, state, new)
         gates = at_least_fp32(heads["a"]).unflatten(-1, (-1, self.K))
         # log α: the root of the decay divides its logarithm.
-        return heads | {"g": F.logsigmoid(gates) / self.temperature}
-
-    def step_rule(self) -> StepRule:
-        return StepRule()
-
-    def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
-        return self.heads(x, seq, {}, None)
-
-    def token_rule(self) -> dict[str, Any]:
-        return {"temperature": self.temperature, "decay_kind": "sigmoid"}
+        return heads | {"g": F.logsigmoid(gates) / self.rule.temperature}
 
     def gate_parameters(self) -> Iterator[nn.Parameter]:
         yield from super().gate_parameters()
@@ -630,14 +587,7 @@ class Mamba2(LinearRecurrence):
     equation = "S ← e^(−ΔA) S + Δ k vᵀ; o = Sᵀq + D v"
     source = "arXiv 2405.21060"
     rule = Rule(
-        decay="head",
-        scale=1.0,
-        map="silu",
-        conv=4,
-        gated=True,
-        gate_first=True,
-        norm="rms",
-        cut=True,
+        decay="dt", scale=1.0, map="silu", conv=4, gated=True, gate_first=True, norm="rms", cut=True
     )
 
     def __init__(self, config, layer_idx: int, *, num_v_heads: int | None = None):
@@ -657,12 +607,6 @@ class Mamba2(LinearRecurrence):
         heads = super().heads(x, seq, state, new)
         dt, g, skip = self.discretization(heads["a"])
         return heads | {"dt": dt, "g": g, "skip": skip}
-
-    def token_rule(self) -> dict[str, Any]:
-        of = self.discretization
-        rule = {"decay": (of.A_log, of.dt_bias), "skip": of.D, "scale": 1.0}
-        # The norm over all heads follows the gate.
-        return rule | {"silu": bool(self.rule.conv), "gate_first": self.rule.gate_first}
 
     def mix(
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None

@@ -51,7 +51,9 @@ def register_mixer(name: str, mixer: type[Mixer]) -> None:
 
 RENAMED = {
     "state_gates": "gate_parameters()",
-    "step_options": "step_rule()",
+    "step_options": "rule",
+    "step_rule": "rule",
+    "token_rule": "rule",
     "signed_weights": "metrics",
     "conv_size": "rule.conv",
     "map_name": "rule.map",

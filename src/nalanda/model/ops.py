@@ -378,7 +378,7 @@ def _check_features(call: Call) -> None:
 # ------------------------------------------------------------------------------------------ token by token
 
 
-class Token(NamedTuple):
+class TokenInputs(NamedTuple):
     """One token as a step reads it, or all tokens: then each tensor has T after B."""
 
     q: Tensor  # [B, HV, K], scaled
@@ -411,7 +411,7 @@ def _run_stepwise(call: Call, scale: float, mode: str) -> tuple[Tensor, Tensor]:
     def run(start: int, stop: int, state: Tensor) -> Tensor:
         for t in range(start, stop):
             of_token: Any = (None if x is None else x[:, t] for x in tokens)
-            o, state = step(Token(*of_token), state)
+            o, state = step(TokenInputs(*of_token), state)
             outputs.append(o)
         return state
 
@@ -426,7 +426,7 @@ def _run_stepwise(call: Call, scale: float, mode: str) -> tuple[Tensor, Tensor]:
     return o.to(v.dtype), state
 
 
-def _tokens_of(call: Call, scale: float, dtype: torch.dtype) -> Token:
+def _tokens_of(call: Call, scale: float, dtype: torch.dtype) -> TokenInputs:
     """All tokens of a call, in `dtype`, each head of q and k repeated for the heads of v."""
     wide: Any = (None if x is None else x.to(dtype) for x in call[:7])
     q, k, v, beta, g, erase, write = wide
@@ -437,7 +437,7 @@ def _tokens_of(call: Call, scale: float, dtype: torch.dtype) -> Token:
     if g is not None:
         # [B, T, HV, K or 1, 1], for rows of S
         decay = g.exp()[..., None] if g.ndim == 4 else g.exp()[..., None, None]
-    return Token(
+    return TokenInputs(
         q=q * scale,
         k=k,
         erased=k if erase is None else erase * k,
@@ -447,7 +447,7 @@ def _tokens_of(call: Call, scale: float, dtype: torch.dtype) -> Token:
     )
 
 
-def _linear_step(token: Token, state: Tensor) -> tuple[Tensor, Tensor]:
+def _linear_step(token: TokenInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """The output [B, HV, V] and the new state [B, HV, K, V], without β."""
     if token.decay is not None:
         state = token.decay * state
@@ -455,7 +455,7 @@ def _linear_step(token: Token, state: Tensor) -> tuple[Tensor, Tensor]:
     return (token.q.unsqueeze(-2) @ state).squeeze(-2), state
 
 
-def _reference_step(token: Token, state: Tensor) -> tuple[Tensor, Tensor]:
+def _reference_step(token: TokenInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """The delta rule's formula, term by term."""
     q, k, erased, written, beta, decay = token
     decay = 1 if decay is None else decay
@@ -466,7 +466,7 @@ def _reference_step(token: Token, state: Tensor) -> tuple[Tensor, Tensor]:
     return torch.einsum("bhk,bhkv->bhv", q, state), state
 
 
-def _recurrent_step(token: Token, state: Tensor) -> tuple[Tensor, Tensor]:
+def _recurrent_step(token: TokenInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """The same with a rank-one update, so that all products are of a matrix and a vector."""
     q, k, erased, written, beta, decay = token
     assert beta is not None

@@ -13,25 +13,34 @@ class Rule:
 
     write: Literal["add", "delta", "rows"] = "add"
     """S ← S + k vᵀ; the delta rule, which erases the value under k first; or kept keys and values: attention."""
-    decay: Literal["none", "given", "head", "channel", "retention", "sigmoid"] = "none"
-    """Of S before each write: none; g, which the mixer's `gates` returns; `delta.Decay`, `delta.ChannelDecay`;
-    1 − 2^(−5−h) for head h; σ(W₂ W₁ x + b)^(1/temperature)."""
+    decay: Literal["none", "given", "head", "channel", "dt", "retention", "sigmoid"] = "none"
+    """Of S before each write: none; g of the mixer's own; `delta.Decay`; `delta.ChannelDecay`; that of
+    `linear.Discretization`, whose step multiplies v; 1 − 2^(−5−h) for head h; σ(W₂ W₁ x + b)^(1/temperature)."""
+    temperature: float = 16.0
     erase: bool = False
     """Whether gates by channel for what is erased and written stand in β's place."""
     steps: int = 1
     """Keys and values that a head has for each token; its k and v are `[B, T, steps·H, ·]`, step by step."""
     beta_scale: float = 1.0
     """β = beta_scale · σ(b)."""
+    norm_write: bool = False
+    """Whether the step is 1 − e^(−β‖k‖²/K), divided by the squared length of the features."""
 
     read: Literal["plain", "sum", "mala", "pola"] = "plain"
     """Sᵀq; divided by the sum of its weights; MALA's difference of the two; or that sum once for each half of v."""
     scale: float | None = None
     """Of Sᵀq; None: F^-½."""
+    magnitude: Literal["code", "inverse_t", "literal"] = "code"
+    """MALA's factor of the difference, see `linear.MALA`."""
+    norm_read: bool = False
+    """Whether the output is multiplied by ½ + tanh(‖q‖/√K)."""
 
     map: str | None = None
     """Feature map if the config leaves it open; None: it never has one."""
     qk_norm: Literal["l2", "rms", "none"] = "none"
     """Norm of the features."""
+    theta: float | None = None
+    """Base of the rotary angles of q and k; None: no rotation."""
     conv: int | None = None
     """Taps of the short convolutions of q, k and v if the config leaves them open; None: it never has any."""
     value_silu: bool = True

@@ -3,8 +3,6 @@
 The Devil in Linear Transformer (Qin et al. 2022, arXiv 2210.10340).
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -126,9 +124,6 @@ class NormAttention(LinearRecurrence):
             features = map_features(q, k, self.feature_map)
             q, k = (self.lrpe(phi, positions).to(dtype) for phi in features)
         return heads | {"q": q, "k": k}
-
-    def token_rule(self) -> dict[str, Any]:
-        return {"scale": 1.0} | turns(self.lrpe)
 
     def mix(
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
