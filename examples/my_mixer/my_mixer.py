@@ -6,13 +6,10 @@ S ← σ(w)_h S + φ(k) vᵀ, o = F^-½ Sᵀ φ(q): linear attention whose heads
 import torch
 import torch.nn.functional as F
 
-from nalanda.model import FeatureMap, Mixer, ops, register_feature_map, register_mixer
-from nalanda.model.base import Heads, LayerState, StateSpec
-from nalanda.model.call import Call, Options
-from nalanda.model.context import recurrence
+from nalanda.model import FeatureMap, Mixer, register_feature_map, register_mixer
+from nalanda.model.base import Heads
 from nalanda.model.layers import Fp32Module, at_least_fp32
 from nalanda.model.rule import Rule
-from nalanda.model.sequences import Sequences
 
 
 class SquaredRelu(FeatureMap):
@@ -48,39 +45,21 @@ class ForgetfulAttention(Mixer):
     equation = "S ← σ(w) S + k vᵀ; o = Sᵀq"
     source = "this example"
     rule = Rule(
+        write="add",  # S + k vᵀ
+        decay="given",  # by `gates`
         map="squared_relu",  # the default; `model.feature_map` chooses another
         gated=False,  # no output gate, unless `model.use_gate` asks for one
-        cut=True,  # `recurrence` serves rows that are cut over processes
+        cut=True,  # it serves rows that are cut over processes
     )
 
     def __init__(self, config, layer_idx: int, *, forget: bool = True):
         super().__init__(config, layer_idx)
         self.rates = Rates(self.num_heads) if forget else None
 
-    def mix(
-        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-    ) -> torch.Tensor:
-        g = None if self.rates is None else self.rates().expand(*heads["v"].shape[:2], -1)
-        q, k, v = heads["q"], heads["k"], heads["v"]  # [B, T, H, ·]
-        options = Options(
-            feature_map=self.feature_map,
-            output_final_state=new is not None,
-            mode="recurrent" if q.shape[1] == 1 else "chunk",
-        )
-        # Without β it is linear attention.
-        call = Call(q, k, v, g=g, initial_state=state.get("memory"))
-        o, final = recurrence(call, options, seq)
-        if new is not None and final is not None:
-            new["memory"] = final
-        return o
-
-    def state_spec(self, T: int) -> StateSpec:
-        shape = (self.num_heads, self.feature_map.feature_dim, self.V)
-        return {"memory": (shape, torch.float32), **super().state_spec(T)}
-
-    def flops(self, T: int) -> float:
-        rule = ops.linear_attention_flops(self.num_heads, self.feature_map.feature_dim, self.V)
-        return rule + super().flops(T)
+    def gates(self, heads: Heads) -> Heads:
+        if self.rates is None:
+            return {}
+        return {"g": self.rates().expand(*heads["v"].shape[:2], -1)}  # [B, T, H]
 
 
 register_feature_map("squared_relu", SquaredRelu)

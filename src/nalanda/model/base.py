@@ -7,10 +7,16 @@ package. It defines
 - `__init__(self, config, layer_idx, *, …)`: its options, `mixer_options` of a recipe, are the keyword-only
   arguments. Each has a default and is annotated with its type. Raise ValueError, in one line, for a value
   that cannot work;
+- `rule`, what it computes between its projections and o_proj; `rule.Rule` says what each field means. A
+  layer's own has the config's choices.
+
+With `rule.write` "own" it defines
+
 - `mix(heads, seq, state, new)`: q, k, v and gates to o. Besides short convolutions it is the only step that
   sees other tokens, and it sees no later ones. It is **linear in v**; for that reason `weights` is exact. It
   reads `state`, which an earlier call put into `new`, and fills `new` unless that is None. It keeps the
-  documents of `seq.cu_seqlens` apart; the ops of `ops.py` do that, and take and return states;
+  documents of `seq.cu_seqlens` apart; the ops of `ops.py` do that, and take and return states. A rule with `cut`
+  calls `context.recurrence` in place of an op;
 - `state_spec(T)`: name to shape and dtype of what `mix` and `heads` put into `new`, per sequence;
 - `flops(T)`: FLOPs per token without Linear layers. It and `state_spec` add to the base class's result,
   or replace it.
@@ -19,10 +25,10 @@ It may define
 
 - `heads` and `read_out`, before and after `mix`; `linears`, the Linear layers that read x, whose outputs
   `heads` takes from `projected(x, seq)`, one product;
-- `rule`, what it computes between its projections and o_proj; `rule.Rule` says what each field means. A
-  layer's own has the config's choices. `cut` promises `context.recurrence` in place of an op;
+- `gates(heads)`: g and beta, from the outputs of `linears`;
 - `gate_parameters`, the parameters that decide what the state forgets and takes. Muon leaves them to AdamW;
-- `metrics`, names and functions of numbers that validation logs;
+- `metrics`, names and functions of numbers that validation logs.
+
 In decoding one kernel for one token replaces the three steps, where the `rule` of a mixer of this package says all
 that they compute (`one_token.py`). A subclass from outside that overrides one of them decodes by its own.
 
@@ -39,6 +45,7 @@ with parameters is one.
 `nalanda.testing.check_mixer` and `check_feature_map` test all of this; `examples/my_mixer` is complete.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -48,14 +55,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import recurrent
 from .epilogues import norm_gate, swiglu
-from .feature_maps import build_feature_map
-from .layers import LayerNorm, RMSNorm, ShortConv, altered
-from .ops import by_kernel
+from .feature_maps import EPS, build_feature_map
+from .layers import (
+    LayerNorm,
+    RMSNorm,
+    ShortConv,
+    altered,
+    at_least_fp32,
+    direction,
+    place_angles,
+    rotate,
+)
+from .one_token import decode_token
+from .ops import by_kernel, map_features
 from .projections import NARROW, FusedLinears, apply_linear
 from .rule import Rule
 from .sequences import Sequences
-from .one_token import decode
 
 LayerState = dict[str, Tensor]
 StateSpec = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
@@ -144,6 +161,19 @@ class Mixer(FusedLinears):
     metrics: ClassVar[dict[str, Callable[["Mixer", Tensor], Tensor]]] = {}
     """Name to a number of a layer from its input x `[B, T, D]`. Validation logs the mean over the layers."""
 
+    def __init_subclass__(cls, **kwargs):
+        """Gives an `__init__` with `**options` its parents' options by name, for those who list or check them."""
+        super().__init_subclass__(**kwargs)
+        own = inspect.signature(cls.__init__)
+        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        if "__init__" not in vars(cls) or len(named) == len(own.parameters):
+            return
+        parent = inspect.signature(super(cls, cls).__init__)
+        more = [p for p in parent.parameters.values() if p.name not in own.parameters]
+        function: Any = cls.__init__
+        function.__signature__ = own.replace(parameters=[*named, *more])
+        function.__annotations__ |= {p.name: p.annotation for p in more}
+
     def __init__(
         self,
         config,
@@ -229,12 +259,12 @@ class Mixer(FusedLinears):
         if isinstance(state, CarriedState):
             new, held = {}, self.scatter_states(state.tensors, seq)
             return self.mixed(x, seq, held, new), CarriedState(self.gather_states(new, seq))
-        # `decode` serves one token behind others, where no gradient is wanted.
+        # `decode_token` serves one token behind others, where no gradient is wanted.
         decoding = (
             state and x.shape[1] == 1 and seq.cu_seqlens is None and not torch.is_grad_enabled()
         )
         if decoding and not torch.compiler.is_compiling():
-            served = decode(self, x, seq, state)
+            served = decode_token(self, x, seq, state)
             if served is not None:
                 return served
         new: LayerState | None = None if state is None else {}
@@ -260,6 +290,8 @@ class Mixer(FusedLinears):
 
     def add_local(self, o: Tensor, heads: Heads) -> Tensor:
         """o and the convolution of v, if there is one; heads that share keys and values share that too."""
+        if self.rule.gate_first and self.rule.gated and self.rule.norm is None:  # Pola's gate
+            o = o * heads["gate"].view_as(o)
         if not self.rule.value_conv:
             return o
         local = heads["local"]
@@ -313,7 +345,26 @@ class Mixer(FusedLinears):
             heads["local"] = local.unflatten(-1, (-1, self.V))
         for name in self.projections():
             heads[name] = heads[name].unflatten(-1, (-1, self.V if name == "v" else self.K))
-        return {"k": heads["q"], **heads}  # k is q where one projection has both
+        heads = {"k": heads["q"], **heads}  # k is q where one projection has both
+        if self.rule.write == "delta" and self.rule.value_silu and not self.rule.conv:
+            heads["v"] = F.silu(heads["v"])
+        if self.rule.rotate != "none":
+            heads |= self.placed(heads["q"], heads["k"], seq)
+        return heads | self.gates(heads)
+
+    def placed(self, q: Tensor, k: Tensor, seq: Sequences) -> Heads:
+        """q and k with their positions; `lrpe` turns features."""
+        if self.rule.rotate == "rope":
+            angles = place_angles(q, seq, self.K, self.rule.theta)
+            return {"q": rotate(q, angles), "k": rotate(k, angles)}
+        positions, lrpe = seq.positions(q.shape[1], q.device), self.get_submodule("lrpe")
+        features = map_features(q, k, self.feature_map)
+        q, k = (lrpe(x, positions).to(q.dtype) for x in features)
+        return {"q": q, "k": k}
+
+    def gates(self, heads: Heads) -> Heads:
+        """The gates of the state, by name: g, the log-decay, `[B, T, HV]` or `[B, T, HV, F]`, and beta."""
+        return recurrent.gates(self, heads)
 
     def projections(self) -> dict[str, nn.Linear]:
         """The projections to q, k and v, by name; convolutions may follow them."""
@@ -372,16 +423,35 @@ class Mixer(FusedLinears):
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
     ) -> Tensor:
         """o `[B, T, HV, V]` from `heads`; linear in v, and the only step that sees other tokens."""
-        raise NotImplementedError
+        return recurrent.mix(self, heads, seq, state, new)
 
     def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
         """Norm, gate and output projection: o to y `[B, T, D]`."""
-        gate = (heads["gate"] if "gate" in heads else self.g_proj(x)) if self.rule.gated else None
-        if self.rule.norm == "head":
-            return self.o_proj(norm_gate(o, self.o_norm, gate, x.dtype, self.rule.gate))
-        # [B, T, heads·V]
-        o = (o.flatten(-2) if self.rule.norm is None else self.o_norm(o.flatten(-2))).to(x.dtype)
-        return self.o_proj(o if gate is None else swiglu(gate, o))
+        rule = self.rule
+        gate = (heads["gate"] if "gate" in heads else self.g_proj(x)) if rule.gated else None
+        if rule.norm == "head":
+            y = norm_gate(o, self.o_norm, gate, x.dtype, rule.gate)
+            if rule.norm_read:
+                _, length = direction(at_least_fp32(heads["q"]), EPS)
+                # ½ + tanh(‖q‖/√K), [B, T, HV, 1]: a head's factor passes its gate.
+                s = self.per_value((0.5 + (length / self.K**0.5).tanh()).squeeze(-1))[..., None]
+                y = (y.view(o.shape) * s.to(y.dtype)).flatten(-2)
+            return self.o_proj(y)
+
+        o = o.flatten(-2)  # [B, T, heads·V]
+        if rule.norm is not None:
+            if gate is not None and rule.gate_first:
+                o, gate = swiglu(at_least_fp32(gate), o), None
+            o = self.o_norm(o)
+        o = o.to(x.dtype)
+        if gate is None or rule.gate_first:
+            return self.o_proj(o)
+        return self.o_proj(o * gate if rule.gate == "plain" else swiglu(gate, o))
+
+    def per_value(self, x: Tensor) -> Tensor:
+        """`[B, T, H]` of the heads of k for each head of v, `[B, T, HV]`."""
+        group = self.num_v_heads // self.num_heads
+        return x.repeat_interleave(group, -1) if group > 1 else x
 
     def gate_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the state's gates. Here: matrices with one row a head, and a step of it."""
@@ -410,10 +480,7 @@ class Mixer(FusedLinears):
         return torch.cat(of_steps, 1)
 
     def state_spec(self, T: int) -> StateSpec:
-        """Name to shape and dtype of a sequence's state after T tokens; dtype None: the model's.
-
-        Here: the convolutions' last inputs.
-        """
+        """Name to shape and dtype of a sequence's state after T tokens; dtype None: the model's."""
         past = max((self.rule.conv or 0) - 1, 0)
         spec: StateSpec = {
             f"conv_{name}": ((past, p.out_features), None)
@@ -422,10 +489,15 @@ class Mixer(FusedLinears):
         }
         if self.rule.value_conv:
             spec["conv_local"] = ((self.rule.value_conv - 1, self.v_proj.out_features), None)
+        if self.rule.write in ("add", "delta"):
+            spec = {"recurrent": (recurrent.state_shape(self), torch.float32), **spec}
+        if self.rule.read == "mala":
+            spec["value_sum"] = ((self.num_v_heads, 1, self.V), torch.float32)
         return spec
 
     def flops(self, T: int) -> float:
-        """Forward FLOPs per token at length T, without Linear layers. Here: the convolutions and the map."""
+        """Forward FLOPs per token at length T, without Linear layers. Here: convolutions, map and recurrence."""
         taps = sum(m.weight.numel() * m.copies for m in self.modules() if isinstance(m, ShortConv))
         mapped = 0.0 if self.rule.map is None else self.num_heads * self.feature_map.flops
-        return 2.0 * taps + mapped
+        rule = recurrent.flops(self) if self.rule.write in ("add", "delta") else 0.0
+        return rule + 2.0 * taps + mapped

@@ -17,10 +17,10 @@ from .cache import NalandaCache, StateBuffers, alike, copy_all
 from .decoder import GLU, Block
 from .growing import Memory, claim_room
 from .layers import LayerNorm, RMSNorm
-from .linear import retention_decays
-from .ops import by_kernel
-from .sequences import Sequences
 from .one_token import describe_all
+from .ops import by_kernel
+from .recurrent import retention_decays
+from .sequences import Sequences
 from .transnormer import SimpleRMSNorm
 
 ENVIRONMENT = "NALANDA_CPU_TOKEN"  # 0: every layer runs in Python in this process

@@ -7,15 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Heads, LayerState, Mixer, StateSpec
-from .call import Call, Options
-from .context import recurrence
-from .epilogues import norm_gate
-from .feature_maps import EPS, Elementwise
-from .layers import Fp32Module, at_least_fp32, direction, excess, no_autocast
-from .ops import delta_rule_flops, map_features
+from .base import Mixer
+from .feature_maps import Elementwise
+from .layers import Fp32Module, at_least_fp32
 from .rule import Rule
-from .sequences import Sequences
 
 
 class Decay(Fp32Module):
@@ -93,6 +88,8 @@ class DeltaNet(Mixer):
     equation = "S ← (I − β k kᵀ) S + β k vᵀ; o = Sᵀq"
     source = "arXiv 2406.06484"
     rule = Rule(write="delta", qk_norm="l2", map="silu", conv=4, gated=False, cut=True)
+    gate_bias = True
+    """Whether an output gate of low rank has a bias."""
 
     def __init__(
         self,
@@ -140,108 +137,44 @@ class DeltaNet(Mixer):
         self.add_gates(config.hidden_size)
 
     def add_gates(self, D: int) -> None:
-        """The layers that `gates` needs."""
-        self.b_proj = nn.Linear(D, self.rule.steps * self.num_v_heads, bias=False)
-        if self.rule.decay != "none":
-            self.a_proj = nn.Linear(D, self.num_v_heads, bias=False)
-            self.decay = Decay(self.num_v_heads)
-
-    def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
-        heads = super().heads(x, seq, state, new)
-        if not self.rule.conv and self.rule.value_silu:
-            heads["v"] = F.silu(heads["v"])
-        return heads | self.gates(heads)
-
-    def gates(self, heads: Heads) -> Heads:
-        """beta and g from the projections b and a."""
-        beta = self.rule.beta_scale * at_least_fp32(heads["b"]).sigmoid()
-        return {"beta": beta} | ({"g": self.decay(heads["a"])} if self.rule.decay != "none" else {})
+        """The layers of β, or of the erase and the write gate, and of the decay."""
+        HV, V, features = self.num_v_heads, self.V, self.feature_map.feature_dim
+        # An erase gate has F entries a head.
+        self.b_proj = nn.Linear(
+            D, self.rule.steps * HV * (features if self.rule.erase else 1), bias=False
+        )
+        if self.rule.decay == "head":
+            self.a_proj = nn.Linear(D, HV, bias=False)
+            self.decay = Decay(HV)
+        elif self.rule.decay == "channel":
+            # Both gates have the rank V: down to V, then up to all heads.
+            self.a_proj = nn.Linear(D, V, bias=False)
+            self.a_up_proj = nn.Linear(V, HV * features, bias=False)
+            self.decay = ChannelDecay(HV, features)
+            if self.rule.gated:
+                self.g_proj = nn.Linear(D, V, bias=False)
+                self.g_up_proj = nn.Linear(V, HV * V, bias=self.gate_bias)
+        if self.rule.erase:
+            self.w_proj = nn.Linear(D, HV * V, bias=False)
 
     def linears(self) -> dict[str, nn.Linear]:
-        return (
-            super().linears()
-            | {"b": self.b_proj}
-            | ({"a": self.a_proj} if self.rule.decay != "none" else {})
-        )
+        named = {name: getattr(self, f"{name}_proj", None) for name in ("b", "a", "w")}
+        return super().linears() | {name: x for name, x in named.items() if x is not None}
 
-    def mix(
-        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-    ) -> Tensor:
-        q, k, beta, features = heads["q"], heads["k"], heads["beta"], self.feature_map
-        erase, norm = heads.get("erase"), "l2" if self.rule.qk_norm == "l2" else None
-        if self.rule.norm_write:  # β' = 1 − exp(−β‖k‖²/K)
-            beta = -torch.expm1(-beta * self.per_value(at_least_fp32(k).square().mean(-1)))
-            if self.rule.qk_norm != "l2":
-                # The map runs here, because β needs the lengths of its features.
-                (q, k, beta), features = self.unnormed(q, k, beta), None
-        elif self.rule.beta_scale > 1 and k.dtype.itemsize < 4:
-            # A rounded key may be longer than 1. Near β = 2 each token would then lengthen the state.
-            with no_autocast(q):
-                q, k = map_features(q, k, features, norm)
-            features, norm = None, None  # q and k are features now
-            length = self.per_value(excess(k))
-            beta, erase = (
-                (beta / length, None) if erase is None else (beta, erase / length[..., None])
-            )
-
-        past = state.get("recurrent")
-        call = Call(q, k, heads["v"], beta, heads.get("g"), erase, initial_state=past)
-        options = Options(
-            feature_map=features,
-            qk_norm=norm,
-            output_final_state=new is not None,
-            allow_neg_eigval=self.rule.beta_scale > 1,
-            mode="recurrent" if q.shape[1] <= self.rule.steps else "chunk",  # one token
-        )
-        o, final = recurrence(call, options, seq)
-        if new is not None and final is not None:
-            new["recurrent"] = final
-        return o
-
-    def per_value(self, x: Tensor) -> Tensor:
-        """`[B, T, H]` of the heads of k for each head of v, `[B, T, HV]`."""
-        group = self.num_v_heads // self.num_heads
-        return x.repeat_interleave(group, -1) if group > 1 else x
-
-    def unnormed(self, q: Tensor, k: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """φ(q) and φ(k) as the op reads them under `qk_norm` none and rms, and the step β'/‖k‖² of those."""
-        rms = self.rule.qk_norm == "rms"
-        with no_autocast(q):
-            q, k = map_features(q, k, self.feature_map, "l2" if rms else None)
-        if rms:
-            width = k.shape[-1]
-            # ‖k‖² = F, so the step β'/‖k‖² is β'/F.
-            return width**0.5 * q, width**0.5 * k, beta / width
-        return q, k, beta / (self.per_value(at_least_fp32(k).square().sum(-1)) + EPS)
-
-    def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
-        if not self.rule.norm_read:
-            return super().read_out(o, heads, x)
-        _, length = direction(at_least_fp32(heads["q"]), EPS)
-        # ½ + tanh(‖q‖/√K), [B, T, HV, 1]
-        s = self.per_value((0.5 + (length / self.K**0.5).tanh()).squeeze(-1))[..., None]
-        # A head's factor passes its gate.
-        y = norm_gate(o, self.o_norm, heads.get("gate"), x.dtype, self.rule.gate)
-        return self.o_proj((y.view(o.shape) * s.to(y.dtype)).flatten(-2))
+    def second_linears(self) -> dict[str, nn.Linear]:
+        if self.rule.decay != "channel":
+            return {}
+        return {"a": self.a_up_proj} | ({"gate": self.g_up_proj} if self.rule.gated else {})
 
     def gate_layers(self) -> list[nn.Module]:
-        """The layers for β and the decay."""
-        return [self.b_proj, self.a_proj] if self.rule.decay != "none" else [self.b_proj]
+        """The layers of the state's gates."""
+        named = [getattr(self, f"{name}_proj", None) for name in ("b", "a", "a_up", "w")]
+        return [layer for layer in named if layer is not None]
 
     def gate_parameters(self) -> Iterator[nn.Parameter]:
         yield from super().gate_parameters()
         for layer in self.gate_layers():
             yield from layer.parameters()
-
-    def state_spec(self, T: int) -> StateSpec:
-        shape = (self.num_v_heads, self.feature_map.feature_dim, self.V)
-        return {"recurrent": (shape, torch.float32), **super().state_spec(T)}
-
-    def flops(self, T: int) -> float:
-        sizes = (self.num_v_heads, self.feature_map.feature_dim, self.V)
-        return self.rule.steps * delta_rule_flops(
-            *sizes, channels=self.rule.decay == "channel"
-        ) + super().flops(T)
 
 
 class GatedDeltaNet(DeltaNet):
@@ -271,50 +204,12 @@ class KDA(DeltaNet):
     source = "arXiv 2510.26692"
     rule = replace(DeltaNet.rule, decay="channel", gated=True, gate="sigmoid")
 
-    def __init__(
-        self,
-        config,
-        layer_idx: int,
-        *,
-        allow_neg_eigval: bool = False,
-        num_v_heads: int | None = None,
-        norm_write: bool = False,
-        norm_read: bool = False,
-        qk_norm: str = "l2",
-        value_silu: bool = True,
-        gate_bias: bool = True,
-    ):
+    def __init__(self, config, layer_idx: int, *, gate_bias: bool = True, **options):
         self.gate_bias = gate_bias
-        super().__init__(
-            config,
-            layer_idx,
-            allow_neg_eigval=allow_neg_eigval,
-            num_v_heads=num_v_heads,
-            norm_write=norm_write,
-            norm_read=norm_read,
-            qk_norm=qk_norm,
-            value_silu=value_silu,
-        )
-
-    def add_gates(self, D: int) -> None:
-        HV, V, features = self.num_v_heads, self.V, self.feature_map.feature_dim
-        self.b_proj = nn.Linear(D, HV, bias=False)
-        # Both gates have the rank V: down to V, then up to all heads.
-        self.a_proj = nn.Linear(D, V, bias=False)
-        self.a_up_proj = nn.Linear(V, HV * features, bias=False)
-        self.decay = ChannelDecay(HV, features)
-        if self.rule.gated:
-            self.g_proj = nn.Linear(D, V, bias=False)
-            self.g_up_proj = nn.Linear(V, HV * V, bias=self.gate_bias)
-
-    def gate_layers(self) -> list[nn.Module]:
-        return [*super().gate_layers(), self.a_up_proj]
-
-    def second_linears(self) -> dict[str, nn.Linear]:
-        return {"a": self.a_up_proj} | ({"gate": self.g_up_proj} if self.rule.gated else {})
+        super().__init__(config, layer_idx, **options)
 
 
-class GatedDeltaNet2(KDA):
+class GatedDeltaNet2(DeltaNet):
     """Gated DeltaNet 2 (2026): `KDA` with a gate of its own for what is erased and one for what is written,
 
         S_t = (I − k_t (e_t ⊙ k_t)ᵀ) Diag(e^{g_t}) S_{t-1} + k_t (w_t ⊙ v_t)ᵀ, o_t = S_tᵀ q_t.
@@ -341,26 +236,6 @@ class GatedDeltaNet2(KDA):
         super().__init__(
             config, layer_idx, allow_neg_eigval=allow_neg_eigval, num_v_heads=num_v_heads
         )
-
-    def add_gates(self, D: int) -> None:
-        super().add_gates(D)
-        # b is the erase gate's: F entries a head in place of one.
-        self.b_proj = nn.Linear(D, self.num_v_heads * self.feature_map.feature_dim, bias=False)
-        self.w_proj = nn.Linear(D, self.num_v_heads * self.V, bias=False)
-
-    def linears(self) -> dict[str, nn.Linear]:
-        return super().linears() | {"w": self.w_proj}
-
-    def gate_layers(self) -> list[nn.Module]:
-        return [*super().gate_layers(), self.w_proj]
-
-    def gates(self, heads: Heads) -> Heads:
-        gates, v = super().gates(heads), heads["v"]
-        erase = gates["beta"].unflatten(-1, (self.num_v_heads, -1))
-        # The write gate multiplies v here: one tensor fewer to split across processes.
-        written = v * at_least_fp32(heads["w"]).sigmoid().view(v.shape).to(v.dtype)
-        # β is 1: the two gates stand in its place.
-        return gates | {"v": written, "erase": erase, "beta": erase.new_ones(erase.shape[:3])}
 
 
 class DeltaProduct(DeltaNet):
@@ -399,19 +274,3 @@ class DeltaProduct(DeltaNet):
         super().__init__(
             config, layer_idx, allow_neg_eigval=allow_neg_eigval, num_v_heads=num_v_heads
         )
-
-    def mix(
-        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-    ) -> Tensor:
-        # One row of n·T steps: the decay comes before a token's first, and q reads after its last.
-        n, k, v = self.rule.steps, heads["k"], heads["v"]
-        steps = {"q": heads["q"].repeat_interleave(n, 1), "beta": self.by_step(heads["beta"])}
-        steps |= {"k": self.by_step(k), "v": self.by_step(v)}
-        if self.rule.decay != "none":
-            # g [B, T, HV] to [B, T·n, HV], with 0 at every later step.
-            steps["g"] = F.pad(heads["g"][:, :, None], (0, 0, 0, n - 1)).flatten(1, 2)
-        return super().mix(steps, seq.repeated(n), state, new)[:, n - 1 :: n]  # o of each last step
-
-    def by_step(self, x: Tensor) -> Tensor:
-        """`[B, T, n·H, …]` to `[B, T·n, H, …]`."""
-        return x.unflatten(2, (self.rule.steps, -1)).flatten(1, 2)

@@ -8,91 +8,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Heads, LayerState, Mixer, StateSpec
-from .call import Call, Options, wide_dtype
-from .context import recurrence
+from .base import Heads, LayerState, Mixer
+from .call import wide_dtype
 from .delta import Decay
-from .epilogues import swiglu
-from .feature_maps import EPS, opposite
-from .layers import RMSNorm, at_least_fp32, no_autocast, place_angles, rotate
-from .ops import by_kernel, linear_attention_flops, map_features
+from .layers import RMSNorm, at_least_fp32
 from .options import check_names, check_types
 from .rule import Rule
 from .sequences import Sequences
 from .soft import PooledLandmarks
 
 
-class LinearRecurrence(Mixer):
-    """Mixers with a state S = Σ φ(k) vᵀ, which may decay; o_t = S_tᵀ φ(q_t)."""
-
-    rule = Rule(cut=True)
-
-    def mix(
-        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-    ) -> Tensor:
-        return self.recur(heads, seq, state, new)
-
-    def recur(
-        self,
-        heads: Heads,
-        seq: Sequences,
-        state: LayerState,
-        new: LayerState | None,
-        *,
-        mapped: bool = False,
-        scale: float | None = None,
-        name: str = "recurrent",
-    ) -> Tensor:
-        """Calls the op with the state `name`. mapped: whether q and k are features already."""
-        q, k, v = heads["q"], heads["k"], heads["v"]
-        if v.dtype == torch.float16:  # sums of 1000 terms may exceed its range before the norm
-            v = v.float()
-        feature_map = None if mapped or self.rule.map is None else self.feature_map
-        # No recurrence where all tokens see all: one state, of the whole sequence, serves them.
-        if seq.bidirectional:
-            with no_autocast(v):
-                q, k = map_features(q, k, feature_map)
-                return sum_both(q, k, v, seq, scale)
-
-        options = Options(
-            feature_map=feature_map,
-            scale=scale,
-            output_final_state=new is not None,
-            mode="recurrent" if q.shape[1] == 1 else "chunk",
-        )
-        call = Call(q, k, v, g=heads.get("g"), initial_state=state.get(name))
-        o, final = recurrence(call, options, seq)
-        if new is not None and final is not None:
-            new[name] = final
-        return o
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        """The heads, features and values of the state."""
-        features = self.K if self.rule.map is None else self.feature_map.feature_dim
-        return self.num_v_heads, features, self.V
-
-    def state_spec(self, T: int) -> StateSpec:
-        return {"recurrent": (self.state_shape, torch.float32), **super().state_spec(T)}
-
-    def flops(self, T: int) -> float:
-        return self.rule_flops(T) + super().flops(T)
-
-    def rule_flops(self, T: int) -> float:
-        """Per token at length T, without convolutions and map."""
-        return self.sum_flops(*self.state_shape)
-
-    def sum_flops(self, num_heads: int, key_dim: int, value_dim: int) -> float:
-        """`linear_attention_flops`; in both directions at once there are no chunks."""
-        chunk = 0 if self.bidirectional and self.rule.unmasked else 64
-        return linear_attention_flops(num_heads, key_dim, value_dim, chunk)
-
-
-class NormalizedAttention(LinearRecurrence):
+class NormalizedAttention(Mixer):
     """Mixers that divide by the sum of a token's weights, φ(q_t)ᵀ Σ_{j≤t} φ(k_j) + ε t."""
 
     rule = Rule(
-        read="sum", scale=1.0, map="elu1", conv=4, gated=False, norm=None, cut=True, unmasked=True
+        write="add",
+        read="sum",
+        scale=1.0,
+        map="elu1",
+        conv=4,
+        gated=False,
+        norm=None,
+        cut=True,
+        unmasked=True,
     )
     other_readout = ""
     """How to do without the denominator, for the refusal of a map with negative products."""
@@ -126,83 +64,11 @@ class NormalizedAttention(LinearRecurrence):
         features = self.feature_map.feature_dim
         return self.K if features == 2 * self.K else features
 
-    def mix(
-        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-    ) -> Tensor:
-        o = self.readout(heads, seq, state, new)
-        if o is not None:
-            return o
-        o, z = self.sums(heads, seq, state, new)
-        return o / (z + EPS * self.counts(heads, seq))
-
-    def readout(
-        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None, **options
-    ) -> Tensor | None:
-        """`mix` by one kernel, which forms sums and denominators; None if none serves the call."""
-        q, v = heads["q"], heads["v"]
-        # Cut rows and both directions need the sums apart; one token needs no kernel of chunks.
-        if q.shape[1] == 1 or seq.parts is not None or seq.bidirectional:
-            return None
-
-        served = by_kernel(
-            *("normalized_attention", "auto", q, q, heads["k"], v, heads.get("g")),
-            feature_map=self.feature_map,
-            positions=seq.positions(v.shape[1], v.device),
-            initial_state=state.get("recurrent"),
-            initial_sum=state.get("value_sum"),
-            output_final_state=new is not None,
-            cu_seqlens=seq.cu_seqlens,
-            **options,
-        )
-        if served is None:
-            return None
-        o, final, total = served
-        if new is not None:
-            new["recurrent"] = final
-        if new is not None and total is not None:  # Σv of MALA
-            new["value_sum"] = total
-        return o
-
-    def sums(
-        self,
-        heads: Heads,
-        seq: Sequences,
-        state: LayerState,
-        new: LayerState | None,
-        *,
-        mapped: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """φ(q)ᵀ S `[B, T, HV, V]` and φ(q)ᵀ z `[B, T, HV, 1]`, in fp32, by one op: z is S with v = 1."""
-        v = at_least_fp32(heads["v"])
-        one = v.new_ones(*v.shape[:3], 1)
-        if self.feature_theta is not None:
-            # The denominator is of the features before they rotate.
-            q, k = map_features(heads["q"], heads["k"], self.feature_map)  # [B, T, H, F]
-            z = self.recur({"q": q, "k": k, "v": one}, seq, state, new, mapped=True, scale=1.0)
-            angles = place_angles(q, seq, self.stream_width, self.feature_theta)
-            q, k = (self.rotate_streams(x, angles) for x in (q, k))
-            return self.recur({"q": q, "k": k, "v": v}, seq, state, new, mapped=True, scale=1.0), z
-        o = self.recur(
-            heads | {"v": torch.cat([v, one], -1)}, seq, state, new, mapped=mapped, scale=1.0
-        )
-        return o[..., :-1], o[..., -1:]
-
-    def rotate_streams(self, x: Tensor, angles: Tensor) -> Tensor:
-        """Features `[B, T, H, F]` with each stream rotated apart, so that opposite signs never meet."""
-        streams = x.unflatten(-1, (-1, self.stream_width)).flatten(2, 3)
-        return rotate(streams, angles).view_as(x)
-
     @staticmethod
     def counts(heads: Heads, seq: Sequences) -> Tensor:
         """How many tokens each token sees, `[B or 1, T, 1, 1]`, in fp32 at least."""
         v = heads["v"]
         return seq.counts(v.shape[1], v.device).to(wide_dtype(v))[..., None, None]
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        """With a denominator a last value is 1, so that its sum is Σ φ(k)."""
-        heads, features, values = super().state_shape
-        return heads, features, values + (self.rule.read != "plain")
 
 
 class LinearAttention(NormalizedAttention):
@@ -223,47 +89,6 @@ class LinearAttention(NormalizedAttention):
         if not denominator:
             self.rule = replace(self.rule, read="plain", scale=None, norm=self.rule.norm or "head")
         super().__init__(config, layer_idx)
-
-    def mix(
-        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-    ) -> Tensor:
-        if self.rule.read == "plain":
-            return self.recur(heads, seq, state, new)
-        return super().mix(heads, seq, state, new)
-
-
-def sum_both(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float | None) -> Tensor:
-    """scale · (Σ_j k_j v_jᵀ)ᵀ q_t over all tokens j of a sequence, `[B, T, HV, V]` in v's dtype.
-
-    q and k: features `[B, T, H, F]`; v: `[B, T, HV, V]`, HV a multiple of H. scale: by default F^-½. The sum
-    is the state behind the last token of the causal form, in fp32 at least.
-    """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return (
-        _sum_packed(q, k, v, seq, scale)
-        if seq.cu_seqlens is not None
-        else _sum_rows(q, k, v, scale)
-    )
-
-
-def _sum_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    dtype, (q, k, v) = v.dtype, (at_least_fp32(x).transpose(1, 2) for x in (q, k, v))
-    group = v.shape[1] // k.shape[1]
-    # The group's values lie side by side, so that one product with k serves them all.
-    v = v.unflatten(1, (-1, group)).transpose(2, 3).flatten(3)  # [B, H, T, group·V]
-    o = q @ (k.mT @ v).mul(scale)  # the state first, [B, H, F, group·V]: linear in T
-    return o.unflatten(3, (group, -1)).transpose(1, 2).flatten(2, 3).to(dtype)
-
-
-@torch.compiler.disable  # the groups depend on the values of cu_seqlens
-def _sum_packed(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float) -> Tensor:
-    groups, where = seq.groups(v.device)
-    out = [v.new_zeros(0, *v.shape[2:])]
-    for rows, real in groups:
-        keys = k[0, rows] * real[..., None, None]  # padding adds nothing
-        # Outputs of padding are computed too; `where` never picks them.
-        out.append(_sum_rows(q[0, rows], keys, v[0, rows], scale).flatten(0, 1))
-    return torch.cat(out).index_select(0, where)[None]
 
 
 class NaLaAttention(NormalizedAttention):
@@ -323,31 +148,6 @@ class MALA(NormalizedAttention):
         super().__init__(config, layer_idx)
         self.rotate_features(rope_theta)
 
-    def mix(
-        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-    ) -> Tensor:
-        o = self.readout(heads, seq, state, new, magnitude=self.rule.magnitude)
-        if o is not None:
-            return o
-        r, z = self.sums(heads, seq, state, new)
-        t, v = self.counts(heads, seq), at_least_fp32(heads["v"])
-        one = v.new_ones(*v.shape[:3], 1)
-        constant = {"q": one, "k": one, "v": v}  # equal weights: the state is Σv
-        # [N, HV, 1, V], beside the state of r and z.
-        total = self.recur(constant, seq, state, new, mapped=True, scale=1.0, name="value_sum")
-        c = 1.0 if self.rule.magnitude == "literal" else 1 / t
-        if self.rule.magnitude == "code":
-            c = c * self.K**-0.5
-        # r/z + c (r − z v̄), with v̄ = Σv/t over the tokens seen.
-        return r / (z + EPS * t) + c * (r - z * total / t)
-
-    def state_spec(self, T: int) -> StateSpec:
-        total = ((self.num_v_heads, 1, self.V), torch.float32)  # Σv
-        return super().state_spec(T) | {"value_sum": total}
-
-    def flops(self, T: int) -> float:
-        return super().flops(T) + self.sum_flops(self.num_v_heads, 1, self.V)
-
 
 class PolaAttention(NormalizedAttention):
     """PolaFormer (2025), causal. φ splits q and k by sign, with learnt powers: [relu(x)^p; relu(−x)^p].
@@ -386,37 +186,8 @@ class PolaAttention(NormalizedAttention):
         self.rule = replace(self.rule, gate_first=gate_first)
         super().__init__(config, layer_idx)
 
-    def mix(
-        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-    ) -> Tensor:
-        halves = {name: heads[name] for name in ("q", "k")}
-        # Each half of v is a head, [B, T, 2H, V/2], read by queries of its own.
-        halves["v"] = heads["v"].unflatten(-1, (2, -1)).flatten(2, 3)
-        o = self.readout(halves, seq, state, new, mirrored=True)
-        if o is None:
-            q, k = map_features(heads["q"], heads["k"], self.feature_map)
-            halves["q"] = torch.stack([q, opposite(q)], 3).flatten(2, 3)  # [B, T, 2H, 2K]
-            halves["k"] = k.repeat_interleave(2, 2)  # both halves have the same keys
-            o, z = self.sums(halves, seq, state, new, mapped=True)
-            o = o / (z + EPS * self.counts(heads, seq))
-        return o.unflatten(2, (-1, 2)).flatten(-2)  # [B, T, H, V]
 
-    def add_local(self, o: Tensor, heads: Heads) -> Tensor:
-        if self.rule.gated and self.rule.gate_first:
-            o = o * heads["gate"].view_as(o)
-        return super().add_local(o, heads)
-
-    def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
-        o = o.flatten(-2).to(x.dtype)
-        return self.o_proj(o * heads["gate"] if self.rule.gated and not self.rule.gate_first else o)
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        """Each half of the values is a head of its own, and has its own denominator."""
-        return 2 * self.num_heads, self.feature_map.feature_dim, self.V // 2 + 1
-
-
-class SoftAttention(LinearRecurrence):
+class SoftAttention(Mixer):
     """SOFT++ (Lu et al. 2021, 2024), causal: o_t = κ(q_t, Z) W Σ_{j≤t} κ(Z, k_j) v_jᵀ.
 
     κ is a Gaussian kernel; q = k is one projection. The landmarks Z are learnt: pooled ones would leak the
@@ -433,7 +204,14 @@ class SoftAttention(LinearRecurrence):
     equation = "S ← S + κ(Z, k) vᵀ; o = SᵀW κ(Z, q), q = k"
     source = "arXiv 2110.11945, 2207.03341"
     rule = Rule(
-        scale=1.0, map="softpp", conv=4, shared_qk=True, gated=False, cut=True, unmasked=True
+        write="add",
+        scale=1.0,
+        map="softpp",
+        conv=4,
+        shared_qk=True,
+        gated=False,
+        cut=True,
+        unmasked=True,
     )
 
     def __init__(self, config, layer_idx: int):
@@ -442,6 +220,8 @@ class SoftAttention(LinearRecurrence):
                 f"soft: feature_map is {config.feature_map!r}; it needs 'soft' or 'softpp', and for "
                 "another map take mixer 'linear_attention'"
             )
+        if not config.is_decoder:
+            self.rule = replace(self.rule, write="own")
         super().__init__(config, layer_idx)
         self.grid = config.grid
 
@@ -457,8 +237,7 @@ class SoftAttention(LinearRecurrence):
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
     ) -> Tensor:
         if not seq.bidirectional:
-            # No F^-½: φ(q) has W in it.
-            return self.recur(heads, seq, state, new, scale=1.0)
+            return super().mix(heads, seq, state, new)
         q, v = heads["q"], heads["v"]
         if seq.cu_seqlens is None:
             return self.feature_map(q, v, seq.grid)
@@ -469,19 +248,14 @@ class SoftAttention(LinearRecurrence):
         sequences = zip(seq.split(q), seq.split(v), strict=True)
         return torch.cat([self.feature_map(*sequence) for sequence in sequences], 1)
 
-    def rule_flops(self, T: int) -> float:
-        if not self.bidirectional:
-            return super().rule_flops(T)
-        return self.num_heads * self.feature_map.flops_at(self.grid or (T,), self.K, self.V)
+    def flops(self, T: int) -> float:
+        pooled = 0.0
+        if self.bidirectional:
+            pooled = self.num_heads * self.feature_map.flops_at(self.grid or (T,), self.K, self.V)
+        return pooled + super().flops(T)
 
 
-def retention_decays(num_heads: int, like: Tensor) -> Tensor:
-    """log(1 − 2^{−5−h}) of each head, `[H]`, in the precision of `like`."""
-    h = torch.arange(num_heads, device=like.device, dtype=like.dtype)
-    return torch.log1p(-(2.0 ** (-5 - h)))
-
-
-class Retention(LinearRecurrence):
+class Retention(Mixer):
     """RetNet's retention (Sun et al. 2023): S_t = (1 − 2^{−5−h}) S_{t-1} + k_t v_tᵀ for head h = 0, 1, …
 
     q and k are rotated by their positions. The output is RMS-normed per head and gated by SiLU(W_g x).
@@ -491,7 +265,7 @@ class Retention(LinearRecurrence):
 
     equation = "S ← (1 − 2^(−5−h)) S + k vᵀ; o = Sᵀq, q and k rotated"
     source = "arXiv 2307.08621"
-    rule = Rule(decay="retention", gated=True, cut=True)
+    rule = Rule(write="add", decay="retention", rotate="rope", gated=True, cut=True)
 
     def __init__(self, config, layer_idx: int, *, rope_theta: float = 10000.0):
         if not rope_theta > 0:
@@ -503,15 +277,8 @@ class Retention(LinearRecurrence):
         self.rule = replace(self.rule, theta=rope_theta)
         super().__init__(config, layer_idx)
 
-    def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
-        heads = super().heads(x, seq, state, new)
-        assert self.rule.theta is not None
-        angles = place_angles(x, seq, self.K, self.rule.theta)
-        g = retention_decays(self.num_heads, angles).expand(*x.shape[:2], -1)  # [B, T, H]
-        return heads | {"q": rotate(heads["q"], angles), "k": rotate(heads["k"], angles), "g": g}
 
-
-class GLA(LinearRecurrence):
+class GLA(Mixer):
     """Gated linear attention (Yang et al. 2023): S_t = Diag(α_t) S_{t-1} + k_t v_tᵀ.
 
     α_t = σ(W₂ W₁ x + b)^{1/16} is a decay per key channel, from a projection of rank 16. The output is
@@ -522,7 +289,7 @@ class GLA(LinearRecurrence):
 
     equation = "S ← Diag(α) S + k vᵀ; o = Sᵀq"
     source = "arXiv 2312.06635"
-    rule = Rule(decay="sigmoid", gated=True, cut=True)
+    rule = Rule(write="add", decay="sigmoid", gated=True, cut=True)
 
     def __init__(
         self, config, layer_idx: int, *, gate_rank: int = 16, gate_temperature: float = 16.0
@@ -543,12 +310,6 @@ class GLA(LinearRecurrence):
 
     def second_linears(self) -> dict[str, nn.Linear]:
         return {"a": self.gk_proj[1]}
-
-    def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
-        heads = super().heads(x, seq, state, new)
-        gates = at_least_fp32(heads["a"]).unflatten(-1, (-1, self.K))
-        # log α: the root of the decay divides its logarithm.
-        return heads | {"g": F.logsigmoid(gates) / self.rule.temperature}
 
     def gate_parameters(self) -> Iterator[nn.Parameter]:
         yield from super().gate_parameters()
@@ -574,7 +335,7 @@ class Discretization(Decay):
         return super().initial() | {"D": torch.ones_like(self.D)}
 
 
-class Mamba2(LinearRecurrence):
+class Mamba2(Mixer):
     """Mamba 2 (Dao and Gu 2024): S_t = e^{−Δ_t A} S_{t-1} + Δ_t k_t v_tᵀ, o_t = S_tᵀ q_t + D v_t.
 
     It calls q, k and v C, B and x. Δ, of W_a x, and A have a number a head, see `Discretization`. The output
@@ -587,7 +348,15 @@ class Mamba2(LinearRecurrence):
     equation = "S ← e^(−ΔA) S + Δ k vᵀ; o = Sᵀq + D v"
     source = "arXiv 2405.21060"
     rule = Rule(
-        decay="dt", scale=1.0, map="silu", conv=4, gated=True, gate_first=True, norm="rms", cut=True
+        write="add",
+        decay="dt",
+        scale=1.0,
+        map="silu",
+        conv=4,
+        gated=True,
+        gate_first=True,
+        norm="rms",
+        cut=True,
     )
 
     def __init__(self, config, layer_idx: int, *, num_v_heads: int | None = None):
@@ -603,28 +372,6 @@ class Mamba2(LinearRecurrence):
     def linears(self) -> dict[str, nn.Linear]:
         return super().linears() | {"a": self.a_proj}
 
-    def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
-        heads = super().heads(x, seq, state, new)
-        dt, g, skip = self.discretization(heads["a"])
-        return heads | {"dt": dt, "g": g, "skip": skip}
-
-    def mix(
-        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-    ) -> Tensor:
-        v = at_least_fp32(heads["v"])
-        # Δ k vᵀ: the op has no step, so Δ multiplies v.
-        o = self.recur(heads | {"v": heads["dt"][..., None] * v}, seq, state, new, scale=1.0)
-        return o + heads["skip"][:, None] * v  # D v, without Δ
-
-    def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
-        o = o.flatten(-2)
-        # The gate comes before the norm, unlike that of other mixers.
-        gated = swiglu(at_least_fp32(heads["gate"]), o) if self.rule.gated else o
-        return self.o_proj(self.o_norm(gated).to(x.dtype))
-
     def gate_parameters(self) -> Iterator[nn.Parameter]:
         yield from super().gate_parameters()
         yield from self.a_proj.parameters()
-
-    def flops(self, T: int) -> float:
-        return super().flops(T) + 2.0 * self.num_v_heads * self.V

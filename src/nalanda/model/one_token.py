@@ -125,12 +125,12 @@ def describe_all(
         fields["by_count"] = rule.magnitude != "literal"
     elif rule.read == "pola":
         fields["swapped"] = True
-    if getattr(layer, "lrpe", None) is not None:
+    if rule.rotate == "lrpe":
         fields |= {"mirror": layer.lrpe.u, "frequencies": layer.lrpe.theta}
     return fields
 
 
-def decode(
+def decode_token(
     layer: Any, x: Tensor, seq: Sequences, state: LayerState
 ) -> tuple[Tensor, LayerState] | None:
     """`Mixer.forward` for one token of each sequence, in one kernel behind the projections or in torch.
@@ -181,7 +181,7 @@ def decode(
 def fused_step(
     layer: Any, x: Tensor, seq: Sequences, state: LayerState
 ) -> tuple[Tensor, LayerState] | None:
-    """`decode` by one kernel, with norms and gates of all heads; None if none serves."""
+    """`decode_token` by one kernel, with norms and gates of all heads; None if none serves."""
     norm = layer.o_norm if layer.rule.norm is not None else None
     # Without a recurrent state the mixer is attention. An adapter around the norm has no epsilon.
     if "recurrent" not in state or not isinstance(norm, RMSNorm | LayerNorm | None):

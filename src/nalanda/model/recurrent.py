@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Call, Options, wide_dtype
+from .call import Call, Options
 from .context import recurrence
 from .feature_maps import EPS, opposite
 from .layers import at_least_fp32, excess, no_autocast, place_angles, rotate
@@ -63,9 +63,7 @@ def mix_delta(
             q, k = map_features(q, k, features, norm)
         features, norm = None, None  # q and k are features now
         length = layer.per_value(excess(k))
-        beta, erase = (
-            (beta / length, None) if erase is None else (beta, erase / length[..., None])
-        )
+        beta, erase = (beta / length, None) if erase is None else (beta, erase / length[..., None])
 
     past = state.get("recurrent")
     call = Call(q, k, heads["v"], beta, heads.get("g"), erase, initial_state=past)
@@ -111,7 +109,9 @@ def mix_steps(
         # g [B, T, HV] to [B, T·n, HV], with 0 at every later step.
         g = heads["g"][:, :, None]
         steps["g"] = torch.nn.functional.pad(g, (0, 0, 0, n - 1)).flatten(1, 2)
-    return mix_delta(layer, steps, seq.repeated(n), state, new)[:, n - 1 :: n]  # o of each last step
+    return mix_delta(layer, steps, seq.repeated(n), state, new)[
+        :, n - 1 :: n
+    ]  # o of each last step
 
 
 # ----------------------------------------------------------------------------------- linear attention
@@ -332,7 +332,9 @@ def state_shape(layer: Any) -> tuple[int, int, int]:
     rule = layer.rule
     features = layer.K if rule.map is None else layer.feature_map.feature_dim
     # Each half of Pola's values is a head of its own, and has its own denominator.
-    heads, values = (2 * layer.num_heads, layer.V // 2) if rule.read == "pola" else (layer.num_v_heads, layer.V)
+    heads, values = (
+        (2 * layer.num_heads, layer.V // 2) if rule.read == "pola" else (layer.num_v_heads, layer.V)
+    )
     return heads, features, values + (rule.read != "plain")
 
 

@@ -11,8 +11,8 @@ class Rule:
     It holds no tensors. F is the number of features of a head, V that of values, W and b are projections of x.
     """
 
-    write: Literal["add", "delta", "rows"] = "add"
-    """S ← S + k vᵀ; the delta rule, which erases the value under k first; or kept keys and values: attention."""
+    write: Literal["own", "add", "delta", "rows"] = "own"
+    """A mixer's own `mix`; S ← S + k vᵀ; the delta rule, which erases the value under k first; kept keys and values."""
     decay: Literal["none", "given", "head", "channel", "dt", "retention", "sigmoid"] = "none"
     """Of S before each write: none; g of the mixer's own; `delta.Decay`; `delta.ChannelDecay`; that of
     `linear.Discretization`, whose step multiplies v; 1 − 2^(−5−h) for head h; σ(W₂ W₁ x + b)^(1/temperature)."""
@@ -39,8 +39,9 @@ class Rule:
     """Feature map if the config leaves it open; None: it never has one."""
     qk_norm: Literal["l2", "rms", "none"] = "none"
     """Norm of the features."""
-    theta: float | None = None
-    """Base of the rotary angles of q and k; None: no rotation."""
+    rotate: Literal["none", "rope", "lrpe"] = "none"
+    """Positions of q and k: none; rotary angles of base `theta`, before the map; `transnormer.LRPE`, behind it."""
+    theta: float = 10000.0
     conv: int | None = None
     """Taps of the short convolutions of q, k and v if the config leaves them open; None: it never has any."""
     value_silu: bool = True

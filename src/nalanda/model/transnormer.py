@@ -3,16 +3,15 @@
 The Devil in Linear Transformer (Qin et al. 2022, arXiv 2210.10340).
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Heads, LayerState
+from .base import Mixer
 from .layers import Fp32Module, at_least_fp32, rotate
-from .linear import LinearRecurrence
-from .ops import map_features
 from .rule import Rule
-from .sequences import Sequences
 
 
 class LRPE(Fp32Module):
@@ -89,7 +88,7 @@ class SimpleRMSNorm(nn.Module):
         return f"eps={self.eps if self.placement == 'inside' else 1e-8}, {self.placement}"
 
 
-class NormAttention(LinearRecurrence):
+class NormAttention(Mixer):
     """TransNormer's late layers (Qin et al. 2022): O = RMSNorm(tril(φ(Q) φ(K)ᵀ) V).
 
     There is no denominator, scale or gain, and the norm is over all heads together. With ε inside its root, a
@@ -104,28 +103,17 @@ class NormAttention(LinearRecurrence):
 
     equation = "S ← S + k vᵀ; o = RMSNorm(Sᵀq), q and k reflected and rotated"
     source = "arXiv 2210.10340"
-    rule = Rule(scale=1.0, map="elu1", norm="rms", cut=True, unmasked=True)
+    rule = Rule(
+        write="add", scale=1.0, map="elu1", norm="rms", rotate="lrpe", cut=True, unmasked=True
+    )
 
     def __init__(
         self, config, layer_idx: int, *, positions: str = "lrpe", norm_eps_placement: str = "inside"
     ):
+        if positions == "none":
+            self.rule = replace(self.rule, rotate="none")
         super().__init__(config, layer_idx)
         self.o_norm = SimpleRMSNorm(config.norm_eps, norm_eps_placement)
         self.lrpe = build_positions(positions, self.feature_map.feature_dim)
         for projection in (self.q_proj, self.k_proj, self.v_proj):
             projection.gain = 2**-0.5  # pyrefly: ignore[bad-argument-type]
-
-    def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
-        heads = super().heads(x, seq, state, new)
-        q, k, dtype = heads["q"], heads["k"], heads["q"].dtype
-        if self.lrpe is not None:
-            positions = seq.positions(x.shape[1], x.device)
-            # Positions turn features, so the map comes first, and `mix` must not map again.
-            features = map_features(q, k, self.feature_map)
-            q, k = (self.lrpe(phi, positions).to(dtype) for phi in features)
-        return heads | {"q": q, "k": k}
-
-    def mix(
-        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-    ) -> Tensor:
-        return self.recur(heads, seq, state, new, mapped=self.lrpe is not None, scale=1.0)
