@@ -11,7 +11,7 @@ from drawn import drawn
 from tiny_models import build as tiny
 
 from nalanda import NalandaConfig
-from nalanda.model import FEATURE_MAPS, MIXERS, chunk, delta
+from nalanda.model import FEATURE_MAPS, MIXERS, chunk, recurrent
 from nalanda.model.decoder import Decoder
 from nalanda.model.layers import place_angles, rotate
 from nalanda.model.mixers import build_mixer
@@ -337,13 +337,13 @@ def test_delta_nets(mixer, conv_size, options):
 @pytest.mark.parametrize("name", ["nala", "silu"])
 def test_norm_write(name, monkeypatch):
     """A step of 1 for a long key, of 0 for none; under qk_norm none and rms β‖k‖² ≤ 1 all the same."""
-    seen, recurrence = [], delta.recurrence
+    seen, recurrence = [], recurrent.recurrence
 
     def spy(call, rule, seq):
         seen.append((call.k, call.beta))
         return recurrence(call, rule, seq)
 
-    monkeypatch.setattr(delta, "recurrence", spy)
+    monkeypatch.setattr(recurrent, "recurrence", spy)
     for norm in ("l2", "rms", "none"):
         module = build(
             "deltanet", feature_map=name, mixer_options={"norm_write": True, "qk_norm": norm}
@@ -498,13 +498,13 @@ def test_one_token_again_and_again_does_not_lengthen_the_state(mixer, options):
 )
 @pytest.mark.parametrize("negative", [True, False])
 def test_kernels_learn_of_negative_eigenvalues(mixer, negative, monkeypatch):
-    rules, recurrence = [], delta.recurrence
+    rules, recurrence = [], recurrent.recurrence
 
     def spy(call, rule, seq):
         rules.append(rule)
         return recurrence(call, rule, seq)
 
-    monkeypatch.setattr(delta, "recurrence", spy)
+    monkeypatch.setattr(recurrent, "recurrence", spy)
     run(build(mixer, mixer_options={"allow_neg_eigval": negative}))
     assert [rule.allow_neg_eigval for rule in rules] == [negative]
 

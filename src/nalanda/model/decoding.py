@@ -17,7 +17,7 @@ from .cache import NalandaCache, StateBuffers, alike, copy_all
 from .decoder import GLU, Block
 from .growing import Memory, claim_room
 from .layers import LayerNorm, RMSNorm
-from .one_token import describe_all
+from .one_token import kernel_token
 from .ops import by_kernel
 from .recurrent import retention_decays
 from .sequences import Sequences
@@ -118,7 +118,7 @@ class TokenStep(StateBuffers):
         program, rule = self.program, mixer.rule
         # [batch, heads·V], in fp32 below a norm over all heads, whose gate is that norm's
         by_head = rule.norm in ("head", None)
-        token = describe_all(mixer, self.h.dtype if by_head else torch.float32)
+        token = kernel_token(mixer, self.h.dtype if by_head else torch.float32)
         if token is None:
             raise NotServed
 

@@ -4,7 +4,7 @@ With one token an operator costs as much as its launch, on a CPU too. So the tor
 without the parts that only longer inputs need. It rounds to the model's dtype wherever the chunkwise path does, so
 that in bf16 too generation from a cache equals a new read of the text.
 
-`describe` reads a layer's `Rule` and weights. The kernels of API 3 take the fields of `Token` as keywords.
+`token_of` reads a layer's `Rule` and weights. The kernels of API 3 take the fields of `Token` as keywords.
 """
 
 import functools
@@ -56,7 +56,7 @@ LayerState = dict[str, Tensor]
 
 
 def is_described(layer: Any) -> bool:
-    """Whether `describe` says all that a layer computes between its projections and o_proj."""
+    """Whether `token_of` says all that a layer computes between its projections and o_proj."""
     rule = layer.rule
     if not layer.follows_rule or rule.shared_qk or rule.norm_write or rule.norm_read:
         return False
@@ -64,7 +64,7 @@ def is_described(layer: Any) -> bool:
     return rule.norm != "head" or isinstance(layer.o_norm, RMSNorm)
 
 
-def describe(layer: Any, dtype: torch.dtype, out: LayerState | None = None) -> Token:
+def token_of(layer: Any, dtype: torch.dtype, out: LayerState | None = None) -> Token:
     """The token of a layer that follows its rule. dtype: of the output; out: memory for the new state."""
     rule, halves = layer.rule, 2 if layer.rule.read == "pola" else 1
     convs = layer.projections() if rule.conv else ()
@@ -98,7 +98,7 @@ def describe(layer: Any, dtype: torch.dtype, out: LayerState | None = None) -> T
     )
 
 
-def describe_all(
+def kernel_token(
     layer: Any, dtype: torch.dtype, out: LayerState | None = None
 ) -> dict[str, Any] | None:
     """The token of a layer for kernels that compute more than `step`; None for a layer that they do not compute.
@@ -108,7 +108,7 @@ def describe_all(
     rule = layer.rule
     if not is_described(layer):
         return None
-    fields: dict[str, Any] = describe(layer, dtype, out)._asdict()
+    fields: dict[str, Any] = token_of(layer, dtype, out)._asdict()
     fields["gate_first"] = rule.gate_first
     if rule.write == "rows":
         return fields | layer.token_fields()
@@ -150,7 +150,7 @@ def decode_token(
 
     by_head = rule.norm in ("head", None)  # `step` norms heads, not all of them together
     # A norm over all heads reads fp32, and o_proj the dtype of x.
-    token = describe(layer, x.dtype if by_head else torch.float32, getattr(state, "out", None))
+    token = token_of(layer, x.dtype if by_head else torch.float32, getattr(state, "out", None))
     if any_offloaded(token._asdict()):
         return None
 
@@ -188,7 +188,7 @@ def fused_step(
         return None
     if layer.rule.norm == "rms" and layer.rule.value_conv:
         return None  # Mamba 2's gate follows the convolution of v
-    token = describe_all(layer, x.dtype, getattr(state, "out", None))
+    token = kernel_token(layer, x.dtype, getattr(state, "out", None))
     if token is None:
         return None
     if norm is not None:
