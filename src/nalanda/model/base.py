@@ -171,7 +171,8 @@ class Mixer(FusedLinears):
         parent = inspect.signature(super(cls, cls).__init__)
         more = [p for p in parent.parameters.values() if p.name not in own.parameters]
         function: Any = cls.__init__
-        function.__signature__ = own.replace(parameters=[*named, *more])
+        first = [p for p in named if p.kind is not p.KEYWORD_ONLY]
+        function.__signature__ = own.replace(parameters=[*first, *more, *named[len(first) :]])
         function.__annotations__ |= {p.name: p.annotation for p in more}
 
     def __init__(
