@@ -18,6 +18,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from nalanda_kernels import Unsupported
+from nalanda_kernels.cpu.structures import header
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("g++", "clang++", "c++")
@@ -92,12 +93,15 @@ def _build(compiler: str) -> Path:
 
 def _compile(compiler: str, output: str) -> None:
     """Compiles all sources into one library, with threads where the compiler knows them."""
-    command = [compiler, *FLAGS, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", output]
-    with_threads, without = THREADS
-    try:
-        _run([*command, with_threads])
-    except subprocess.CalledProcessError:
-        _run([*command, without])
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "structures.h").write_text(header(), "utf-8")
+        sources = map(str, sorted(SOURCES.glob("*.cpp")))
+        command = [compiler, *FLAGS, f"-I{folder}", *sources, "-o", output]
+        with_threads, without = THREADS
+        try:
+            _run([*command, with_threads])
+        except subprocess.CalledProcessError:
+            _run([*command, without])
 
 
 def _run(command: list[str]) -> str:
@@ -110,7 +114,7 @@ def _run(command: list[str]) -> str:
 def _hash(compiler: str) -> str:
     """Of all that the library depends on."""
     version = _run([compiler, "--version"])
-    parts = [compiler, version, *FLAGS, *THREADS, platform.machine(), processor()]
+    parts = [compiler, version, *FLAGS, *THREADS, platform.machine(), processor(), header()]
     for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         parts += [source.name, source.read_text("utf-8")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

@@ -9,26 +9,13 @@ from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu.build import library
+from nalanda_kernels.cpu.structures import Settings
 from nalanda_kernels.maps import Map, describe, exponents_and_units
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 NAMES = ("identity", "silu", "relu", "elu", "elu1", "exp", "power")
 ANGLES = ("relu_split", "raw", "direction")
 ROWS_A_THREAD = 64  # for fewer a thread costs more than it gains
-
-
-def list_fields(kind: type, names: str) -> list[tuple[str, type]]:
-    """Fields of a structure that have one type."""
-    return [(name, kind) for name in names.split()]
-
-
-class Settings(ctypes.Structure):
-    """A map of queries or of keys, as feature_maps.cpp reads it."""
-
-    _fields_ = (
-        *list_fields(ctypes.c_int32, "name angle l2 query"),
-        *list_fields(ctypes.c_float, "alpha power n_scale scale exponent"),
-    )
 
 
 @functools.cache

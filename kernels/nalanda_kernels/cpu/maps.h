@@ -5,15 +5,10 @@
 #include <type_traits>
 
 #include "elementary.h"
+#include "structures.h"
 
 enum Name { IDENTITY, SILU, RELU, ELU, ELU1, EXP, POWER };
 enum Angle { SPLIT, RAW, DIRECTION };
-
-// `Settings` of feature_maps.py.
-struct Settings {
-    int32_t name, angle, l2, query;
-    float alpha, power, n_scale, scale, exponent;  // exponent: 0 for p(n)
-};
 
 constexpr float EPS = 1e-6f, QUARTER_PI = 0.78539816f;
 

@@ -3,33 +3,13 @@
 #pragma once
 #include "maps.h"
 #include "rows.h"
+#include "structures.h"
 
 enum Scores { NONE, SOFTMAX, POSITIVE };
 enum Activation { BY_SILU, BY_SIGMOID, PLAIN };
 
-// `Step` of step.py. Pointers are null for what a mixer lacks.
-struct Step {
-    const void *q, *k, *v, *b, *w, *a, *gate;                      // [N, ·] of T, as projected
-    const void *q_filter, *k_filter, *v_filter, *local_filter;     // [·, W] of T
-    const void *q_past, *k_past, *v_past, *local_past;             // [N, W−1, ·] of T
-    void *q_moved, *k_moved, *v_moved, *local_moved;               // the same after this token, or the same memory
-    const void *q_norm, *k_norm, *norm;                            // [K], [K] and [V] of T
-    void *k_rows, *v_rows;                                         // of attention, [N, HV, room, K or V] of T
-    const float* g;                                                // [N, HV·G], log-decays
-    const float *A_log, *dt_bias, *skip;                           // [HV], [HV·G] and [HV]
-    const float *map_powers, *map_units;                           // [H, K] of Pola
-    const float *frequencies, *mirror;                             // [pairs] of a rotation; normal of a reflection
-    const float *state, *sum;                                      // [N, HV, F, V (+ 1)], and Σv [N, HV, V]
-    float *new_state, *new_sum;                                    // the same after this token, or the same memory
-    const int64_t *positions, *written;                            // [N]; rows written behind the `used` ones
-    void* out;                                                     // [N, heads of o, V], of T or fp32
-    int32_t N, H, HV, K, V, W, G, steps;                           // G: decays a head, 0, 1 or F
-    int32_t pairs, local_width, local_copies, k_room, v_room, used, reach, blocks;
-    int32_t delta, denominator, silu, wide_out, unit_queries, swapped, by_count;
-    int32_t scores, activation, gate_width, gate_first;
-    float beta_scale, scale, eps, map_alpha, magnitude, temperature;
-    Settings query, key;
-
+// A token of a layer: the fields of structures.py.
+struct Step : StepFields {
     // Heads of k. Each serves several heads of v, or in attention several of q.
     int heads() const { return H < HV ? H : HV; }
     int queries() const { return H / heads(); }

@@ -9,51 +9,16 @@ from torch import Tensor
 
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu.build import library
-from nalanda_kernels.cpu.feature_maps import DTYPES, Settings, list_fields, settings_of
+from nalanda_kernels.cpu.feature_maps import DTYPES, settings_of
+from nalanda_kernels.cpu.structures import FP32, Operation, Step
 from nalanda_kernels.maps import describe
 from nalanda_kernels.one_token import Token
 
 ROWS = {torch.float32: 8, torch.bfloat16: 4}  # of a product; more are faster in torch
 KINDS = ("product", "step", "norm", "wide_norm", "swiglu")
-# In fp32 beside any model.
-WIDE = "g A_log dt_bias skip map_powers map_units frequencies mirror state sum new_state new_sum"
 SCORES = (None, "softmax", "relu")
 ACTIVATIONS = ("silu", "sigmoid", "plain")
 ENTRIES_A_THREAD = 32768  # of a matrix; for fewer a thread costs more than it gains
-
-
-class Operation(ctypes.Structure):
-    """An operation, as token.cpp reads it."""
-
-    _fields_ = (
-        *list_fields(ctypes.c_void_p, "x weight bias added step y"),
-        *list_fields(ctypes.c_int32, "kind N K M waits"),
-        ("number", ctypes.c_float),
-    )
-
-
-class Step(ctypes.Structure):
-    """A token of a layer, as step.h reads it."""
-
-    _fields_ = (
-        *list_fields(
-            ctypes.c_void_p,
-            "q k v b w a gate "
-            "q_filter k_filter v_filter local_filter "
-            "q_past k_past v_past local_past "
-            "q_moved k_moved v_moved local_moved "
-            f"q_norm k_norm norm k_rows v_rows {WIDE} positions written out",
-        ),
-        *list_fields(
-            ctypes.c_int32,
-            "N H HV K V W G steps "
-            "pairs local_width local_copies k_room v_room used reach blocks "
-            "delta denominator silu wide_out unit_queries "
-            "swapped by_count scores activation gate_width gate_first",
-        ),
-        *list_fields(ctypes.c_float, "beta_scale scale eps map_alpha magnitude temperature"),
-        *list_fields(Settings, "query key"),
-    )
 
 
 def step(
@@ -131,10 +96,9 @@ def describe_step(
     fit = all(tensors[name].numel() == N * size for name, size in sizes.items() if name in tensors)
     fit &= all(y.shape == (H, K) for y in parameters)
     fit &= G in (0, 1, F) and gate_width in (0, 1, V) and dtype in DTYPES
-    wide = WIDE.split()
     # The C++ reads rows without gaps: a stride would go unseen.
     for name, y in tensors.items():
-        wanted = torch.float32 if name in wide else dtype
+        wanted = torch.float32 if name in FP32 else dtype
         fit &= y.dtype == (torch.int64 if name in ("positions", "written") else wanted)
         fit &= y.is_contiguous()
     if not fit:

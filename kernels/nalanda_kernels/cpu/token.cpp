@@ -3,14 +3,6 @@
 
 enum Action { PRODUCT, STEP, NORM, WIDE_NORM, SWIGLU };
 
-// `Operation` of token.py. Arrays are of the model's dtype T, but for x of WIDE_NORM, in fp32.
-struct Operation {
-    const void *x, *weight, *bias, *added, *step;
-    void* y;
-    int32_t kind, N, K, M, waits;  // waits: all threads wait behind it for each other
-    float number;                  // ε of a norm, below its root; M: behind the root
-};
-
 // y [N, M] = x [N, K] times the transpose of W [M, K], plus a bias [M] and what y is added to, which may be null.
 template <class T>
 void run_product(const Operation& op, Part part) {

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu.build import library
 from nalanda_kernels.cpu.feature_maps import DTYPES
-from nalanda_kernels.cpu.step import KINDS, ROWS, Operation, Step, describe_step, threads_for
+from nalanda_kernels.cpu.step import KINDS, ROWS, describe_step, threads_for
+from nalanda_kernels.cpu.structures import Operation, Step
 from nalanda_kernels.one_token import Token
 
 
