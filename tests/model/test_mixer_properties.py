@@ -8,7 +8,7 @@ from covering import covering_cases
 from tiny_models import SOME_MAPS, VARIANTS, VOCAB, build, close, covered_rows, ids, logits, rows
 
 from nalanda import NalandaCache
-from nalanda.model import FEATURE_MAPS, MIXERS
+from nalanda.model import FEATURE_MAPS, MIXERS, recurrent
 from nalanda.testing import MIXER_PROPERTIES
 
 ROWS = {row.id: row.values[0] for row in rows()}
@@ -141,15 +141,13 @@ def test_options_of_each_mixer_by_its_name():
 
 
 def test_negative_eigenvalues_double_beta(monkeypatch):
-    seen = []
-    import nalanda.model.delta as mixers
+    seen, recurrence = [], recurrent.recurrence
 
-    def spy(call, rule, seq):
+    def spy(call, options, seq):
         seen.append(call.beta)
-        return recurrence(call, rule, seq)
+        return recurrence(call, options, seq)
 
-    recurrence = mixers.recurrence
-    monkeypatch.setattr(mixers, "recurrence", spy)
+    monkeypatch.setattr(recurrent, "recurrence", spy)
     plain, doubled = build(), build(mixer_options={"allow_neg_eigval": True})
     logits(plain, ids(1, 8)), logits(doubled, ids(1, 8))
     close(seen[2], 2 * seen[0])
