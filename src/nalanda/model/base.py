@@ -158,6 +158,8 @@ class Mixer(FusedLinears):
     equation: str
     source: str
     rule = Rule()
+    other_readout = ""
+    """How to do without a sum of weights, for the refusal of a map with negative products."""
     metrics: ClassVar[dict[str, Callable[["Mixer", Tensor], Tensor]]] = {}
     """Name to a number of a layer from its input x `[B, T, D]`. Validation logs the mean over the layers."""
 
@@ -199,6 +201,11 @@ class Mixer(FusedLinears):
         self._add_convolutions(config)
         if self.rule.map is not None:
             self.feature_map = self.build_map(config)
+        if self.rule.read != "plain" and not self.feature_map.nonnegative:
+            raise ValueError(
+                f"feature_map {self.rule.map!r}: {type(self).__name__} divides by a sum of weights, which "
+                f"may be negative; choose relu, exp, elu1, nala or pola{self.other_readout}"
+            )
         self._add_output(config)
 
     def _chosen(self, config, taps: int | None) -> Rule:
@@ -349,7 +356,7 @@ class Mixer(FusedLinears):
         heads = {"k": heads["q"], **heads}  # k is q where one projection has both
         if self.rule.write == "delta" and self.rule.value_silu and not self.rule.conv:
             heads["v"] = F.silu(heads["v"])
-        if self.rule.rotate != "none":
+        if self.rule.rotate in ("rope", "lrpe"):
             heads |= self.placed(heads["q"], heads["k"], seq)
         return heads | self.gates(heads)
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import recurrent
 from .base import Heads, LayerState, Mixer
-from .call import wide_dtype
 from .delta import Decay
 from .layers import RMSNorm, at_least_fp32
 from .options import check_names, check_types
@@ -32,43 +32,21 @@ class NormalizedAttention(Mixer):
         cut=True,
         unmasked=True,
     )
-    other_readout = ""
-    """How to do without the denominator, for the refusal of a map with negative products."""
-    feature_theta: float | None = None
-    """Base of the rotary angles of φ(q) and φ(k) above the denominator, not in it; None: no rotation."""
-
-    def __init__(self, config, layer_idx: int):
-        super().__init__(config, layer_idx)
-        if self.rule.read != "plain" and not self.feature_map.nonnegative:
-            raise ValueError(
-                f"feature_map {self.rule.map!r}: {type(self).__name__} divides by a sum of weights, which "
-                f"may be negative; choose relu, exp, elu1, nala or pola{self.other_readout}"
-            )
 
     def rotate_features(self, theta: float | None) -> None:
-        """Sets feature_theta. Raises ValueError for one that cannot work."""
-        if theta is not None and not self.bidirectional:
+        """Lets φ(q) and φ(k) rotate by angles of base `theta`. Raises ValueError for one that cannot work."""
+        if theta is None:
+            return
+        if not self.bidirectional:
             raise ValueError(f"rope_theta={theta}: encoders rotate features; set is_decoder: false")
-        if theta is not None and theta <= 0:
+        if theta <= 0:
             raise ValueError(f"rope_theta={theta} must be positive")
-        if theta is not None and self.stream_width % 4:
+        width = recurrent.stream_width(self)
+        if width % 4:
             raise ValueError(
-                f"rope_theta={theta} rotates {self.stream_width} features together; set head_dim to a "
-                "multiple of 4"
+                f"rope_theta={theta} rotates {width} features together; set head_dim to a multiple of 4"
             )
-        self.feature_theta = theta
-
-    @property
-    def stream_width(self) -> int:
-        """How many features rotate together: K where a map doubles them, which gives two streams."""
-        features = self.feature_map.feature_dim
-        return self.K if features == 2 * self.K else features
-
-    @staticmethod
-    def counts(heads: Heads, seq: Sequences) -> Tensor:
-        """How many tokens each token sees, `[B or 1, T, 1, 1]`, in fp32 at least."""
-        v = heads["v"]
-        return seq.counts(v.shape[1], v.device).to(wide_dtype(v))[..., None, None]
+        self.rule = replace(self.rule, rotate="features", theta=theta)
 
 
 class LinearAttention(NormalizedAttention):

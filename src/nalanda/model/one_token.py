@@ -35,9 +35,8 @@ class Token(NamedTuple):
     steps: int = 1
     delta: bool = False  # the delta rule, or linear attention
     beta_scale: float = 1.0  # β = beta_scale · σ(b)
-    decay: tuple[Tensor, Tensor] | None = (
-        None  # (A_log, dt_bias) of `delta.Decay`; None: g, or none
-    )
+    # (A_log, dt_bias) of `delta.Decay`; None: g of the inputs, or no decay.
+    decay: tuple[Tensor, Tensor] | None = None
     feature_map: FeatureMap | None = None
     qk_norm: str | None = None
     scale: float | None = None  # of the readout; None: F^-½
@@ -49,10 +48,10 @@ class Token(NamedTuple):
     out: dict[str, Tensor] | None = None  # memory for the new state
 
 
+LayerState = dict[str, Tensor]
+
 MOST_READ = 2**20
 """Sequences of a token times entries of a second matrix, up to which the step's kernel multiplies by it."""
-
-LayerState = dict[str, Tensor]
 
 
 def is_described(layer: Any) -> bool:

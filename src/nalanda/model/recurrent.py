@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Call, Options
+from .call import Call, Options, wide_dtype
 from .context import recurrence
 from .feature_maps import EPS, opposite
 from .layers import at_least_fp32, excess, no_autocast, place_angles, rotate
@@ -169,7 +169,7 @@ def mix_normalized(
         read["k"] = k.repeat_interleave(2, 2)  # both halves have the same keys
     if o is None:
         r, z = _sums(layer, read, seq, state, new, mapped=mirrored)
-        t = layer.counts(heads, seq)
+        t = counts(heads, seq)
         o = r / (z + EPS * t)
         if rule.read == "mala":
             # r/z + c (r − z v̄), with v̄ = Σv/t over the tokens seen.
@@ -225,9 +225,9 @@ def _sums(
     mapped: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """φ(q)⊤ S `[B, T, HV, V]` and φ(q)⊤ z `[B, T, HV, 1]`, in fp32, by one op: z is S with v = 1."""
-    theta, v = layer.feature_theta, at_least_fp32(heads["v"])
+    rule, v = layer.rule, at_least_fp32(heads["v"])
     one = v.new_ones(*v.shape[:3], 1)
-    if theta is None:
+    if rule.rotate != "features":
         wide = heads | {"v": torch.cat([v, one], -1)}
         o = mix_sum(layer, wide, seq, state, new, mapped=mapped)
         return o[..., :-1], o[..., -1:]
@@ -235,9 +235,22 @@ def _sums(
     # The denominator is of the features before they rotate.
     q, k = map_features(heads["q"], heads["k"], layer.feature_map)  # [B, T, H, F]
     z = mix_sum(layer, {"q": q, "k": k, "v": one}, seq, state, new, mapped=True)
-    angles = place_angles(q, seq, layer.stream_width, theta)
-    q, k = (_rotate_streams(x, angles, layer.stream_width) for x in (q, k))
+    width = stream_width(layer)
+    angles = place_angles(q, seq, width, rule.theta)
+    q, k = (_rotate_streams(x, angles, width) for x in (q, k))
     return mix_sum(layer, {"q": q, "k": k, "v": v}, seq, state, new, mapped=True), z
+
+
+def counts(heads: Heads, seq: Sequences) -> Tensor:
+    """How many tokens each token sees, `[B or 1, T, 1, 1]`, in fp32 at least."""
+    v = heads["v"]
+    return seq.counts(v.shape[1], v.device).to(wide_dtype(v))[..., None, None]
+
+
+def stream_width(layer: Any) -> int:
+    """How many features rotate together: K where a map doubles them, which gives two streams."""
+    features = layer.feature_map.feature_dim
+    return layer.K if features == 2 * layer.K else features
 
 
 def _rotate_streams(x: Tensor, angles: Tensor, width: int) -> Tensor:

@@ -39,8 +39,9 @@ class Rule:
     """Feature map if the config leaves it open; None: it never has one."""
     qk_norm: Literal["l2", "rms", "none"] = "none"
     """Norm of the features."""
-    rotate: Literal["none", "rope", "lrpe"] = "none"
-    """Positions of q and k: none; rotary angles of base `theta`, before the map; `transnormer.LRPE`, behind it."""
+    rotate: Literal["none", "rope", "lrpe", "features"] = "none"
+    """Positions of q and k: none; rotary angles of base `theta`, before the map; `transnormer.LRPE`, behind it;
+    those angles behind the map, above the denominator and not in it."""
     theta: float = 10000.0
     conv: int | None = None
     """Taps of the short convolutions of q, k and v if the config leaves them open; None: it never has any."""
