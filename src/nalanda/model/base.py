@@ -55,7 +55,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import recurrent
 from .epilogues import norm_gate, swiglu
 from .feature_maps import EPS, build_feature_map
 from .layers import (
@@ -71,6 +70,7 @@ from .layers import (
 from .one_token import decode_token
 from .ops import by_kernel, map_features
 from .projections import NARROW, FusedLinears, apply_linear
+from .recurrent import form_gates, rule_flops, run_rule, state_shape
 from .rule import Rule
 from .sequences import Sequences
 
@@ -372,7 +372,7 @@ class Mixer(FusedLinears):
 
     def gates(self, heads: Heads) -> Heads:
         """The gates of the state, by name: g, the log-decay, `[B, T, HV]` or `[B, T, HV, F]`, and beta."""
-        return recurrent.gates(self, heads)
+        return form_gates(self, heads)
 
     def projections(self) -> dict[str, nn.Linear]:
         """The projections to q, k and v, by name; convolutions may follow them."""
@@ -431,7 +431,7 @@ class Mixer(FusedLinears):
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
     ) -> Tensor:
         """o `[B, T, HV, V]` from `heads`; linear in v, and the only step that sees other tokens."""
-        return recurrent.mix(self, heads, seq, state, new)
+        return run_rule(self, heads, seq, state, new)
 
     def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
         """Norm, gate and output projection: o to y `[B, T, D]`."""
@@ -498,7 +498,7 @@ class Mixer(FusedLinears):
         if self.rule.value_conv:
             spec["conv_local"] = ((self.rule.value_conv - 1, self.v_proj.out_features), None)
         if self.rule.write in ("add", "delta"):
-            spec = {"recurrent": (recurrent.state_shape(self), torch.float32), **spec}
+            spec = {"recurrent": (state_shape(self), torch.float32), **spec}
         if self.rule.read == "mala":
             spec["value_sum"] = ((self.num_v_heads, 1, self.V), torch.float32)
         return spec
@@ -507,5 +507,5 @@ class Mixer(FusedLinears):
         """Forward FLOPs per token at length T, without Linear layers. Here: convolutions, map and recurrence."""
         taps = sum(m.weight.numel() * m.copies for m in self.modules() if isinstance(m, ShortConv))
         mapped = 0.0 if self.rule.map is None else self.num_heads * self.feature_map.flops
-        rule = recurrent.flops(self) if self.rule.write in ("add", "delta") else 0.0
+        rule = rule_flops(self) if self.rule.write in ("add", "delta") else 0.0
         return rule + 2.0 * taps + mapped

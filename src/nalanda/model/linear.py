@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import recurrent
 from .base import Heads, LayerState, Mixer
 from .delta import Decay
 from .layers import RMSNorm, at_least_fp32
 from .options import check_names, check_types
+from .recurrent import stream_width
 from .rule import Rule
 from .sequences import Sequences
 from .soft import PooledLandmarks
@@ -41,7 +41,7 @@ class NormalizedAttention(Mixer):
             raise ValueError(f"rope_theta={theta}: encoders rotate features; set is_decoder: false")
         if theta <= 0:
             raise ValueError(f"rope_theta={theta} must be positive")
-        width = recurrent.stream_width(self)
+        width = stream_width(self)
         if width % 4:
             raise ValueError(
                 f"rope_theta={theta} rotates {width} features together; set head_dim to a multiple of 4"

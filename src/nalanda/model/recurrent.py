@@ -24,7 +24,7 @@ Heads = dict[str, Tensor]
 LayerState = dict[str, Tensor]
 
 
-def mix(
+def run_rule(
     layer: Any, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
 ) -> Tensor:
     """o `[B, T, HV, V]` from `heads`."""
@@ -306,7 +306,7 @@ def _sum_packed(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float) -
 # ----------------------------------------------------------------------------- gates, states and FLOPs
 
 
-def gates(layer: Any, heads: Heads) -> Heads:
+def form_gates(layer: Any, heads: Heads) -> Heads:
     """β and the log-decay g, and what else the rule forms from its projections."""
     rule, found = layer.rule, {}
     if rule.decay in ("head", "channel"):
@@ -351,7 +351,7 @@ def state_shape(layer: Any) -> tuple[int, int, int]:
     return heads, features, values + (rule.read != "plain")
 
 
-def flops(layer: Any) -> float:
+def rule_flops(layer: Any) -> float:
     """Forward FLOPs per token of the rule, without convolutions and map."""
     rule, shape = layer.rule, state_shape(layer)
     if rule.write == "delta":
