@@ -158,8 +158,13 @@ def test_model_and_kernels_travel():
     names = {path.stem for path in folder.glob("*.py")} - {"chunk"}
     assert not names & sys.stdlib_module_names
     assert not [path for path in folder.iterdir() if path.is_dir() and path.name != "__pycache__"]
+    by_name, whole = set(), set()
     for module, found in imports().items():
         if room(module) == "nalanda.model":
+            for node in ast.walk(trees()[module]):
+                if isinstance(node, ast.ImportFrom) and node.level == 1:
+                    by_name.add(node.module)
+                    whole |= set() if node.module else {alias.name for alias in node.names}
             allowed = {"nalanda_kernels"} if module == "nalanda.model.ops" else set()
             assert {room(target) for target in found} <= {"nalanda.model"} | allowed, module
             nodes = ast.walk(trees()[module])
@@ -167,6 +172,8 @@ def test_model_and_kernels_travel():
             assert not [n.module for n in absolute if (n.module or "").startswith("nalanda.")], (
                 module
             )
+    # Exports follow `from .ops import`, and not `from . import ops`.
+    assert whole <= by_name
 
 
 @pytest.mark.parametrize("package", ["nalanda", "nalanda_eval"])
