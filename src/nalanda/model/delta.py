@@ -139,10 +139,7 @@ class DeltaNet(Mixer):
     def add_gates(self, D: int) -> None:
         """The layers of β, or of the erase and the write gate, and of the decay."""
         HV, V, features = self.num_v_heads, self.V, self.feature_map.feature_dim
-        # An erase gate has F entries a head.
-        self.b_proj = nn.Linear(
-            D, self.rule.steps * HV * (features if self.rule.erase else 1), bias=False
-        )
+        self.b_proj = nn.Linear(D, self.rule.steps * HV, bias=False)
         if self.rule.decay == "head":
             self.a_proj = nn.Linear(D, HV, bias=False)
             self.decay = Decay(HV)
@@ -155,6 +152,8 @@ class DeltaNet(Mixer):
                 self.g_proj = nn.Linear(D, V, bias=False)
                 self.g_up_proj = nn.Linear(V, HV * V, bias=self.gate_bias)
         if self.rule.erase:
+            # An erase gate has F entries a head in place of one.
+            self.b_proj = nn.Linear(D, HV * features, bias=False)
             self.w_proj = nn.Linear(D, HV * V, bias=False)
 
     def linears(self) -> dict[str, nn.Linear]:
