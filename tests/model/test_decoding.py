@@ -1,10 +1,8 @@
 """A whole token in C++: the text of eager decoding, and states in place that nobody else sees change."""
 
 import contextlib
-import ctypes
 import gc
 import itertools
-import re
 import weakref
 
 import nalanda_kernels
@@ -13,7 +11,7 @@ import torch
 from decoded import check_beams, check_forks, check_threads
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu import build as library
-from nalanda_kernels.cpu.step import KINDS, Operation
+from nalanda_kernels.cpu.step import KINDS
 from nalanda_kernels.cpu.token import Program
 from tiny_models import VARIANTS, build, covered_rows, ids, logits, rows
 from torch.nn.utils.parametrize import register_parametrization
@@ -390,13 +388,8 @@ def test_an_adapted_layer_runs_by_itself(runs):
     assert not runs
 
 
-def test_the_fields_are_those_of_the_source():
-    """Both sides name the fields and the kinds of operations in one order."""
+def test_the_kinds_are_those_of_the_source():
+    """Both sides name the kinds of operations in one order."""
     source = (library.SOURCES / "token.cpp").read_text()
-    body = re.sub(r"//.*", "", source.split("struct Operation {")[1].split("\n};")[0])
-    names = [re.split(r"[ *]", x.strip())[-1] for x in re.split("[;,]", body)]
-    assert [x for x in names if x] == [name for name, _ in Operation._fields_]
-    pointers = sum(kind is ctypes.c_void_p for _, kind in Operation._fields_)
-    assert body.count("*") == pointers
     kinds = source.split("enum Action {")[1].split("}")[0]
     assert [x.strip().lower() for x in kinds.split(",")] == list(KINDS)

@@ -70,7 +70,7 @@ from .layers import (
 from .one_token import decode_token
 from .ops import by_kernel, map_features
 from .projections import NARROW, FusedLinears, apply_linear
-from .recurrent import form_gates, rule_flops, run_rule, state_shape
+from .recurrent import form_gates, recurrence_of, rule_flops, state_shape
 from .rule import Rule
 from .sequences import Sequences
 
@@ -431,7 +431,7 @@ class Mixer(FusedLinears):
         self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
     ) -> Tensor:
         """o `[B, T, HV, V]` from `heads`; linear in v, and the only step that sees other tokens."""
-        return run_rule(self, heads, seq, state, new)
+        return recurrence_of(self.rule)(self, heads, seq, state, new)
 
     def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
         """Norm, gate and output projection: o to y `[B, T, D]`."""

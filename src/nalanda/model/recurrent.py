@@ -8,6 +8,7 @@ with e = w = β for the delta rule, e = 0 and w = 1 for linear attention (`minim
 its `heads`, the state before the first token, and `new`, which it fills unless that is None; see `base.Mixer.mix`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,28 +19,20 @@ from .context import recurrence
 from .feature_maps import EPS, opposite
 from .layers import at_least_fp32, excess, no_autocast, place_angles, rotate
 from .ops import by_kernel, delta_rule_flops, linear_attention_flops, map_features
+from .rule import Rule
 from .sequences import Sequences
 
 Heads = dict[str, Tensor]
 LayerState = dict[str, Tensor]
 
 
-def run_rule(
-    layer: Any, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-) -> Tensor:
-    """o `[B, T, HV, V]` from `heads`."""
-    rule = layer.rule
+def recurrence_of(rule: Rule) -> Callable[..., Tensor]:
+    """The function of this file that gives o `[B, T, HV, V]` from the heads of a layer with this rule."""
     if rule.write == "delta":
-        run = mix_delta if rule.steps == 1 else mix_steps
-        return run(layer, heads, seq, state, new)
+        return mix_delta if rule.steps == 1 else mix_steps
     if rule.read != "plain":
-        return mix_normalized(layer, heads, seq, state, new)
-    if rule.decay == "dt":
-        # Δ k v⊤: the op has no step, so Δ multiplies v. D v comes without it.
-        v = at_least_fp32(heads["v"])
-        o = mix_sum(layer, heads | {"v": heads["dt"][..., None] * v}, seq, state, new)
-        return o + heads["skip"][:, None] * v
-    return mix_sum(layer, heads, seq, state, new, mapped=rule.rotate == "lrpe")
+        return mix_normalized
+    return mix_discretized if rule.decay == "dt" else mix_sum
 
 
 # ------------------------------------------------------------------------------------- the delta rule
@@ -131,6 +124,7 @@ def mix_sum(
     rule, q, k, v = layer.rule, heads["q"], heads["k"], heads["v"]
     if v.dtype == torch.float16:  # sums of 1000 terms may exceed its range before the norm
         v = v.float()
+    mapped = mapped or rule.rotate == "lrpe"
     feature_map = None if mapped or rule.map is None else layer.feature_map
     # No recurrence where all tokens see all: one state, of the whole sequence, serves them.
     if seq.bidirectional:
@@ -149,6 +143,15 @@ def mix_sum(
     if new is not None and final is not None:
         new[name] = final
     return o
+
+
+def mix_discretized(
+    layer: Any, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
+) -> Tensor:
+    """Adds Δ k v⊤, and D v to the output. The op has no step, so Δ multiplies v."""
+    v = at_least_fp32(heads["v"])
+    o = mix_sum(layer, heads | {"v": heads["dt"][..., None] * v}, seq, state, new)
+    return o + heads["skip"][:, None] * v
 
 
 def mix_normalized(
