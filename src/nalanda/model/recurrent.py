@@ -322,7 +322,7 @@ def form_gates(layer: Any, heads: Heads) -> Heads:
         found["g"] = torch.nn.functional.logsigmoid(a) / rule.temperature
     elif rule.decay == "retention":
         q = heads["q"]
-        found["g"] = retention_decays(layer.num_heads, at_least_fp32(q)).expand(*q.shape[:2], -1)
+        found["g"] = retention_decays(layer.num_heads, q).expand(*q.shape[:2], -1)
     if rule.write != "delta":
         return found
 
@@ -339,7 +339,7 @@ def form_gates(layer: Any, heads: Heads) -> Heads:
 
 def retention_decays(num_heads: int, like: Tensor) -> Tensor:
     """log(1 − 2^{−5−h}) of each head, `[H]`, in the precision of `like`."""
-    h = torch.arange(num_heads, device=like.device, dtype=like.dtype)
+    h = torch.arange(num_heads, device=like.device, dtype=wide_dtype(like))
     return torch.log1p(-(2.0 ** (-5 - h)))
 
 
