@@ -117,6 +117,14 @@ def test_row_states_pass_through_compiled_blocks():
     assert counters["stats"]["unique_graphs"] == 2  # with states and without
 
 
+def test_compiled_blocks_hand_on_packed_tokens():
+    """A compiled form is nobody who looks at a layer's shapes; a hook beside it is."""
+    _, model = both("gated_deltanet", "eager")
+    assert not model.model.is_observed()
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    assert model.model.is_observed()
+
+
 def test_evaluation_stays_eager():
     _, model = both("gated_deltanet", "eager")
     with torch.no_grad():

@@ -80,7 +80,10 @@ def any_observed(modules: Iterable[nn.Module]) -> bool:
 
 
 def _patched(fields: dict[str, Any]) -> bool:
-    return "forward" in fields and "_hf_hook" not in fields
+    """Whether a module's `forward` was replaced, but by accelerate or by its own compiled form."""
+    if "forward" not in fields or "_hf_hook" in fields:
+        return False
+    return not hasattr(fields["forward"], "_torchdynamo_orig_callable")  # torch.compile sets it
 
 
 def _foreign_hooks(fields: dict[str, Any]) -> bool:

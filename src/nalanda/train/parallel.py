@@ -5,6 +5,7 @@ nccl and gloo: accelerate 1.15 silently turns FSDP on CPUs into DDP.
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, Literal
@@ -147,7 +148,12 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
         # Not the block itself: the collectives of FSDP2's hooks would break the graph.
         eager = block.forward
         graph = torch.compile(eager, **options)
-        return lambda *args, **kwargs: (graph if block.training else eager)(*args, **kwargs)
+
+        @functools.wraps(graph)  # with the mark of what torch compiled
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return (graph if block.training else eager)(*args, **kwargs)
+
+        return forward
 
     for block in blocks:
         block.forward = compiled(block)
