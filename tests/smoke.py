@@ -275,15 +275,13 @@ def main(arguments: list[str]) -> int:
             print(f"{hashes[name]}  {name}  ({time.perf_counter() - start:.1f} s)", flush=True)
 
     records = json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
-    known = {} if "--record" in arguments else records.get(machine(), {})
-    new = [name for name in PARTS if name not in known]
-    if new:
-        RECORDS.write_text(json.dumps(records | {machine(): hashes | known}, indent=1) + "\n")
-        print(f"recorded for {machine()} in {RECORDS.name}: {', '.join(new)}")
-    if len(new) == len(PARTS):
+    known = records.get(machine())
+    if known is None or "--record" in arguments:
+        RECORDS.write_text(json.dumps(records | {machine(): hashes}, indent=1) + "\n")
+        print(f"recorded for {machine()} in {RECORDS.name}")
         return 0
 
-    moved = [name for name in PARTS if name in known and known[name] != hashes[name]]
+    moved = [name for name in PARTS if known.get(name) != hashes[name]]
     print(f"moved: {', '.join(moved)}" if moved else f"equal to the record of {machine()}")
     return int(bool(moved))
 

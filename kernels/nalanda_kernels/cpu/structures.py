@@ -54,13 +54,13 @@ OPERATION = (
 )
 
 
+KINDS: dict[str, type] = {"int32_t": ctypes.c_int32, "float": ctypes.c_float}
+
+
 def fields(table: tuple[tuple[str, str], ...]) -> list[tuple[str, type]]:
     """A table as ctypes has it. An address is one whatever lies there."""
-    kinds: dict[str, type] = {"int32_t": ctypes.c_int32, "float": ctypes.c_float}
-    if table is STEP:
-        kinds["Settings"] = Settings
     return [
-        (name, kinds.get(kind, ctypes.c_void_p)) for kind, names in table for name in names.split()
+        (name, KINDS.get(kind, ctypes.c_void_p)) for kind, names in table for name in names.split()
     ]
 
 
@@ -68,6 +68,9 @@ class Settings(ctypes.Structure):
     """A map of queries or of keys."""
 
     _fields_ = fields(SETTINGS)
+
+
+KINDS["Settings"] = Settings
 
 
 class Step(ctypes.Structure):

@@ -31,7 +31,7 @@ from .ops import by_kernel
 from .options import fits
 from .rule import Rule
 from .sequences import Sequences
-from .transnormer import SimpleRMSNorm, build_positions, turns
+from .transnormer import SimpleRMSNorm, build_positions
 
 
 class CachedAttention(Mixer):
@@ -241,6 +241,7 @@ class SoftmaxAttention(CachedAttention):
 
     equation = "o = Σ_j softmax_j(K^−½ q·k_j) v_j, q and k rotated"
     source = "arXiv 1706.03762, 2104.09864"
+    rule = replace(CachedAttention.rule, gate="sigmoid")
 
     def __init__(
         self,
@@ -308,8 +309,7 @@ class SoftmaxAttention(CachedAttention):
         return heads | {"q": q, "k": k}
 
     def token_fields(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {"silu": bool(self.rule.conv), "gate_activation": "sigmoid"}
-        fields["unit_queries"] = self.unit_queries
+        fields: dict[str, Any] = {"unit_queries": self.unit_queries}
         if self.qk_norm:
             q, k = self.q_norm, self.k_norm
             fields |= {"q_norm": q.weight, "k_norm": k.weight, "eps": q.eps}
@@ -445,7 +445,7 @@ class DiagAttention(CachedAttention):
         }
 
     def token_fields(self) -> dict[str, Any]:
-        return super().token_fields() | turns(self.lrpe)
+        return super().token_fields() | ({} if self.lrpe is None else self.lrpe.token_fields())
 
     def attend_all(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences) -> Tensor:
         if seq.bidirectional:

@@ -214,13 +214,14 @@ class Mixer(FusedLinears):
         if taps is None and rule.conv is not None:
             default = 0 if self.bidirectional else rule.conv
             taps = default if config.conv_size is None else config.conv_size
-        if rule.map is not None and config.feature_map is not None:
-            rule = replace(rule, map=config.feature_map)
-        if rule.gated is not None and config.use_gate is not None:
-            rule = replace(rule, gated=config.use_gate)
-        if config.value_conv is not None:
-            rule = replace(rule, value_conv=config.value_conv)
-        return replace(rule, conv=taps)
+        named = {
+            "map": config.feature_map,
+            "gated": config.use_gate,
+            "value_conv": config.value_conv,
+        }
+        # None: the config leaves it open, or the mixer never has it.
+        chosen = {name: x for name, x in named.items() if None not in (x, getattr(rule, name))}
+        return replace(rule, conv=taps, **chosen)
 
     def _add_projections(self, config, k_heads: int) -> None:
         D, bias = config.hidden_size, config.use_bias
@@ -298,7 +299,7 @@ class Mixer(FusedLinears):
 
     def add_local(self, o: Tensor, heads: Heads) -> Tensor:
         """o and the convolution of v, if there is one; heads that share keys and values share that too."""
-        if self.rule.gate_first and self.rule.gated and self.rule.norm is None:  # Pola's gate
+        if self.rule.gated and self.rule.gate_before == "conv":
             o = o * heads["gate"].view_as(o)
         if not self.rule.value_conv:
             return o
@@ -448,11 +449,11 @@ class Mixer(FusedLinears):
 
         o = o.flatten(-2)  # [B, T, heads·V]
         if rule.norm is not None:
-            if gate is not None and rule.gate_first:
+            if gate is not None and rule.gate_before == "norm":
                 o, gate = swiglu(at_least_fp32(gate), o), None
             o = self.o_norm(o)
         o = o.to(x.dtype)
-        if gate is None or rule.gate_first:
+        if gate is None or rule.gate_before == "conv":
             return self.o_proj(o)
         return self.o_proj(o * gate if rule.gate == "plain" else swiglu(gate, o))
 

@@ -117,8 +117,7 @@ class TokenStep(StateBuffers):
         """x + mixer(h), by the mixer's rule of a token."""
         program, rule = self.program, mixer.rule
         # [batch, heads·V], in fp32 below a norm over all heads, whose gate is that norm's
-        by_head = rule.norm in ("head", None)
-        token = kernel_token(mixer, self.h.dtype if by_head else torch.float32)
+        token = kernel_token(mixer, self.h.dtype if rule.by_head else torch.float32)
         if token is None:
             raise NotServed
 
@@ -130,9 +129,9 @@ class TokenStep(StateBuffers):
         if rule.decay == "retention":
             g = inputs["g"] = program.array("retention", mixer.num_heads, torch.float32)
             g.copy_(retention_decays(mixer.num_heads, g))
-        gate = None if by_head else inputs.pop("gate", None)
+        gate = None if rule.by_head else inputs.pop("gate", None)
         step = program.step(state, o, **token | inputs)
-        if not by_head:
+        if not rule.by_head:
             wide, o = o, program.array("normed", width)
             self._add_norm(mixer.o_norm, wide, o, gate)
         program.linear(o, mixer.o_proj, self.x, added=self.x)

@@ -165,15 +165,10 @@ class DeltaNet(Mixer):
             return {}
         return {"a": self.a_up_proj} | ({"gate": self.g_up_proj} if self.rule.gated else {})
 
-    def gate_layers(self) -> list[nn.Module]:
-        """The layers of the state's gates."""
-        named = [getattr(self, f"{name}_proj", None) for name in ("b", "a", "a_up", "w")]
-        return [layer for layer in named if layer is not None]
-
     def gate_parameters(self) -> Iterator[nn.Parameter]:
         yield from super().gate_parameters()
-        for layer in self.gate_layers():
-            yield from layer.parameters()
+        for name in ("b", "a", "a_up", "w"):
+            yield from getattr(self, f"{name}_proj", nn.Identity()).parameters()
 
 
 class GatedDeltaNet(DeltaNet):

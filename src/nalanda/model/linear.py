@@ -161,7 +161,8 @@ class PolaAttention(NormalizedAttention):
             raise ValueError(
                 f"pola: head_dim·expand_v is {config.value_dim}; it must be even to halve v"
             )
-        self.rule = replace(self.rule, gate_first=gate_first)
+        if gate_first:
+            self.rule = replace(self.rule, gate_before="conv")
         super().__init__(config, layer_idx)
 
 
@@ -332,7 +333,7 @@ class Mamba2(Mixer):
         map="silu",
         conv=4,
         gated=True,
-        gate_first=True,
+        gate_before="norm",
         norm="rms",
         cut=True,
     )

@@ -108,7 +108,7 @@ def kernel_token(
     if not is_described(layer):
         return None
     fields: dict[str, Any] = token_of(layer, dtype, out)._asdict()
-    fields["gate_first"] = rule.gate_first
+    fields["gate_first"] = rule.gate_before != "o_proj"
     if rule.write == "rows":
         return fields | layer.token_fields()
 
@@ -125,7 +125,7 @@ def kernel_token(
     elif rule.read == "pola":
         fields["swapped"] = True
     if rule.rotate == "lrpe":
-        fields |= {"mirror": layer.lrpe.u, "frequencies": layer.lrpe.theta}
+        fields |= layer.lrpe.token_fields()
     return fields
 
 
@@ -147,9 +147,8 @@ def decode_token(
     if apart or rule.value_conv or not is_described(layer):
         return None
 
-    by_head = rule.norm in ("head", None)  # `step` norms heads, not all of them together
-    # A norm over all heads reads fp32, and o_proj the dtype of x.
-    token = token_of(layer, x.dtype if by_head else torch.float32, getattr(state, "out", None))
+    # `step` norms heads, not all of them together. A norm over all reads fp32, and o_proj the dtype of x.
+    token = token_of(layer, x.dtype if rule.by_head else torch.float32, getattr(state, "out", None))
     if any_offloaded(token._asdict()):
         return None
 
@@ -164,7 +163,7 @@ def decode_token(
             heads["positions"] = seq.positions(1, x.device)
         if rule.gated and "gate" not in heads:
             heads["gate"] = layer.g_proj(x)
-        if rule.gated and not by_head:
+        if rule.gated and not rule.by_head:
             # The gate follows the norm over all heads, which `read_out` computes.
             rest["gate"] = heads.pop("gate")
         return heads
@@ -173,7 +172,7 @@ def decode_token(
     if served is None and torch.is_autocast_enabled(x.device.type):
         return None
     o, new = step(inputs, state, token) if served is None else served
-    y = apply_linear(layer.o_proj, o.flatten(-2)) if by_head else layer.read_out(o, rest, x)
+    y = apply_linear(layer.o_proj, o.flatten(-2)) if rule.by_head else layer.read_out(o, rest, x)
     return y, new
 
 
@@ -185,8 +184,8 @@ def fused_step(
     # Without a recurrent state the mixer is attention. An adapter around the norm has no epsilon.
     if "recurrent" not in state or not isinstance(norm, RMSNorm | LayerNorm | None):
         return None
-    if layer.rule.norm == "rms" and layer.rule.value_conv:
-        return None  # Mamba 2's gate follows the convolution of v
+    if layer.rule.gate_before == "norm" and layer.rule.value_conv:
+        return None  # the kernel's gate precedes the convolution of v
     token = kernel_token(layer, x.dtype, getattr(state, "out", None))
     if token is None:
         return None

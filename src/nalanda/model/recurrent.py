@@ -102,9 +102,8 @@ def mix_steps(
         # g [B, T, HV] to [B, T·n, HV], with 0 at every later step.
         g = heads["g"][:, :, None]
         steps["g"] = torch.nn.functional.pad(g, (0, 0, 0, n - 1)).flatten(1, 2)
-    return mix_delta(layer, steps, seq.repeated(n), state, new)[
-        :, n - 1 :: n
-    ]  # o of each last step
+    o = mix_delta(layer, steps, seq.repeated(n), state, new)
+    return o[:, n - 1 :: n]  # of each token's last step
 
 
 # ----------------------------------------------------------------------------------- linear attention

@@ -60,14 +60,19 @@ class Rule:
     """Whether it has an output gate if the config leaves it open; None: it never has one."""
     gate: Literal["silu", "sigmoid", "plain"] = "silu"
     """Activation of the output gate."""
-    gate_first: bool = False
-    """Whether the gate precedes the norm, and the convolution of v."""
+    gate_before: Literal["o_proj", "norm", "conv"] = "o_proj"
+    """What the gate precedes: o_proj alone; the norm too; or the convolution of v, and so all."""
 
     cut: bool = False
     """Whether it serves rows that are cut over processes (`seq.parts`); other mixers are refused there."""
     unmasked: bool = False
     """Whether it serves sequences whose tokens see both ways (`seq.bidirectional`). Others mix each way, and both
     results are added, if the config has `directions` 2."""
+
+    @property
+    def by_head(self) -> bool:
+        """Whether a head's output needs no other head until o_proj."""
+        return self.norm in ("head", None)
 
     @property
     def streams(self) -> int:

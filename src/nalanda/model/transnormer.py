@@ -40,6 +40,10 @@ class LRPE(Fp32Module):
             "u": F.normalize(torch.randn_like(self.u), dim=0),
         }
 
+    def token_fields(self) -> dict[str, Tensor]:
+        """The fields of `nalanda_kernels.cpu.step.Step` for these positions."""
+        return {"mirror": self.u, "frequencies": self.theta}
+
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x `[B, T, H, K]` and positions `[B or 1, T]` to `[B, T, H, K]`, in fp32 at least."""
         x = at_least_fp32(x)
@@ -56,11 +60,6 @@ def build_positions(name: str, size: int) -> LRPE | None:
     if name not in ("lrpe", "none"):
         raise ValueError(f"positions={name!r} is not one of lrpe, none")
     return LRPE(size) if name == "lrpe" else None
-
-
-def turns(lrpe: LRPE | None) -> dict[str, Tensor]:
-    """The fields of `nalanda_kernels.cpu.step.Step` for these positions."""
-    return {} if lrpe is None else {"mirror": lrpe.u, "frequencies": lrpe.theta}
 
 
 class SimpleRMSNorm(nn.Module):
