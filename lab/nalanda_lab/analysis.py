@@ -24,11 +24,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from nalanda.common.errors import InputError, output_folder
 from nalanda.common.versions import versions
 from nalanda.config.load import load_config
+from nalanda.config.model import build_model_config
 from nalanda.config.schema import DataConfig, check_seed
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda.inference.load import bos_token, choose_device, load_model
 from nalanda.model import build_feature_map
 from nalanda.model.sequences import Sequences
+from nalanda.train import memory
 from nalanda.train.build import build_model
 from nalanda.train.resolve import resolve
 from nalanda_lab.names import is_model
@@ -397,6 +399,7 @@ def open_model(
     with tempfile.TemporaryDirectory() as scratch:
         parent = run if (run / "tokenizer").is_dir() else Path(scratch)
         tokenizer = build_tokenizer(config.tokenizer, config.data, parent / "tokenizer")
+    memory.check_model(build_model_config(config, tokenizer), 4)
     set_seed(seed)
     model: Any = build_model(config, tokenizer)
     model = model.eval().to(device)

@@ -9,7 +9,9 @@ from nalanda_lab.commands import main
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 
-DANGLING = r"dangling: a symbolic link to .*/nowhere, which does not exist"
+DANGLING = (
+    r"dangling: a symbolic link to .*/nowhere, which does not exist; make it, or name another path"
+)
 MEMORY = r"model: .* parameters take .*, .* of memory is free: .*"
 SEED = r"--seed: expected 0 to 4294967295, got -1"
 TABLE = [
@@ -28,7 +30,7 @@ TABLE = [
     ("plan demo model.hiden_size=1", r"model: unknown model key .*did you mean 'hidden_size'\?"),
     ("analyze demo model.hidden_size=500000", MEMORY),
     ("analyze model --seed -1", SEED),
-    ("analyze runs/none", r"no such model: there is no folder runs/none, and the hub says: .*"),
+    ("analyze runs/none", r"no such run: runs/none; go to the folder in which it was trained, .*"),
     ("analyze model", r"model has no tokenizer; .*"),
     ("analyze model --device teapot", r".*teapot.*"),
     ("recall --output dangling", rf"--output {DANGLING}"),

@@ -89,9 +89,13 @@ def _loading_error(name: str, error: Exception) -> InputError:
     folder = Path(name)
     if out_of_memory(error) and (explanation := explained(error)):
         return explanation
-    if folder.is_dir() and not any(
-        any(folder.glob(pattern)) for pattern in ("*token*", "vocab*", "*.model")
-    ):
+    files = [
+        path
+        for pattern in ("*token*", "vocab*", "*.model")
+        for path in folder.glob(pattern)
+        if path.suffix != ".py"  # such as the model's one_token.py
+    ]
+    if folder.is_dir() and not files:
         advice = "copy its files there, or make a model of a run's step with `nalanda export`"
         return InputError(f"{name} has no tokenizer; {advice}")
     return InputError(f"cannot load {name}: {first_line(error)}")
