@@ -49,6 +49,7 @@ def place(recipe, tokenizer, tmp_path_factory) -> Path:
     for name in ("model", "torn", "garbled", *LEADING):
         NalandaForCausalLM(config).save_pretrained(place / name)
         tokenizer.save_pretrained(place / name)
+    NalandaForCausalLM(config).save_pretrained(place / "bare")
     weights = (place / "model" / "model.safetensors").read_bytes()
     (place / "torn" / "model.safetensors").write_bytes(weights[:-100])
     (place / "linked" / "link.safetensors").symlink_to(place / "model" / "model.safetensors")
@@ -286,6 +287,7 @@ TABLE = [
     ("convert runs/none out", NOT_THERE),
     ("generate runs/none/final x", r"no such run: runs/none/final; go to the folder in which .*"),
     ("generate owner/none x", f"no such model: {NO_HUB}"),
+    ("generate bare x", r"bare has no tokenizer; copy its files there, or .*`nalanda export`"),
     ("train r.yaml 'model={auto: owner/none}'", f"model: {NO_HUB}"),
     ("train r.yaml tokenizer=owner/none", f"tokenizer: 'owner/none': {NO_HUB}"),
     (

@@ -20,6 +20,16 @@ def not_here(name: str) -> str:
     return f"there is no folder {name}, and the hub says: "
 
 
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a model folder that are a tokenizer's by their names."""
+    return [
+        path
+        for pattern in ("*token*", "vocab*", "*.model")
+        for path in folder.glob(pattern)
+        if path.suffix != ".py"  # the code of an exported model has a one_token.py
+    ]
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder; [] if its weights have another format.
 

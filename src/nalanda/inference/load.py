@@ -23,6 +23,7 @@ from nalanda.common.errors import InputError, explained, first_line, out_of_memo
 from nalanda.common.number_formats import LOADED, TORCH_NAMES, choose_format
 from nalanda.common.products import choose_product_route, set_product_route
 from nalanda.config.model import silence_transformers
+from nalanda.config.model_folder import tokenizer_files
 from nalanda.model.context import Context
 from nalanda.train.resolve import resolve
 
@@ -89,13 +90,7 @@ def _loading_error(name: str, error: Exception) -> InputError:
     folder = Path(name)
     if out_of_memory(error) and (explanation := explained(error)):
         return explanation
-    files = [
-        path
-        for pattern in ("*token*", "vocab*", "*.model")
-        for path in folder.glob(pattern)
-        if path.suffix != ".py"  # such as the model's one_token.py
-    ]
-    if folder.is_dir() and not files:
+    if folder.is_dir() and not tokenizer_files(folder):
         advice = "copy its files there, or make a model of a run's step with `nalanda export`"
         return InputError(f"{name} has no tokenizer; {advice}")
     return InputError(f"cannot load {name}: {first_line(error)}")

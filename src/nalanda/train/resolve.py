@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nalanda.common.errors import InputError
 from nalanda.common.progress import first_process
-from nalanda.config.model_folder import check_name
+from nalanda.config.model_folder import check_name, tokenizer_files
 from nalanda.train.checkpoint_dir import (
     checkpoint_folders,
     describe_unusable,
@@ -51,8 +51,7 @@ def resolve(name: str) -> Resolved:
     check_name(str(path))
     run, model = _run_around(path), str(path)
     # Checkpoints of a run have no tokenizer of their own.
-    has_tokenizer = [*path.glob("*token*"), *path.glob("vocab*"), *path.glob("*.model")]
-    if run is None or has_tokenizer or not (run / "tokenizer").is_dir():
+    if run is None or tokenizer_files(path) or not (run / "tokenizer").is_dir():
         return Resolved(model, model, run)
     return Resolved(model, str(run / "tokenizer"), run)
 
