@@ -344,7 +344,8 @@ GUESSES = (
     *("validation", "validation.data", "validation.source"),
 )
 INSTEAD_OF_KEYS = dict.fromkeys(GUESSES, OTHER_VALIDATION) | {
-    "batch_size": "train.micro_batch_size, or train.tokens_per_step"
+    "batch_size": "train.micro_batch_size, or train.tokens_per_step",
+    "learning_rate": "optim.lr",
 }
 """What is typed here for keys that people guess, and whose nearest names are others."""
 

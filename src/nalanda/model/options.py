@@ -85,6 +85,7 @@ ALIASES = {
     "kimilinear": "kda",
     "linear": "linear_attention",
     "mamba": "mamba2",
+    "map": "feature_map",
     "mha": "softmax",
     "nalaformer": "nala",
     "none": "identity",
@@ -96,7 +97,7 @@ ALIASES = {
     "transformer": "softmax",
     "transnormer": "norm_attention",
 }
-"""Other names of mixers and feature maps, in small letters and digits. They are only suggested."""
+"""Other names of mixers, feature maps and keys, in small letters and digits. They are only suggested."""
 
 
 def nearest(name: str, names: typing.Iterable[str], cutoff: float = 0.5) -> str | None:
