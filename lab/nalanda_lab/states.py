@@ -21,7 +21,7 @@ from nalanda.common.versions import versions
 from nalanda.config.schema import OptimConfig, ScheduleConfig
 from nalanda.data.python_docs import python_documents
 from nalanda.model import FEATURE_MAPS, MIXERS, NalandaCache, NalandaConfig, NalandaForCausalLM
-from nalanda.model.graphs import decoding_graphs
+from nalanda.model.decoding import choose_decoder
 from nalanda.model.precision import NO_MATRIX, STATE_DTYPES, pack_state, unpack_state
 from nalanda.train.optim import build_optimizer, learning_rate
 from nalanda_lab.track import track
@@ -149,7 +149,7 @@ def read_stream(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Nats of each next token of ids `[length]`, and whether it is the likeliest value, `[arms, length − 1]`."""
     cache = NalandaCache(len(model.model.layers))
     nats, hits = [], []
-    with decoding_graphs(model):
+    with choose_decoder(model):
         for now, after in pairwise(ids):
             tokens = now.expand(len(ARMS), 1)
             logits = model(tokens, past_key_values=cache).logits[:, 0]
@@ -158,7 +158,7 @@ def read_stream(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
             hits.append(logits[:, BYTES + SYMBOLS :].argmax(1) + BYTES + SYMBOLS == after)
 
             # Where C++ decodes, the newest states are in its memory.
-            states = cache.graphs.newest if cache.live else cache.states
+            states = cache.decoder.newest if cache.live else cache.states
             matrices = [state["recurrent"] for state in states]
             for S, new in zip(matrices, rounded(torch.stack(matrices, 1)).unbind(1), strict=True):
                 S.copy_(new)

@@ -133,7 +133,10 @@ TABLE = [
         r"optim\.learning_rate: no such key; did you mean optim\.lr\?",
     ),
     ("train r.yaml learning_rate=1", r"learning_rate: no such key; did you mean optim\.lr\?"),
-    ("train r.yaml model.map=silu", r"model: unknown model key 'map', did you mean 'feature_map'\?"),
+    (
+        "train r.yaml model.map=silu",
+        r"model: unknown model key 'map', did you mean 'feature_map'\?",
+    ),
     (
         "train r.yaml batch_size=8",
         r"batch_size: no such key; did you mean train\.micro_batch_size, .*",

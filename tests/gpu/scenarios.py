@@ -106,10 +106,10 @@ def generate_by_graphs(folder: str) -> dict[str, Any]:
 
     Returns the launches of a captured token by mixer (none: it is not captured), and the waits of a replay.
     """
-    from nalanda.model import MIXERS, graphs
+    from nalanda.model import MIXERS, decoding
 
-    within(graphs.Graph, "capture", "capture")
-    within(graphs.GraphedStep, "__call__", "replay")
+    within(decoding.Graph, "capture", "capture")
+    within(decoding.GraphDecoder, "__call__", "replay")
     figures: dict[str, Any] = {}
     for mixer in MIXERS:
         model = build(torch.bfloat16, mixer=mixer).eval()

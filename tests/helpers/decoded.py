@@ -7,13 +7,13 @@ import torch
 from tiny_models import ids, logits
 
 from nalanda import NalandaCache, State
-from nalanda.model import graphs
+from nalanda.model import decoding
 
 
 @torch.no_grad()
 def check_forks(model, tokens: int) -> None:
     """Forks and copies in the middle of a text are tensors of their own."""
-    with graphs.decoding_graphs(model):
+    with decoding.choose_decoder(model):
         cache = NalandaCache(2)
         said = [logits(model, ids(1, 5), past_key_values=cache)[:, -1:].argmax(-1)]
         forks, found = [], []

@@ -12,7 +12,7 @@ from nalanda_kernels.cpu import build, step
 from tiny_models import rows
 
 from nalanda import NalandaConfig, NalandaForCausalLM
-from nalanda.model.graphs import StaticState
+from nalanda.model.decoding import StaticState
 from nalanda.model.mixers import build_mixer
 from nalanda.model.projections import apply_linear
 from nalanda.model.sequences import Sequences

@@ -15,7 +15,7 @@ from nalanda_kernels.triton import short_conv as conv_module
 from nalanda_kernels.triton import step as step_module
 
 from nalanda import NalandaConfig, NalandaForCausalLM
-from nalanda.model import graphs, one_token
+from nalanda.model import decoding, one_token
 from nalanda.model.base import convolve
 from nalanda.model.layers import ShortConv
 from nalanda.model.mixers import build_mixer
@@ -487,7 +487,7 @@ def test_a_step_into_given_buffers(name, served):
             seq, x_i = Sequences(past=torch.full((2,), 6 + i)), x[:, 6 + i : 7 + i]
             before = {n: t.clone() for n, t in state.items()}
             expected, expected_state = module(x_i, seq, state)
-            y, found = module(x_i, seq, graphs.StaticState(state, out))
+            y, found = module(x_i, seq, decoding.StaticState(state, out))
             assert torch.equal(y, expected)
             for n in state:
                 assert found[n] is out[n]
@@ -554,13 +554,13 @@ def test_graphs_generate_what_eager_calls_do(sampled, monkeypatch):
     options |= {"eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
     found = []
     for switch in ("0", "1", "1"):  # the last call finds the graphs of the second
-        monkeypatch.setenv(graphs.ENVIRONMENT, switch)
+        monkeypatch.setenv(decoding.ENVIRONMENT, switch)
         torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "decoding without CUDA graphs")
             found.append(model.generate(tokens, **options))
     eager, *graphed = found
-    assert all(out.past_key_values.graphs is not None for out in graphed)
+    assert all(out.past_key_values.decoder is not None for out in graphed)
     for out in graphed:
         assert torch.equal(out.sequences, eager.sequences)
         near(torch.stack(out.logits), torch.stack(eager.logits), 2e-5)
@@ -578,7 +578,7 @@ def test_a_failed_capture_spares_the_random_numbers(monkeypatch):
     model, tokens = tiny_model(), torch.randint(31, (1, 7)).to(DEVICE)
     layer = model.model.layers[0]
     layer.mlp = torch.nn.Sequential(layer.mlp, Waits())
-    monkeypatch.setattr(graphs, "OnDevice", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(decoding, "OnDevice", lambda device: contextlib.nullcontext())
     with pytest.warns(UserWarning, match="decoding without CUDA graphs"):
         model.generate(tokens, do_sample=True, max_new_tokens=32, eos_token_id=None, pad_token_id=0)
     assert torch.rand(3, device=DEVICE).isfinite().all()

@@ -17,7 +17,7 @@ from tiny_models import VARIANTS, build, covered_rows, ids, logits, rows
 from torch.nn.utils.parametrize import register_parametrization
 
 from nalanda import NalandaCache
-from nalanda.model import MIXERS, decoding, graphs
+from nalanda.model import MIXERS, decoding, program
 
 try:
     library.library()
@@ -48,7 +48,7 @@ def tiny(dtype=torch.float32, **options):
 
 def eager(model, *args, **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(decoding.ENVIRONMENT, "0")
+        patch.setenv(program.ENVIRONMENT, "0")
         return model.generate(*args, **options)
 
 
@@ -101,7 +101,7 @@ def test_text_is_that_of_eager_decoding(options, dtype, runs):
     expected = eager(model, tokens, **options_of_call)
     assert not runs
     found = model.generate(tokens, **options_of_call)
-    assert bool(found.past_key_values.graphs.called) == in_python(options)
+    assert bool(found.past_key_values.decoder.in_python) == in_python(options)
     assert len(runs) >= NEW - 1
     assert torch.equal(found.sequences, expected.sequences)
     # transformers returns logits in fp32, of a model in bf16 too.
@@ -156,7 +156,7 @@ def test_operations_at_once_share_no_array(mixer):
     """Between two barriers no operation reads or writes what another one writes."""
     model = tiny(mixer=mixer)
     out = model.generate(ids(2, 5), return_dict_in_generate=True, **GREEDY)
-    listed, at_once = list(out.past_key_values.graphs.program.listed), []
+    listed, at_once = list(out.past_key_values.decoder.program.listed), []
     for operation in listed:
         at_once.append(operation)
         if not operation.waits and operation is not listed[-1]:
@@ -198,7 +198,7 @@ def test_two_caches_in_turns(mixer):
     """Each has its states in place for a token, and gets them back before the other's come."""
     model, prompts = tiny(mixer=mixer), [ids(1, 5, seed=i) for i in range(2)]
     expected = [eager(model, x, **GREEDY)[:, 5:] for x in prompts]
-    with graphs.decoding_graphs(model), torch.no_grad():
+    with decoding.choose_decoder(model), torch.no_grad():
         caches = [NalandaCache(2) for _ in prompts]
         texts = [
             [logits(model, x, past_key_values=cache)[:, -1:].argmax(-1)]
@@ -207,7 +207,7 @@ def test_two_caches_in_turns(mixer):
         for _ in range(NEW - 1):
             for text, cache in zip(texts, caches, strict=True):
                 text.append(model(text[-1], past_key_values=cache).logits.argmax(-1))
-        assert caches[0].graphs is caches[1].graphs
+        assert caches[0].decoder is caches[1].decoder
     assert all(torch.equal(torch.cat(x, 1), y) for x, y in zip(texts, expected, strict=True))
 
 
@@ -217,7 +217,7 @@ def test_the_longest_text_leaves_the_batch(options, runs):
     model, mask = tiny(mixer="softmax", mixer_options=options), torch.ones(2, 5)
     mask[1, :3] = 0
     states = []
-    for context in (graphs.decoding_graphs(model), contextlib.nullcontext()):
+    for context in (decoding.choose_decoder(model), contextlib.nullcontext()):
         cache = NalandaCache(2)
         model(ids(2, 5), attention_mask=mask, past_key_values=cache)
         cache.batch_select_indices(torch.tensor([1]))
@@ -236,7 +236,7 @@ def test_the_longest_text_leaves_the_batch(options, runs):
 def test_forks_in_turns(options):
     """Two texts that continue one state: neither writes where the other's keys and values are."""
     model = tiny(mixer="softmax", mixer_options=options)
-    with graphs.decoding_graphs(model):
+    with decoding.choose_decoder(model):
         first = NalandaCache(2)
         model(ids(1, 5), past_key_values=first)
         model(
@@ -272,7 +272,7 @@ def test_weights_that_change():
     """Written in place, or replaced between calls, and with other memory for joined ones."""
     model, tokens = tiny(), ids(1, 5)
     out = model.generate(tokens, return_dict_in_generate=True, **GREEDY)
-    step = weakref.ref(out.past_key_values.graphs)
+    step = weakref.ref(out.past_key_values.decoder)
     for change in (
         lambda: model.lm_head.weight.neg_(),
         lambda: model.load_state_dict(
@@ -350,7 +350,7 @@ def test_where_a_token_runs_eagerly(runs, monkeypatch):
         model.generate(tokens, **GREEDY)
     tiny(torch.float64).generate(tokens, **GREEDY)
     cache = model.generate(tokens[:, :4], max_new_tokens=1, return_dict_in_generate=True)
-    with graphs.decoding_graphs(model):
+    with decoding.choose_decoder(model):
         model(tokens[:, :1], past_key_values=cache.past_key_values)  # with gradients
         with torch.no_grad():
             mask = torch.tensor([[1] * 6, [1] * 5 + [0]])
@@ -361,7 +361,7 @@ def test_where_a_token_runs_eagerly(runs, monkeypatch):
             assert padded.past_key_values.lengths.tolist() == [6, 5]
             with pytest.raises(IndexError):
                 model(torch.full((2, 1), 10**6), past_key_values=cache.past_key_values)
-    monkeypatch.setenv(decoding.ENVIRONMENT, "0")
+    monkeypatch.setenv(program.ENVIRONMENT, "0")
     model.generate(tokens, **GREEDY)
     assert not runs
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nalanda import NalandaCache
-from nalanda.model import FEATURE_MAPS, MIXERS, graphs
+from nalanda.model import FEATURE_MAPS, MIXERS, decoding
 
 ROWS = {name: {"mixer": name} for name in MIXERS} | VARIANTS
 SERVED = [name for name in ROWS if name != "softmax"]  # its state grows
@@ -72,8 +72,8 @@ class Tape(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def _tape(monkeypatch):
     """Decodes by tapes from the fourth token on: the prompt gives one, two are eager."""
-    monkeypatch.setattr(graphs, "Graph", Tape)
-    monkeypatch.setattr(graphs, "EAGER_TOKENS", 2)
+    monkeypatch.setattr(decoding, "Graph", Tape)
+    monkeypatch.setattr(decoding, "EAGER_TOKENS", 2)
     monkeypatch.setattr(Tape, "replays", 0)
 
 
@@ -83,7 +83,7 @@ def tiny(name="gated_deltanet"):
 
 def eager(model, *args, **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(graphs.ENVIRONMENT, "0")
+        patch.setenv(decoding.ENVIRONMENT, "0")
         return model.generate(*args, **options)
 
 
@@ -139,7 +139,7 @@ def test_nothing_is_copied_from_the_host(options, monkeypatch):
         for n, (shape, _) in layer.mixer.state_spec(5).items():
             state[n] = torch.empty(3, *shape, dtype=model.dtype, device="meta")
     cache.seen(5, torch.full((3,), 5))
-    graphs.GraphedStep(model, cache)
+    decoding.GraphDecoder(model, cache)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -218,7 +218,7 @@ def test_weights_that_change():
 def test_memory_lasts_as_long_as_the_cache():
     model = tiny()
     cache = model.generate(ids(1, 5), return_dict_in_generate=True, **GREEDY).past_key_values
-    step = weakref.ref(cache.graphs)
+    step = weakref.ref(cache.decoder)
     assert step() is not None
     fork = cache.fork()
     del cache

@@ -24,7 +24,7 @@ from nalanda.common.errors import output_file
 from nalanda.common.products import product_route
 from nalanda.inference.generate import cache_bytes
 from nalanda.model import NalandaCache, NalandaConfig, NalandaForCausalLM
-from nalanda.model.graphs import decoding_graphs
+from nalanda.model.decoding import choose_decoder
 from nalanda.model.ops import by_kernel
 from nalanda.report.figures import REFERENCE, drawing, files, log_axis, look
 from nalanda_lab.track import track
@@ -221,7 +221,7 @@ def timed_tokens(
     as_generate: in the context that `generate` opens, where a token is one program.
     """
     token, fork = torch.zeros(1, 1, dtype=torch.int64), cache.fork()
-    with torch.inference_mode(), decoding_graphs(model) if as_generate else nullcontext():
+    with torch.inference_mode(), choose_decoder(model) if as_generate else nullcontext():
         return timed_calls(lambda: model(token, past_key_values=fork), tokens)
 
 

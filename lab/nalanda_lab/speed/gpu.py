@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.profiler import profile
 
 from nalanda.config.load import load_config
-from nalanda.model import NalandaConfig, NalandaForCausalLM, graphs
+from nalanda.model import NalandaConfig, NalandaForCausalLM, decoding
 from nalanda.model.feature_maps import build_feature_map
 from nalanda.model.loss import linear_cross_entropy
 
@@ -41,15 +41,15 @@ def bench_decoding(card: Any) -> dict[str, Any]:
     weights = sum(x.nbytes for x in model.parameters())
     values: dict[str, Any] = {"weights, MB": weights / 1e6}
     for name, switch in (("eager", "0"), ("graph", "1")):
-        os.environ[graphs.ENVIRONMENT] = switch
-        with torch.inference_mode(), graphs.decoding_graphs(model):
+        os.environ[decoding.ENVIRONMENT] = switch
+        with torch.inference_mode(), decoding.choose_decoder(model):
             token = torch.ones(1, 1, dtype=torch.int64, device=card.device)
             cache = model(token.expand(1, 64), use_cache=True).past_key_values
             step = partial(model, past_key_values=cache, use_cache=True)
-            for _ in range(graphs.EAGER_TOKENS + 2):
+            for _ in range(decoding.EAGER_TOKENS + 2):
                 step(token)
             values[f"{name}, ms"] = statistics.median(card.clock(step, [(token,)], calls=50))
-            values["captured"] = "yes" if graphs.DecodingGraphs.captured.get(model) else "no"
+            values["captured"] = "yes" if decoding.DecoderChoice.by_model.get(model) else "no"
     values["eager / graph"] = values["eager, ms"] / values["graph, ms"]
     return values
 

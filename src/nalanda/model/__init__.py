@@ -9,8 +9,8 @@ from .base import Mixer
 from .cache import NalandaCache
 from .configuration import AUTO_MAP, NalandaConfig
 from .decoder import Decoder
+from .decoding import choose_decoder
 from .feature_maps import FEATURE_MAPS, FeatureMap, build_feature_map, register_feature_map
-from .graphs import decoding_graphs
 from .heads import (
     NalandaForMaskedLM,
     NalandaForMultipleChoice,
@@ -49,7 +49,7 @@ __all__ = [
     "NalandaForTokenClassification",
     "State",
     "build_feature_map",
-    "decoding_graphs",
+    "choose_decoder",
     "ops",
     "register_feature_map",
     "register_mixer",

@@ -33,7 +33,7 @@ class NalandaCache(Cache):
         self.layer_class_to_replicate = None
         self.offloading = False
         # `StateBuffers`, the last to decode for this cache, which keeps them alive.
-        self.graphs: Any = None
+        self.decoder: Any = None
         self.state_dtype = state_dtype
         self.states: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
         self.seen_tokens = 0  # columns read so far, with padding, as in attention masks
@@ -60,10 +60,10 @@ class NalandaCache(Cache):
     def release(self) -> None:
         """Copies the states out of the buffers."""
         if self.live:  # whether they are there
-            self.states = self.graphs.copied()
+            self.states = self.decoder.copied()
 
     def __getstate__(self) -> dict[str, Any]:  # for copies
-        return {"_states": self.states} | vars(self) | {"graphs": None}
+        return {"_states": self.states} | vars(self) | {"decoder": None}
 
     def seen(self, columns: int, tokens: Tensor) -> None:
         """Adds the columns of a call, and the tokens of each sequence in it."""
@@ -81,7 +81,7 @@ class NalandaCache(Cache):
     @property
     def nbytes(self) -> int:
         # Not `self.states`, which would copy them out of the buffers.
-        states = self.graphs.newest if self.live else self.states
+        states = self.decoder.newest if self.live else self.states
         return sum(t.nbytes for state in states for t in state.values())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -249,21 +249,21 @@ class StateBuffers:
 
     def take(self, cache: NalandaCache) -> bool:
         """Moves the states of `cache` into the buffers, if they are not there; False if they do not fit."""
-        if cache.graphs is self and cache.live:
+        if cache.decoder is self and cache.live:
             return True
         states = cache.states
         if not self.fits(states):
             return False
         owner = None if self.owner is None else self.owner()
         # Another cache's newest states are in these buffers: it gets copies first.
-        if owner is not None and owner.graphs is self:
+        if owner is not None and owner.decoder is self:
             owner.release()
         assert cache.lengths is not None
         self.lengths.copy_(cache.lengths)
         self.fill(states)
         self.owner = weakref.ref(cache)
         cache.states = []  # frees their memory
-        cache.graphs, cache.live = self, True
+        cache.decoder, cache.live = self, True
         return True
 
 

@@ -1,228 +1,360 @@
-"""Decoding on a CPU: a token of all layers as one call of C++, with states in place.
+"""The decoders of whole tokens, and the choice of one: CUDA graphs here, a program in C++ in `program.py`.
 
-`generate` and `read` open the context `graphs.decoding_graphs`, which takes this path where kernels serve the model.
-The newest states of a cache are then in the program's memory, as with CUDA graphs. Forks, beams and saved states copy
-them out once (`cache.StateBuffers`). Mixers without a rule of a token, or with a map that kernels do not know, run
-in Python between two pieces of the program.
+With CUDA graphs the host launches all kernels of a token with one call.
+
+A graph repeats recorded launches on the same memory. So everything that changes from token to token is in
+static buffers: the token, the count of tokens before it, the states. There are two buffers for the states
+and two graphs; the first reads one buffer and writes the other, the second the reverse. So nothing is
+copied between tokens, and no program overwrites what another one has yet to read. In one buffer that could
+happen: all programs of a head read the past of its convolutions and its sum of keys, and one of them writes
+the next.
+
+`generate` and `read` open the context `choose_decoder`. Its first tokens run eagerly, so short answers do not pay
+for a capture. While graphs run, the newest states of a cache are in their buffers, and
+`NalandaCache.states` copies them out for any other use. The buffers live as long as a cache that used them.
+
+transformers would compile the model for a cache with `is_compileable`: minutes for our states, whose
+tensors are replaced, and its graphs copy what they are given. So that stays False.
 """
 
-from typing import Any
+import functools
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from . import ops
-from .base import Mixer
 from .cache import NalandaCache, StateBuffers, alike, copy_all
-from .decoder import GLU, Block
-from .growing import Memory, claim_room
-from .layers import LayerNorm, RMSNorm
-from .one_token import kernel_token
-from .ops import by_kernel
-from .recurrent import retention_decays
-from .sequences import Sequences
-from .transnormer import SimpleRMSNorm
+from .layers import altered
+from .program import ENVIRONMENT as PROGRAM_ENVIRONMENT
+from .program import NotServed, ProgramDecoder, build_program
 
-ENVIRONMENT = "NALANDA_CPU_TOKEN"  # 0: every layer runs in Python in this process
-ROWS = ("k", "v")  # states of attention, with a row a token
+ENVIRONMENT = "NALANDA_CUDA_GRAPHS"  # 0: no graphs in this process
+EAGER_TOKENS = 8
+"""Tokens before a capture, which costs the host about as much as ten."""
 
 
-class NotServed(Exception):
-    """A module computes what no operation does."""
+class Graph:
+    """A CUDA graph on a device: `capture` records what a function launches, `replay` launches it again."""
+
+    @staticmethod
+    def serves(device: torch.device) -> bool:
+        return device.type == "cuda"
+
+    @staticmethod
+    def replayer(device: torch.device) -> tuple:
+        """What may replay a graph: one thread on one stream, because two replays would race."""
+        return threading.get_ident(), torch.cuda.current_stream(device)
+
+    def __init__(self, device: torch.device):
+        self.device, self.graph = device, torch.cuda.CUDAGraph()
+
+    def capture(self, function: Callable[[], Tensor]) -> Tensor:
+        """Records `function`; what it returns holds values only after a replay."""
+        stream = torch.cuda.current_stream(self.device)  # a failed recording would not return to it
+        with _capturing, torch.cuda.device(self.device), torch.cuda.stream(stream):
+            try:
+                with self._recording(self.graph):
+                    return function()
+            except BaseException:
+                # Until some recording ends well, torch refuses to draw random numbers.
+                with suppress(RuntimeError), self._recording(torch.cuda.CUDAGraph()):
+                    torch.zeros(1, device=self.device)
+                raise
+
+    def _recording(self, graph: torch.cuda.CUDAGraph):
+        # Other threads may use the device meanwhile.
+        return torch.cuda.graph(
+            graph, stream=_side_stream(self.device), capture_error_mode="thread_local"
+        )
+
+    def replay(self) -> None:
+        with torch.cuda.device(self.device):
+            self.graph.replay()
 
 
-def build_token(model: Any, cache: NalandaCache) -> "TokenStep | None":
-    """The program of a model for the cache's batch size; None where some module is not what it knows."""
-    # Its dtype is that of the model.
-    table = model.model.embed_tokens.weight
-    program = by_kernel("token", "auto", table, cache.batch_size, table.dtype)
-    if program is None or ops._kernels is None:
-        return None
-    try:
-        return TokenStep(model, cache, program)
-    except (NotServed, ops._kernels.Unsupported):
-        return None
+_capturing = threading.Lock()  # torch allows one recording at a time
 
 
-class TokenStep(StateBuffers):
-    """One token of `batch` sequences as a program, and mixers that it calls in Python."""
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
-    def __init__(self, model: Any, cache: NalandaCache, program: Any):
-        self.decoder: Any = model.model
-        self.program, self.lengths = program, program.lengths
-        self.one = torch.ones(cache.batch_size, dtype=torch.int64)
-        # Each layer's state: tensors that the program writes into, and others, which are replaced.
-        self.fixed: list[dict[str, Tensor]] = []
-        self.loose: list[dict[str, Tensor]] = []
-        # Mixers that run in Python: how many operations precede each, by the layer's index.
-        self.called: dict[int, int] = {}
-        # Attention, whose states are the first rows of memory with room for more, and the room that is left.
-        self.attending: dict[int, Any] = {}
-        self.memories: dict[tuple[int, str], Memory] = {}
-        self.room = 0
 
-        # The residual stream and its norm, [batch, D].
-        D = model.config.hidden_size
-        self.x, self.h = program.array("x", D), program.array("h", D)
-        # A draft of the first layers alone runs eagerly.
-        refuse(model.config.num_hidden_layers != len(self.decoder.layers))
-        for i, block in enumerate(self.decoder.layers):
-            self._add_block(i, block, cache.states[i])
-        self._add_norm(self.decoder.norm, self.x, self.h)
-        # Its output is set for each token: callers keep it.
-        program.linear(self.h, model.lm_head, "logits")
-        self.vocabulary = model.lm_head.out_features
-        program.finish()
+class OnDevice(TorchDispatchMode):
+    """Raises RuntimeError where the host reads values of the device or writes its memory.
 
-    def _add_block(self, i: int, block: Block, state: dict[str, Tensor]) -> None:
-        mlp = block.mlp
-        refuse(type(block).forward is not Block.forward or type(mlp).forward is not GLU.forward)
-        self._add_norm(block.mixer_norm, self.x, self.h)
-        # A mixer that cannot be added leaves no operation behind.
-        end = len(self.program.operations)
-        # Memory of its own; the cache's tensors may be others' too.
-        fixed = {
-            name: x.clone(memory_format=torch.contiguous_format)
-            for name, x in state.items()
-            if name not in ROWS
-        }
-        assert ops._kernels is not None
-        try:
-            step = self._add_mixer(block.mixer, fixed)
-            if len(fixed) < len(state):
-                self.attending[i] = step
-        except (NotServed, ops._kernels.Unsupported):
-            del self.program.operations[end:]
-            self.called[i], fixed = end, {}
-        self.fixed.append(fixed)
-        self.loose.append({name: x for name, x in state.items() if name not in fixed})
+    A graph would repeat neither: some end a capture with an error, others would silently keep old values.
+    """
 
-        self._add_norm(block.mlp_norm, self.x, self.h)
-        # SiLU(W_gate h) ⊙ (W_up h), [batch, intermediate_size]
-        a = self.program.linear(self.h, mlp.gate_proj, "gated")
-        b = self.program.linear(self.h, mlp.up_proj, "up")
-        self.program.add("swiglu", a, a, added=b)
-        self.program.linear(a, mlp.down_proj, self.x, added=self.x)
+    COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+    READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
-    def _add_norm(self, norm: Any, x: Tensor, y: Tensor, gate: Tensor | None = None) -> None:
-        """y = norm(x), with its gate."""
-        refuse(type(norm) not in (RMSNorm, LayerNorm, SimpleRMSNorm))
-        weights = {name: getattr(norm, name, None) for name in ("weight", "bias")}
-        outside = getattr(norm, "placement", "") == "outside"
-        eps = {"number": 1e-8 if outside else norm.eps, "M": outside}
-        kind = "norm" if x.dtype == y.dtype else "wide_norm"
-        self.program.add(kind, x, y, added=gate, weights=weights, **eps)
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
 
-    def _add_mixer(self, mixer: Mixer, state: dict[str, Tensor]) -> Any:
-        """x + mixer(h), by the mixer's rule of a token."""
-        program, rule = self.program, mixer.rule
-        # [batch, heads·V], in fp32 below a norm over all heads, whose gate is that norm's
-        token = kernel_token(mixer, self.h.dtype if rule.by_head else torch.float32)
-        if token is None:
-            raise NotServed
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        # An index by a mask has as many rows as the mask has ones, which the host must read.
+        masks = [x for x in inputs[1:] if x.dtype in (torch.bool, torch.uint8)]
+        reads = any(tag in func.tags for tag in self.READS) and any(
+            x.device == self.device for x in inputs
+        )
+        if reads and not (func is torch.ops.aten.index.Tensor and not masks):  # rows, not a mask
+            raise RuntimeError(f"{func} makes the host wait for values")
+        result = func(*args, **kwargs)
+        tensors = inputs + [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        # A number beside tensors travels with the launch.
+        devices = {x.device.type for x in tensors if x.dim() or func in self.COPIES}
+        if len(devices) > 1:
+            raise RuntimeError(f"{func} copies between the host and the device")
+        return result
 
-        width = mixer.o_proj.in_features
-        o = program.array("o", width, token["dtype"])
-        inputs = program.linears(self.h, mixer.linears())
-        for name, layer in mixer.second_linears().items():
-            inputs[name] = program.linear(inputs[name], layer, f"{name}_second")
-        if rule.decay == "retention":
-            g = inputs["g"] = program.array("retention", mixer.num_heads, torch.float32)
-            g.copy_(retention_decays(mixer.num_heads, g))
-        gate = None if rule.by_head else inputs.pop("gate", None)
-        step = program.step(state, o, **token | inputs)
-        if not rule.by_head:
-            wide, o = o, program.array("normed", width)
-            self._add_norm(mixer.o_norm, wide, o, gate)
-        program.linear(o, mixer.o_proj, self.x, added=self.x)
-        return step
+
+class StaticState(dict):
+    """A layer's state, with the buffers that a kernel may write the next one to."""
+
+    def __init__(self, state: dict[str, Tensor], out: dict[str, Tensor]):
+        super().__init__(state)
+        self.out = out
+
+
+class StaticCache(NalandaCache):
+    """What a captured call of the decoder takes for a cache; counts stay on the device."""
+
+    static = True
+
+    def __init__(self, states: list[dict[str, Tensor]], lengths: Tensor):
+        super().__init__(len(states))
+        self.states, self.lengths = states, lengths
+
+    def seen(self, columns: int, tokens: Tensor) -> None:
+        assert self.lengths is not None
+        self.lengths.add_(1)
+
+
+class GraphDecoder(StateBuffers):
+    """One token of `batch` sequences as two graphs, each of which writes what the other one reads."""
+
+    def __init__(self, model: Any, cache: NalandaCache):
+        device, batch = model.device, cache.batch_size
+        self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        # Two buffers with copies of the cache's states; `take` fills the newest one again.
+        self.states = [
+            [
+                {name: x.clone(memory_format=torch.contiguous_format) for name, x in s.items()}
+                for s in states
+            ]
+            for states in (cache.states, cache.states)
+        ]
+        self.turn = 0  # which states are the newest
+        steps = [functools.partial(self._step, model, turn) for turn in range(2)]
+        # Each runs once before its capture: kernels may compile, and a read of values raises.
+        with OnDevice(device):
+            for step in steps:  # loads what is loaded at its first use
+                step()
+        self.graphs = [Graph(device) for _ in steps]
+        self.logits: list[Tensor] = [g.capture(s) for g, s in zip(self.graphs, steps, strict=True)]
+
+    def _step(self, model: Any, turn: int) -> Tensor:
+        old, new = self.states[turn], self.states[1 - turn]
+        cache = StaticCache(
+            [StaticState(*pair) for pair in zip(old, new, strict=True)], self.lengths
+        )
+        h = model.model(input_ids=self.tokens, past_key_values=cache).last_hidden_state
+        logits = model.lm_head(h)
+        # Else the next graph would read buffers that do not fit.
+        if not alike(cache.states, new, dtypes=True):
+            raise RuntimeError("the states change their shapes or precision")
+        # Where no kernel wrote to the buffers.
+        pairs = [
+            (buffers[name], state[name])
+            for buffers, state in zip(new, cache.states, strict=True)
+            for name in buffers
+            if buffers[name] is not state[name]
+        ]
+        copy_all(pairs)
+        return logits
 
     @property
     def newest(self) -> list[dict[str, Tensor]]:
-        self._show_rows()
-        return [fixed | loose for fixed, loose in zip(self.fixed, self.loose, strict=True)]
-
-    def _show_rows(self) -> None:
-        """The rows of attention that are written; what follows them in memory is anybody's from now on."""
-        for (i, name), memory in self.memories.items():
-            step = self.attending[i]
-            end = memory.used = step.used + int(self.program.written_rows)
-            # [batch, tokens or window, heads, K or V]
-            rows = memory.rows[:, end - step.reach if step.reach else 0 : end]
-            if not step.reach:
-                rows.memory = memory  # pyrefly: ignore[missing-attribute]
-            self.loose[i][name] = rows
-
-    def copied(self) -> list[dict[str, Tensor]]:
-        states = self.newest
-        for i, fixed in enumerate(self.fixed):
-            # Rows that grow are never overwritten, so views of them are enough.
-            windows = self.loose[i] if i in self.attending and self.attending[i].reach else {}
-            states[i] |= {name: x.clone() for name, x in (fixed | windows).items()}
-        return states
-
-    def fits(self, states: list[dict[str, Tensor]]) -> bool:
-        fixed = [
-            {name: x for name, x in state.items() if name not in self.loose[i]}
-            for i, state in enumerate(states)
-        ]
-        return alike(fixed, self.fixed)
+        return self.states[self.turn]
 
     def fill(self, states: list[dict[str, Tensor]]) -> None:
-        pairs = []
-        for fixed, loose, state in zip(self.fixed, self.loose, states, strict=True):
-            pairs += [(x, state[name]) for name, x in fixed.items()]
-            loose |= {name: state[name] for name in loose}
-        copy_all(pairs)
-        self._make_room()
-
-    def _make_room(self) -> None:
-        """Moves keys and values to where more rows fit behind them."""
-        self.program.written_rows.zero_()
-        longest, rooms = int(self.lengths.max()), []
-        for i, step in self.attending.items():
-            for name in ROWS:
-                rows = self.loose[i][name].to(self.x.dtype)
-                # The longest text may have left the batch.
-                if not step.reach and rows.shape[1] > longest:
-                    rows = rows[:, -longest:]
-                memory = self.memories[i, name] = claim_room(rows)
-                # The operation reads these fields at each token.
-                step.used, room = rows.shape[1], memory.rows.shape[1]
-                setattr(step, f"{name}_rows", memory.rows.data_ptr())
-                setattr(step, f"{name}_room", room)
-                rooms.append(room - step.used)
-        self.room = min(rooms, default=0)
+        self.turn = 0
+        super().fill(states)
 
     def __call__(self, tokens: Tensor, cache: NalandaCache) -> Tensor:
         """Logits `[B, 1, vocabulary]` after tokens `[B, 1]`, for the cache that `take` was called with."""
-        program, start = self.program, 0
-        seq = Sequences(None, cache.lengths, None, self.x.device)
-        # [batch, D]: an unknown id raises here, before a state changes
-        self.x.copy_(self.decoder.scaled(self.decoder.embed_tokens(tokens), seq)[:, 0])
-        # Their memory is full: C++ needs a new place for the next row.
-        if self.attending and int(program.written_rows) == self.room:
-            self._show_rows()
-            self._make_room()
-        for i, end in self.called.items():
-            # h is the mixer's input then.
-            program.run(start, end)
-            mixer = self.decoder.layers[i].mixer
-            y, self.loose[i] = mixer(self.h[:, None], seq, self.loose[i])
-            self.x.add_(y[:, 0])
-            start = end
-
-        # New memory, because a caller keeps the logits of all tokens.
-        logits = self.x.new_empty(len(tokens), 1, self.vocabulary)
-        program.listed[-1].y = logits.data_ptr()
-        program.run(start, len(program.listed))
-        # The program's counts give positions to its rules.
-        self.lengths.add_(1)
-        program.written_rows.add_(1)
-        cache.seen(1, self.one)
+        self.tokens.copy_(tokens)
+        self.graphs[self.turn].replay()
+        logits = self.logits[self.turn].clone()  # the graph writes there again
+        self.turn = 1 - self.turn
+        cache.seen(1, torch.ones(len(tokens), dtype=torch.int64))
         return logits
 
 
-def refuse(condition: bool) -> None:
-    if condition:
-        raise NotServed
+TokenDecoder = GraphDecoder | ProgramDecoder
+DecodersByKey = weakref.WeakValueDictionary[tuple, TokenDecoder]
+
+
+class DecoderChoice:
+    """The decoders of a context of `choose_decoder`, one for each batch size."""
+
+    by_model: ClassVar[weakref.WeakKeyDictionary[nn.Module, DecodersByKey]] = (
+        weakref.WeakKeyDictionary()
+    )
+    """A model's decoders by what they were made with; caches keep them alive."""
+    uncapturable: ClassVar[weakref.WeakKeyDictionary[nn.Module, str]] = weakref.WeakKeyDictionary()
+    """Models that could not be captured, and why; nothing tries again."""
+
+    def __init__(self, model: Any):
+        self.model, self.eager = model, 0
+        self.decoders: weakref.WeakValueDictionary[int, TokenDecoder] = (
+            weakref.WeakValueDictionary()
+        )
+        self.reason: str | None = self.uncapturable.get(model)
+        """Why no decoder serves the model; None: none has refused."""
+
+    @functools.cached_property
+    def key(self) -> tuple | None:
+        """See `key_of`; None, with a reason, if no decoder serves the model."""
+        try:
+            return key_of(self.model)
+        except NotServed as refusal:
+            self.reason = str(refusal)
+            return None
+
+    @functools.cached_property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def decode(
+        self, model: nn.Module, tokens: Tensor, cache: NalandaCache, mask: Tensor | None = None
+    ) -> Tensor | None:
+        """Logits `[B, 1, vocabulary]` after tokens `[B, 1]`; None if the call must run eagerly."""
+        # A recording cache keeps each token's embeddings, which a decoder does not hand out. Packed states are
+        # not what a graph or C++ writes into.
+        if (
+            model is not self.model
+            or cache.recording
+            or cache.state_dtype != "float32"
+            or cache.unread is not None
+            or self.reason is not None
+            or self.key is None
+        ):
+            return None
+        if model.training or torch.is_grad_enabled():
+            return None
+        if _has_any_global_hook():  # another than when the key was made
+            return None
+        # Where every row has begun, each column is a token, and no mask matters.
+        if (
+            cache.lengths is None
+            or len(tokens) != len(cache.lengths)
+            or not bool((cache.lengths > 0).all())
+        ):
+            return None
+        # A mask on a device is not read, because that would wait for it.
+        if mask is not None and mask.device.type == "cpu" and not bool(mask[:, -1].all()):
+            return None
+        if torch.is_autocast_enabled(tokens.device.type):
+            return None
+        if not cache.live:
+            cache.follow(self.dtype)
+        decoder = self.decoders.get(len(tokens)) or self._make(cache, (len(tokens), *self.key))
+        return decoder(tokens, cache) if decoder is not None and decoder.take(cache) else None
+
+    def _make(self, cache: NalandaCache, key: tuple) -> TokenDecoder | None:
+        """The decoder for the cache's batch size. A graph is captured once enough tokens have run eagerly."""
+        graphs = Graph.serves(self.model.device)
+        self.eager += 1
+        by_key = self.by_model.setdefault(self.model, DecodersByKey())
+        decoder = by_key.get(key)
+        if decoder is None and (not graphs or self.eager > EAGER_TOKENS):
+            build = GraphDecoder if graphs else build_program
+            try:
+                with torch.inference_mode(False), torch.no_grad():  # buffers for calls in any mode
+                    decoder = by_key[key] = build(self.model, cache)
+            except NotServed as refusal:
+                self.reason = str(refusal)
+            except Exception as error:
+                if not graphs:
+                    raise
+                self.reason = self.uncapturable[self.model] = _cause(error)
+                warnings.warn(f"decoding without CUDA graphs: {self.reason}", stacklevel=2)
+        if decoder is not None:
+            self.decoders[cache.batch_size] = decoder
+        return decoder
+
+
+def _cause(error: BaseException) -> str:
+    while error.__context__ is not None:  # the end of a failed recording raises, too
+        error = error.__context__
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+_current: ContextVar[DecoderChoice | None] = ContextVar("decoder_choice", default=None)
+current_choice = _current.get
+
+
+@contextmanager
+def choose_decoder(model: Any) -> Iterator[DecoderChoice | None]:
+    """In this context, a decoder of whole tokens serves calls with one token of each sequence, where one can.
+
+    That is a pair of CUDA graphs on a GPU, and a program in C++ on a CPU. `generate` and `read` open it. Weights may
+    change in place in it, but not be replaced. Yields the choice; None if the environment turns it off.
+    """
+    switch = ENVIRONMENT if Graph.serves(model.device) else PROGRAM_ENVIRONMENT
+    choice = None if os.environ.get(switch) == "0" else DecoderChoice(model)
+    before = _current.set(choice)
+    try:
+        yield choice
+    finally:
+        _current.reset(before)
+
+
+def key_of(model: Any) -> tuple:
+    """What a decoder of the model depends on besides the batch size.
+
+    Raises `NotServed` without a GPU or a program in C++; for states that grow with the text on a GPU, a model on
+    several devices, or modules that run code of others (hooks, adapters, compiled modules).
+    """
+    device, modules = model.device, dict(model.named_modules())
+    graphs, kernels = Graph.serves(device), []
+    if ops._kernels is not None:
+        kernels = ops._kernels.candidates("step" if graphs else "token", "auto", device.type)
+    if not (graphs or kernels):
+        raise NotServed(f"nalanda_kernels decodes no token on this {device.type}")
+    for name, module in modules.items():
+        if _foreign(module):
+            raise NotServed(f"{name or 'the model'} has a hook or an adapter, or is compiled")
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(x.device != device for x in tensors):
+        raise NotServed("the model is on several devices")
+    if any(type(x) not in (nn.Parameter, Tensor) for x in tensors):
+        raise NotServed("the weights are sharded or quantized")
+    if graphs and (growing := model.model.growing_mixers()):
+        raise NotServed(f"the state of {growing[0]} grows with the text")
+    replayer = Graph.replayer(device) if graphs else (threading.get_ident(),)
+    # The address of each tensor: a graph has recorded it, so replaced weights need new graphs.
+    return (*replayer, *kernels, *map(id, modules.values()), *(x.data_ptr() for x in tensors))
+
+
+def _foreign(module: nn.Module) -> bool:
+    """Whether calling the module runs more than the `forward` of a class that has no switches."""
+    switched = "forward" in vars(module) or module._compiled_call_impl is not None
+    return altered(module) or switched or type(module).__module__.startswith("peft.")

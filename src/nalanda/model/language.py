@@ -17,7 +17,7 @@ from .cache import NalandaCache
 from .configuration import NalandaConfig
 from .context import Context
 from .decoder import Decoder, NalandaPreTrainedModel
-from .graphs import current_graphs, decoding_graphs
+from .decoding import choose_decoder, current_choice
 from .layers import at_least_fp32
 from .loss import Distillation, linear_cross_entropy, mean_over
 from .precision import check_state_dtype
@@ -254,13 +254,13 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             input_ids = input_ids[:, shared:]  # the rest, which cannot be cut equally
 
         # All but the last token: reading that one predicts the next.
-        with decoding_graphs(self):
+        with choose_decoder(self):
             for start in range(0, input_ids.shape[1] - 1, chunk_size):
                 piece = slice(start, min(start + chunk_size, input_ids.shape[1] - 1))
                 ids = input_ids[:, piece]
                 mask = None if attention_mask is None else attention_mask[:, piece]
                 # A piece of one token is read as `generate` decodes it.
-                if self._decode_by_graph(ids, mask, cache) is None:
+                if self._decode_one(ids, mask, cache) is None:
                     self.model(input_ids=ids, attention_mask=mask, past_key_values=cache)
         return State(self, cache, last_token)
 
@@ -300,7 +300,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         The state is not changed. A state of one row serves all rows of `inputs`; attention_mask is that of
         `inputs`. Returns `inputs` and the new tokens, which a streamer gets too. Logits processors, prompt
         lookup and `max_length` see these and the state's last token, not the text before. On CUDA it decodes
-        by graphs (`graphs.py`), on a CPU by C++ (`decoding.py`). state_dtype: as for `read`.
+        by CUDA graphs (`decoding.py`), on a CPU by C++ (`program.py`). state_dtype: as for `read`.
         """
         foreign_bounds(None, {"token_type_ids": kwargs.pop("token_type_ids", None)})
         check_state_dtype(state_dtype, self.config)
@@ -330,7 +330,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         if kwargs.get("streamer") is not None:
             kwargs["streamer"] = _WithoutFirst(kwargs["streamer"])
 
-        with decoding_graphs(self):
+        with choose_decoder(self):
             out: Any = super().generate(ids, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
         if isinstance(out, Tensor):
             return out[:, 1:]  # without the state's last token
@@ -346,7 +346,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         if prompt is not None:
             cached = kwargs.get("past_key_values") is not None
             check_prompt(prompt, kwargs.get("attention_mask"), cached=cached)
-        with decoding_graphs(self):
+        with choose_decoder(self):
             return super().generate(inputs, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
 
     def prepare_inputs_for_generation(
@@ -466,7 +466,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         beside = (inputs_embeds, labels, shift_labels, cu_seqlens, carried_cache, carried)
         more_outputs = output_hidden_states or return_carried_cache or None
         prompt = (input_ids, attention_mask, past_key_values)
-        if decoded := self._decode_by_graph(*prompt, *beside, more_outputs):
+        if decoded := self._decode_one(*prompt, *beside, more_outputs):
             return decoded
 
         # Columns without requested logits come before the mark: `crop` never removes them.
@@ -509,24 +509,24 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             carried_cache=out.carried_cache,
         )
 
-    def _decode_by_graph(
+    def _decode_one(
         self,
         input_ids: Tensor | None,
         attention_mask: Tensor | None,
         cache: NalandaCache | None,
         *beside: NalandaCache | Tensor | bool | None,
     ) -> CausalLMOutput | None:
-        """The output of a CUDA graph for one token of each row, in `generate`; None if no graph serves the call.
+        """The output for one token of each row by a decoder, in `generate`; None if no decoder serves the call.
 
-        beside: what else the call gives or asks for. Graphs have buffers for tokens, lengths and states alone.
+        beside: what else the call gives or asks for. Decoders have buffers for tokens, lengths and states alone.
         """
-        graphs = None if torch.compiler.is_compiling() else current_graphs()
-        if graphs is None or any(x is not None for x in beside):
+        choice = None if torch.compiler.is_compiling() else current_choice()
+        if choice is None or any(x is not None for x in beside):
             return None
         if input_ids is None or input_ids.shape[1] != 1 or not isinstance(cache, NalandaCache):
             return None
 
-        logits = graphs.decode(self, input_ids, cache, attention_mask)  # [B, 1, vocabulary]
+        logits = choice.decode(self, input_ids, cache, attention_mask)  # [B, 1, vocabulary]
         if logits is None:
             return None
         # pyrefly: ignore[bad-argument-type]

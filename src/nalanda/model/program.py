@@ -1,0 +1,233 @@
+"""Decoding on a CPU: a token of all layers as one call of C++, with states in place.
+
+`generate` and `read` open the context `decoding.choose_decoder`, which takes this path where kernels serve the model.
+The newest states of a cache are then in the program's memory, as with CUDA graphs. Forks, beams and saved states copy
+them out once (`cache.StateBuffers`). Mixers without a rule of a token, or with a map that kernels do not know, run
+in Python between two pieces of the program.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .base import Mixer
+from .cache import NalandaCache, StateBuffers, alike, copy_all
+from .decoder import GLU, Block
+from .growing import Memory, claim_room
+from .layers import LayerNorm, RMSNorm
+from .one_token import kernel_token
+from .ops import by_kernel
+from .recurrent import retention_decays
+from .sequences import Sequences
+from .transnormer import SimpleRMSNorm
+
+ENVIRONMENT = "NALANDA_CPU_TOKEN"  # 0: every layer runs in Python in this process
+ROWS = ("k", "v")  # states of attention, with a row a token
+
+
+class NotServed(Exception):
+    """A decoder of whole tokens, or an operation of one, cannot serve a model. The text says why."""
+
+
+def build_program(model: Any, cache: NalandaCache) -> "ProgramDecoder":
+    """The program of a model for the cache's batch size. Raises `NotServed` for a module that it does not know."""
+    # Its dtype is that of the model.
+    table = model.model.embed_tokens.weight
+    program = by_kernel("token", "auto", table, cache.batch_size, table.dtype)
+    if program is None or ops._kernels is None:
+        raise NotServed("no library in C++ can be built")
+    try:
+        return ProgramDecoder(model, cache, program)
+    except ops._kernels.Unsupported as error:
+        raise NotServed(str(error.args[0])) from None
+
+
+class ProgramDecoder(StateBuffers):
+    """One token of `batch` sequences as a program, and mixers that it calls in Python."""
+
+    def __init__(self, model: Any, cache: NalandaCache, program: Any):
+        self.decoder: Any = model.model
+        self.program, self.lengths = program, program.lengths
+        self.one = torch.ones(cache.batch_size, dtype=torch.int64)
+        # Each layer's state: tensors that the program writes into, and others, which are replaced.
+        self.in_place: list[dict[str, Tensor]] = []
+        self.replaced: list[dict[str, Tensor]] = []
+        # Mixers that run in Python: how many operations precede each, and why, by the layer's index.
+        self.in_python: dict[int, tuple[int, str]] = {}
+        # Attention, whose states are the first rows of memory with room for more, and the room that is left.
+        self.attending: dict[int, Any] = {}
+        self.memories: dict[tuple[int, str], Memory] = {}
+        self.room = 0
+
+        # The residual stream and its norm, [batch, D].
+        D = model.config.hidden_size
+        self.x, self.h = program.array("x", D), program.array("h", D)
+        # A draft of the first layers alone runs eagerly.
+        refuse(model.config.num_hidden_layers != len(self.decoder.layers), "a part of the layers")
+        for i, block in enumerate(self.decoder.layers):
+            self._add_block(i, block, cache.states[i])
+        self._add_norm(self.decoder.norm, self.x, self.h)
+        # Its output is set for each token: callers keep it.
+        program.linear(self.h, model.lm_head, "logits")
+        self.vocabulary = model.lm_head.out_features
+        program.finish()
+
+    def _add_block(self, i: int, block: Block, state: dict[str, Tensor]) -> None:
+        mlp = block.mlp
+        others = type(block).forward is not Block.forward or type(mlp).forward is not GLU.forward
+        refuse(others, f"a layer of the class {type(block).__name__}")
+        self._add_norm(block.mixer_norm, self.x, self.h)
+        # A mixer that cannot be added leaves no operation behind.
+        end = len(self.program.operations)
+        # Memory of its own; the cache's tensors may be others' too.
+        in_place = {
+            name: x.clone(memory_format=torch.contiguous_format)
+            for name, x in state.items()
+            if name not in ROWS
+        }
+        assert ops._kernels is not None
+        try:
+            step = self._add_mixer(block.mixer, in_place)
+            if len(in_place) < len(state):
+                self.attending[i] = step
+        except (NotServed, ops._kernels.Unsupported) as error:
+            del self.program.operations[end:]
+            self.in_python[i], in_place = (end, str(error.args[0])), {}
+        self.in_place.append(in_place)
+        self.replaced.append({name: x for name, x in state.items() if name not in in_place})
+
+        self._add_norm(block.mlp_norm, self.x, self.h)
+        # SiLU(W_gate h) ⊙ (W_up h), [batch, intermediate_size]
+        a = self.program.linear(self.h, mlp.gate_proj, "gated")
+        b = self.program.linear(self.h, mlp.up_proj, "up")
+        self.program.add("swiglu", a, a, added=b)
+        self.program.linear(a, mlp.down_proj, self.x, added=self.x)
+
+    def _add_norm(self, norm: Any, x: Tensor, y: Tensor, gate: Tensor | None = None) -> None:
+        """y = norm(x), with its gate."""
+        known = (RMSNorm, LayerNorm, SimpleRMSNorm)
+        refuse(type(norm) not in known, f"a norm of the class {type(norm).__name__}")
+        weights = {name: getattr(norm, name, None) for name in ("weight", "bias")}
+        outside = getattr(norm, "placement", "") == "outside"
+        eps = {"number": 1e-8 if outside else norm.eps, "M": outside}
+        kind = "norm" if x.dtype == y.dtype else "wide_norm"
+        self.program.add(kind, x, y, added=gate, weights=weights, **eps)
+
+    def _add_mixer(self, mixer: Mixer, state: dict[str, Tensor]) -> Any:
+        """x + mixer(h), by the mixer's rule of a token."""
+        program, rule = self.program, mixer.rule
+        # [batch, heads·V], in fp32 below a norm over all heads, whose gate is that norm's
+        token = kernel_token(mixer, self.h.dtype if rule.by_head else torch.float32)
+        if token is None:
+            raise NotServed("a mixer with a `mix` of its own")
+
+        width = mixer.o_proj.in_features
+        o = program.array("o", width, token["dtype"])
+        inputs = program.linears(self.h, mixer.linears())
+        for name, layer in mixer.second_linears().items():
+            inputs[name] = program.linear(inputs[name], layer, f"{name}_second")
+        if rule.decay == "retention":
+            g = inputs["g"] = program.array("retention", mixer.num_heads, torch.float32)
+            g.copy_(retention_decays(mixer.num_heads, g))
+        gate = None if rule.by_head else inputs.pop("gate", None)
+        step = program.step(state, o, **token | inputs)
+        if not rule.by_head:
+            wide, o = o, program.array("normed", width)
+            self._add_norm(mixer.o_norm, wide, o, gate)
+        program.linear(o, mixer.o_proj, self.x, added=self.x)
+        return step
+
+    @property
+    def newest(self) -> list[dict[str, Tensor]]:
+        self._show_rows()
+        return [
+            in_place | replaced
+            for in_place, replaced in zip(self.in_place, self.replaced, strict=True)
+        ]
+
+    def _show_rows(self) -> None:
+        """The rows of attention that are written; what follows them in memory is anybody's from now on."""
+        for (i, name), memory in self.memories.items():
+            step = self.attending[i]
+            end = memory.used = step.used + int(self.program.written_rows)
+            # [batch, tokens or window, heads, K or V]
+            rows = memory.rows[:, end - step.reach if step.reach else 0 : end]
+            if not step.reach:
+                rows.memory = memory  # pyrefly: ignore[missing-attribute]
+            self.replaced[i][name] = rows
+
+    def copied(self) -> list[dict[str, Tensor]]:
+        states = self.newest
+        for i, in_place in enumerate(self.in_place):
+            # Rows that grow are never overwritten, so views of them are enough.
+            windows = self.replaced[i] if i in self.attending and self.attending[i].reach else {}
+            states[i] |= {name: x.clone() for name, x in (in_place | windows).items()}
+        return states
+
+    def fits(self, states: list[dict[str, Tensor]]) -> bool:
+        in_place = [
+            {name: x for name, x in state.items() if name not in self.replaced[i]}
+            for i, state in enumerate(states)
+        ]
+        return alike(in_place, self.in_place)
+
+    def fill(self, states: list[dict[str, Tensor]]) -> None:
+        pairs = []
+        for in_place, replaced, state in zip(self.in_place, self.replaced, states, strict=True):
+            pairs += [(x, state[name]) for name, x in in_place.items()]
+            replaced |= {name: state[name] for name in replaced}
+        copy_all(pairs)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Moves keys and values to where more rows fit behind them."""
+        self.program.written_rows.zero_()
+        longest, rooms = int(self.lengths.max()), []
+        for i, step in self.attending.items():
+            for name in ROWS:
+                rows = self.replaced[i][name].to(self.x.dtype)
+                # The longest text may have left the batch.
+                if not step.reach and rows.shape[1] > longest:
+                    rows = rows[:, -longest:]
+                memory = self.memories[i, name] = claim_room(rows)
+                # The operation reads these fields at each token.
+                step.used, room = rows.shape[1], memory.rows.shape[1]
+                setattr(step, f"{name}_rows", memory.rows.data_ptr())
+                setattr(step, f"{name}_room", room)
+                rooms.append(room - step.used)
+        self.room = min(rooms, default=0)
+
+    def __call__(self, tokens: Tensor, cache: NalandaCache) -> Tensor:
+        """Logits `[B, 1, vocabulary]` after tokens `[B, 1]`, for the cache that `take` was called with."""
+        program, start = self.program, 0
+        seq = Sequences(None, cache.lengths, None, self.x.device)
+        # [batch, D]: an unknown id raises here, before a state changes
+        self.x.copy_(self.decoder.scaled(self.decoder.embed_tokens(tokens), seq)[:, 0])
+        # Their memory is full: C++ needs a new place for the next row.
+        if self.attending and int(program.written_rows) == self.room:
+            self._show_rows()
+            self._make_room()
+        for i, (end, _) in self.in_python.items():
+            # h is the mixer's input then.
+            program.run(start, end)
+            mixer = self.decoder.layers[i].mixer
+            y, self.replaced[i] = mixer(self.h[:, None], seq, self.replaced[i])
+            self.x.add_(y[:, 0])
+            start = end
+
+        # New memory, because a caller keeps the logits of all tokens.
+        logits = self.x.new_empty(len(tokens), 1, self.vocabulary)
+        program.listed[-1].y = logits.data_ptr()
+        program.run(start, len(program.listed))
+        # The program's counts give positions to its rules.
+        self.lengths.add_(1)
+        program.written_rows.add_(1)
+        cache.seen(1, self.one)
+        return logits
+
+
+def refuse(condition: bool, reason: str) -> None:
+    if condition:
+        raise NotServed(reason)
