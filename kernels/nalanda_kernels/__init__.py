@@ -188,8 +188,11 @@ def serve(op: str, backend: str, device_type: str, *inputs, **options):
         # Loaded at its turn, so that an unused backend is never imported.
         _load_kernel(op, name)
         try:
-            return getattr(_loaded, f"{op}_{name}")(*inputs, **options)
+            served = getattr(_loaded, f"{op}_{name}")(*inputs, **options)
+            _note(op, name)
+            return served
         except Unsupported as reason:
+            _note(op, name, str(reason.args[0]))
             subject = op
             if len(reason.args) > 1:
                 # The process's fault, not the call's: no later call tries again.
@@ -199,9 +202,43 @@ def serve(op: str, backend: str, device_type: str, *inputs, **options):
         except Exception as error:
             if not exceeds_card(error):
                 raise
+            _note(op, name, f"this call on this card: {error}")
             _leave_out(op, name)
             _warn(f"{op}: {name} does not fit this card ({error}); trying the next backend")
+    _note(op, "torch")
     return None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A backend that served a call of an op, or was refused. "torch" is the op's own form."""
+
+    op: str
+    backend: str
+    refusal: str | None = None
+
+
+_watches: list[dict[Attempt, None]] = []
+
+
+@contextlib.contextmanager
+def watch() -> Iterator[dict[Attempt, None]]:
+    """In this context calls of ops, in any thread, note each kind of attempt in the dict when it first happens.
+
+    Compiled code notes its attempts while it is traced.
+    """
+    attempts: dict[Attempt, None] = {}
+    _watches.append(attempts)
+    try:
+        yield attempts
+    finally:
+        _watches[:] = [others for others in _watches if others is not attempts]
+
+
+@_at_compile_time
+def _note(op: str, backend: str, refusal: str | None = None) -> None:
+    for attempts in _watches:
+        attempts.setdefault(Attempt(op, backend, refusal))
 
 
 def exceeds_card(error: Exception) -> bool:

@@ -275,7 +275,7 @@ def test_the_memory_before_a_run(tmp_path):
 def test_printed(capsys):
     print_info(info("deltanet_340m", []))
     printed = capsys.readouterr().out
-    for figure in ("374.4 M", "308.8 M", "15.032 B", "12.4 MiB", "28,672"):
+    for figure in ("374.4 M", "308.8 M", "15.032 B", "12.4 MiB", "28,672", "sequences torch, a"):
         assert figure in printed
     assert [size(n) for n in (5, 2048, 3 << 20, 5 << 40)] == [
         "5 B",

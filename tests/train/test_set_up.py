@@ -176,3 +176,20 @@ def test_a_resumed_run_needs_room_for_the_rest_alone(stopped, monkeypatch, capsy
     assert re.search(
         r"\ndisk       .* checkpoints of .* and final/ of .* free\n", capsys.readouterr().out
     )
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_the_backend_of_each_recurrence_is_said_once(recipe, tmp_path, capsys):
+    run = train(
+        configured(
+            recipe,
+            tmp_path / "run",
+            "model.mixer=[gla, deltanet]",
+            "model.num_hidden_layers=2",
+            "train.steps=2",
+        )
+    )
+    printed = capsys.readouterr().out
+    assert printed.count("\nlayers     linear_attention by torch, delta_rule by torch\n") == 1
+    executors = json.loads((run / "run.json").read_text())["executors"]
+    assert executors == {"linear_attention": "torch", "delta_rule": "torch"}

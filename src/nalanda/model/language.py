@@ -18,6 +18,7 @@ from .configuration import NalandaConfig
 from .context import Context
 from .decoder import Decoder, NalandaPreTrainedModel
 from .decoding import choose_decoder, current_choice
+from .executors import LayerExecutors, executors
 from .layers import at_least_fp32
 from .loss import Distillation, linear_cross_entropy, mean_over
 from .precision import check_state_dtype
@@ -201,6 +202,13 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         # Drafts may be cropped. A cache of an earlier call may still record for that.
         cache.recording = bool(generation_config.is_assistant)
         model_kwargs["past_key_values"] = cache
+
+    def executors(self) -> list[LayerExecutors]:
+        """The executor of each kind of layer, for sequences and for one token, and why it is not a faster one.
+
+        A layer of each kind runs on the model's device, in its dtype. Printed, each is a line.
+        """
+        return executors(self)
 
     @torch.no_grad()
     def read(

@@ -35,9 +35,12 @@ def build_program(model: Any, cache: NalandaCache) -> "ProgramDecoder":
     """The program of a model for the cache's batch size. Raises `NotServed` for a module that it does not know."""
     # Its dtype is that of the model.
     table = model.model.embed_tokens.weight
-    program = by_kernel("token", "auto", table, cache.batch_size, table.dtype)
-    if program is None or ops._kernels is None:
-        raise NotServed("no library in C++ can be built")
+    assert ops._kernels is not None  # whose "token" makes the program
+    with ops._kernels.watch() as attempts:
+        program = by_kernel("token", "auto", table, cache.batch_size, table.dtype)
+    if program is None:
+        refusals = [attempt.refusal for attempt in attempts if attempt.refusal]
+        raise NotServed((*refusals, f"{cache.batch_size} text(s) in {table.dtype}")[0])
     try:
         return ProgramDecoder(model, cache, program)
     except ops._kernels.Unsupported as error:
@@ -121,7 +124,7 @@ class ProgramDecoder(StateBuffers):
         # [batch, heads·V], in fp32 below a norm over all heads, whose gate is that norm's
         token = kernel_token(mixer, self.h.dtype if rule.by_head else torch.float32)
         if token is None:
-            raise NotServed("a mixer with a `mix` of its own")
+            raise NotServed("a rule that no operation computes")
 
         width = mixer.o_proj.in_features
         o = program.array("o", width, token["dtype"])

@@ -1,5 +1,6 @@
 """Estimates a recipe's parameters, FLOPs, state, memory, tokens and time without allocating the model."""
 
+import copy
 from typing import Any
 
 import torch
@@ -7,11 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from nalanda.common.errors import InputError
+from nalanda.common.number_formats import TORCH_NAMES
 from nalanda.common.text import size, suggest
 from nalanda.config.load import load_config
 from nalanda.config.model import is_encoder
 from nalanda.config.schema import RunConfig
-from nalanda.model import NalandaConfig
+from nalanda.model import NalandaConfig, NalandaForCausalLM
 from nalanda.report.runs import layers
 from nalanda.train.estimate import (
     activation_bytes,
@@ -46,7 +48,8 @@ def info(
     """The figures that `nalanda info` prints for a recipe, as plain numbers.
 
     processes: of the launch; by default those of one context.
-    memory: whether to count activations and what contexts exchange, which takes a second.
+    memory: whether to count activations and what contexts exchange, and to run a layer of each kind, which
+        takes seconds.
     device: device of each process, for the time: a GPU's name, "here" or "cpu" (both are measured if no data
         sheet is known).
 
@@ -82,6 +85,8 @@ def info(
         "feature_map": getattr(model_config, "feature_map", None),
         "parameters": parameters,
         "parameters_without_embeddings": parameters - sum(embeddings.values()),
+        # of training and of a generated token, on this machine
+        "executors": executors_here(model_config, train.precision) if stateful and memory else None,
         "training_flops_per_token": flops,
         "flops_source": flops_source,
         # bytes: of the state, and on each device
@@ -130,6 +135,24 @@ def measure_blocks(
     return activations, config.accumulation(processes) * exchanged_bytes(*batch)
 
 
+def executors_here(model_config: NalandaConfig, precision: str) -> dict[str, str]:
+    """The executors on this machine by mixer, and why they are not faster ones.
+
+    Runs a model with one layer of each mixer, and with a small GLU and vocabulary.
+    """
+    on_gpu = torch.cuda.is_available()
+    if precision == "auto":
+        precision = "bf16" if on_gpu else "fp32"
+    small = copy.deepcopy(model_config)
+    small.mixer = list(dict.fromkeys(model_config.layer_mixers))
+    small.num_hidden_layers = len(small.mixer)
+    small.vocab_size = small.intermediate_size = 64
+    with torch.random.fork_rng():
+        model: Any = NalandaForCausalLM(small).eval()
+    dtype = getattr(torch, TORCH_NAMES[precision])
+    return {row.mixer: row.text for row in model.to("cuda" if on_gpu else "cpu", dtype).executors()}
+
+
 def peak_of(device: str, precision: str) -> tuple[float, str]:
     """Peak FLOP/s of "here", "cpu" or a GPU by name, and the source of the figure."""
     if device in ("here", "cpu"):
@@ -153,6 +176,8 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
     table.add_row("parameters", f"{f['parameters'] / 1e6:,.1f} M", f"{f['parameters']:,}")
     inner = f"{f['parameters_without_embeddings'] / 1e6:,.1f} M"
     table.add_row("  without embeddings", inner, "neither embedding nor head")
+    for name, text in (f["executors"] or {}).items():
+        table.add_row("  layers here", name, text)
     per_token = f"{f['training_flops_per_token'] / 1e9:,.3f} G"
     table.add_row("training FLOPs per token", per_token, f["flops_source"])
     if f["state_bytes_per_sequence"] is not None:

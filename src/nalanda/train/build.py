@@ -273,6 +273,7 @@ def describe(run: Run, measured: dict[str, Any]) -> dict[str, Any]:
         "parameters": model.num_parameters(),
         "parameters_without_embeddings": model.num_parameters(exclude_embeddings=True),
         **measured,
+        "executors": None,  # by recurrence, once a step has run
         "device": str(device.type),
         "products": product_route(),
         "processes": processes,

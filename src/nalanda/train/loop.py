@@ -15,6 +15,7 @@ from typing import Any
 
 import transformers
 from accelerate import Accelerator
+from nalanda_kernels import watch
 
 from nalanda.common.errors import InputError, NothingTrained
 from nalanda.common.progress import Progress
@@ -22,6 +23,7 @@ from nalanda.common.text import size
 from nalanda.config.load import at_home
 from nalanda.config.schema import RunConfig
 from nalanda.data.stores import with_local_sets
+from nalanda.model.executors import recurrences
 from nalanda.train import memory, parallel
 from nalanda.train.build import finish_sums, set_up
 from nalanda.train.checkpoint import random_state, set_random_state
@@ -227,6 +229,7 @@ def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> 
         run.signals.first = partial(note_stop, run)
         stack.push(lambda error, *_: run.leave(error))
 
+        run.attempts = stack.enter_context(watch())
         run.log = open_log(run)
         stack.callback(lambda: run.log.close())  # the log at that time: a rollback opens another
         yield
@@ -446,6 +449,8 @@ def report(run: Run, step: Step, verdict: Judgement) -> None:
     }
     # Validation and saving are not in the rate, so the real time is a little longer.
     tokens_left = (config.train.steps - step.number) * config.train.tokens_per_step
+    if run.facts["executors"] is None:  # before the first step of a launch nothing has run
+        say_executors(run)
     run.log.advance(step.number, run.speed.last_step, tokens_left / rate, **values)
 
     if verdict.kind == "good" and (is_last(run, step) or is_due(step.number, config.log.every)):
@@ -457,6 +462,13 @@ def report(run: Run, step: Step, verdict: Judgement) -> None:
         run.speed.restart(tokens)
         run.reading.report_left_out(run.log, step.number)
     run.reading.report_epochs(run.log, step.number)
+
+
+def say_executors(run: Run) -> None:
+    """Says which backend computes each recurrence, and writes it to run.json."""
+    run.facts["executors"] = executors = recurrences(run.attempts)
+    if executors:
+        run.log.say("layers     " + ", ".join(f"{op} by {x}" for op, x in executors.items()))
 
 
 def save_if_due(run: Run, step: Step, unsound: str | None) -> None:

@@ -87,6 +87,8 @@ class Run:
     log: RunLog = field(init=False)
     speed: TrainingSpeed = field(init=False)
     reading: ReadingLog = field(init=False)
+    attempts: dict[Any, None] = field(init=False)
+    """Which backends served the ops so far, see `nalanda_kernels.watch`."""
 
     @property
     def accumulation(self) -> int:
