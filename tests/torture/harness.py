@@ -145,7 +145,8 @@ class Trainer:
     @property
     def text(self) -> str:
         """What this start has printed so far."""
-        return (self.notes / "output.txt").read_text(errors="replace")[self.printed :]
+        # By bytes, as `tell` counts: a progress line has a character of three.
+        return (self.notes / "output.txt").read_bytes()[self.printed :].decode(errors="replace")
 
     def end(self, code: int | None = 0, within: float = PATIENCE) -> str:
         """Waits for the end; returns what was printed."""
