@@ -119,7 +119,9 @@ class EvalOptions:
         bool, Option("--apply-chat-template", help="prompts as turns of a chat, examples too")
     ] = False
     system_instruction: Annotated[str | None, Option(help="text before all of a prompt")] = None
-    batch_size: Annotated[int, Option(help="texts read together; does not change results")] = 8
+    batch_size: Annotated[
+        int, Option(min=1, help="texts read together; does not change results")
+    ] = 8
     max_length: Annotated[
         int | None, Option(min=1, help="context in tokens; by default as in training")
     ] = None

@@ -75,6 +75,7 @@ INSTEAD_OF_OPTIONS = {
     "--dataset": "write data.source=FILE",
     "--devices": ON_DEVICES,
     "--dry-run": "nalanda train RECIPE --rehearse tries a few steps, nalanda info RECIPE estimates",
+    "--gpu": "nalanda info RECIPE --device NAME estimates for a GPU",
     "--gpus": ON_DEVICES,
 }
 """Options of other programs that take a recipe, with what is typed here."""

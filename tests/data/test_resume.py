@@ -1,5 +1,6 @@
 """A resume needs the files that were read as they were; those that come later may have changed."""
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -196,6 +197,17 @@ def test_the_same_listing_moves_nothing(folder, tokenizer):
     resumed.load_state_dict(state)
     assert resumed.changes == []
     assert first + given(resumed, tokenizer) == whole
+
+
+def test_another_token_for_eos_makes_other_rows(folder, tokenizer):
+    """The tokenizer's fingerprint is the same then."""
+    batches = opened(settings(folder), tokenizer)
+    given(batches, tokenizer, 5)
+    state, other = saved(batches), copy.deepcopy(tokenizer)
+    other.eos_token = "a"
+    opened(settings(folder), tokenizer).load_state_dict(state)
+    with pytest.raises(InputError, match="eos"):
+        opened(settings(folder), other).load_state_dict(state)
 
 
 def test_files_of_one_document_each(tmp_path, tokenizer):

@@ -14,7 +14,7 @@ from nalanda.data import corpus, documents
 from nalanda.data import loader as data
 from nalanda.data.corpus import DocumentStream, open_corpora, open_corpus
 from nalanda.data.documents import hash_text, not_blank
-from nalanda.data.hold_out import NONE, PIECE, cut_text
+from nalanda.data.hold_out import NONE, PIECE, HoldOut, cut_text
 from nalanda.data.loader import PackedBatches, validation_batches
 from nalanda.data.prepare import begin, prepare
 
@@ -119,6 +119,17 @@ def test_a_lone_text_is_cut_without_loss(text):
     assert set(ends) <= ({"x"} if text[0] == "x" else {"\n", " "})
     if "\n\n" in text:
         assert all(piece.endswith("\n\n") for piece in pieces[:-1])
+
+
+@pytest.mark.parametrize("share", [0.001, 0.1, 0.5])
+def test_the_tail_of_a_text_without_spaces_is_its_share(share):
+    """Nothing there is a better place for the cut."""
+    text = "  " + "x" * 1000 + "\n"
+    train, validation = (HoldOut(share, tail=True).part(text, x) for x in ("train", "validation"))
+    assert train is not None
+    assert validation is not None
+    assert train + validation == text
+    assert len(validation) == round(1000 * share) + 1  # with the line's end
 
 
 @pytest.mark.parametrize("source", ["book.txt", "folder", "*.txt"])

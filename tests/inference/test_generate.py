@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from nalanda import NalandaCache, NalandaForCausalLM, State
 from nalanda.common.errors import InputError
 from nalanda.inference import generate as generation
-from nalanda.inference.generate import Printer, fingerprint_of
+from nalanda.inference.generate import Printer, fingerprint, fingerprint_of
 from nalanda.inference.load import load_model
 from nalanda.model import MIXERS
 from nalanda.model.state import file_sum
@@ -178,17 +178,17 @@ def test_crop_forgets(model):
     cache.activate_past_recording()
     for piece in tokens[:, 3:].split([4, 1, 1], 1):
         logits(model, piece, past_key_values=cache)
-    cache.crop(-4)
-    assert cache.get_seq_length() == 5
+    cache.crop(-3)  # three columns of two rows are read again
+    assert cache.get_seq_length() == 6
     cache.reorder_cache(torch.tensor([1, 0]))
-    swapped = torch.cat([tokens[:, :5].flip(0), other], 1)
-    expected = logits(model, swapped)[:, 5:]
+    swapped = torch.cat([tokens[:, :6].flip(0), other], 1)
+    expected = logits(model, swapped)[:, 6:]
     close(
         logits(model, other, past_key_values=cache.fork()), expected
     )  # which can no longer be cropped
     close(logits(model, other, past_key_values=cache), expected)
     cache.crop(0)
-    assert cache.get_seq_length() == 9
+    assert cache.get_seq_length() == 10
     with pytest.raises(ValueError, match="only recorded tokens"):
         cache.crop(-1)
 
@@ -955,6 +955,19 @@ def test_a_file_is_read_once_for_all_prompts_behind_it(checkpoint, tmp_path, mon
     assert "state and" + run(*kept).stdout == whole
     assert lengths == [first, second, second]  # the second time only the prompt
     (saved,) = states.glob("*.safetensors")
+
+    # The state of another text, or of another model's weights, has a file of its own.
+    model, _ = load_model(checkpoint)
+    tokens = [5, 6, 7]
+    generation.kept_state(model, tokens, tmp_path / "both")
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    generation.kept_state(model, tokens, tmp_path / "both")
+    assert len(list((tmp_path / "both").glob("*.safetensors"))) == 2
+    (kept_file,) = list((tmp_path / "both").glob(f"{fingerprint(model)}*.safetensors"))
+    model.read(torch.tensor([[7, 6, 5]])).save(kept_file, text="another text's hash")
+    again = generation.kept_state(model, tokens, tmp_path / "both")
+    assert again.notes["text"] != "another text's hash"
 
     # Another text under this name, a damaged file and an empty one are read again, once.
     other, intact = tmp_path / "other", saved.read_bytes()

@@ -160,6 +160,7 @@ def test_rotation_depends_on_both_distances():
         4, 5, 4, 5
     )
     close(scores[0, 0, 2, 1], scores[1, 3, 3, 4])
+    close(scores[0, 0, 0, 1], scores[0, 3, 0, 4])  # at the right end of a row
     assert abs(scores[0, 0, 2, 1] - scores[0, 0, 1, 2]) > 1e-3
     assert (
         abs(scores[0, 0, 0, 2] - scores[0, 3, 1, 0]) > 1e-3

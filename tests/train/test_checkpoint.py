@@ -4,6 +4,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import pickle
 import random
@@ -329,6 +330,24 @@ def test_a_save_is_asynchronous_where_the_copy_takes_at_most_half_of_the_free_me
     saver.wait()
     assert latest_checkpoint(tmp_path) == tmp_path / "step-1"
     assert saver.saved == 1
+
+
+def test_a_saver_knows_the_steps_of_earlier_starts(tmp_path):
+    model, optimizer = made(updates=1)
+    save(tmp_path, 3, model, optimizer)
+    save(tmp_path, 12, model, optimizer)
+    assert checkpoint.Saver(tmp_path, CheckpointConfig()).saved == 12
+    assert checkpoint.Saver(tmp_path / "none", CheckpointConfig()).saved == 0
+
+
+@pytest.mark.parametrize("spoilt", ["bias", "bias.exp_avg"])
+def test_weights_and_moments_are_looked_at_before_a_save(tmp_path, spoilt):
+    model, optimizer = made(updates=1)
+    saver = checkpoint.Saver(tmp_path, CheckpointConfig())
+    assert saver.unsound(model, optimizer) is None
+    tensor = model.bias.data if spoilt == "bias" else optimizer.state[model.bias]["exp_avg"]
+    tensor[3] = math.nan
+    assert saver.unsound(model, optimizer) == f"{spoilt} has values of nan"
 
 
 def test_a_process_without_the_memory_makes_all_save_in_the_loop(tmp_path, monkeypatch):

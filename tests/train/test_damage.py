@@ -140,6 +140,7 @@ def test_verify_says_of_every_checkpoint_what_it_is_worth(stopped, capsys):
             "optimizer.safetensors",
             lambda t: t.update({"lm_head.weight.exp_avg": torch.zeros(7)}),
         ),
+        (20, "optimizer.safetensors", lambda t: t["lm_head.weight.exp_avg"][0, 3].fill_(math.inf)),
     ):
         tensors = safetensors.torch.load_file(folder / f"step-{step}" / file)
         harm(tensors)
@@ -160,6 +161,7 @@ def test_verify_says_of_every_checkpoint_what_it_is_worth(stopped, capsys):
     assert "rank-0.pt" in found[5]["whole"]
     assert found[10]["finite"] == "lm_head.weight has values of nan"
     assert "expected [320, 32]" in found[15]["loadable"]
+    assert found[20]["finite"] == "lm_head.weight.exp_avg has values of inf"
     assert found[20]["marked"] == "no step behind it was good"
     for path in (p for p in (folder / "step-24").iterdir() if p.name != "config.json"):
         os.truncate(path, path.stat().st_size // 2)

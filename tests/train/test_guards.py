@@ -73,6 +73,13 @@ def test_what_is_a_bad_step(loss, norm, words):
         assert json.dumps(spikes.state_dict()) == before  # a bad step widens no spread
 
 
+def test_a_gradient_of_zero_is_a_good_step():
+    """As of a step that only pads; its logarithm would be −∞."""
+    spikes = seen(SpikeDetector(GuardConfig()))
+    assert spikes.judge(3.0, 0.0) is None
+    assert all(map(math.isfinite, spikes.state_dict()["norms"]))
+
+
 def test_without_sigma_only_what_is_not_finite_is_bad():
     spikes = seen(SpikeDetector(GuardConfig(sigma=0)))
     assert spikes.judge(1e9, 1e9) is None
@@ -348,6 +355,17 @@ def test_a_spoilt_checkpoint_is_marked_and_passed_over(recipe, tmp_path, monkeyp
         )
     )
     assert outcome(run) == outcome(tmp_path / "other")
+
+
+def test_steps_that_overflowed_are_steps_that_were_left_out(recipe, tmp_path, monkeypatch):
+    """Without one good step there is no model to write, whatever left them out."""
+    judged = iter(("overflow", "skip", "overflow"))
+    monkeypatch.setattr(
+        loop, "judge", lambda run, step: training_step.Judgement(next(judged), "as it was told")
+    )
+    settings = ("train.steps=3", *NO_VALIDATION)
+    with pytest.raises(NothingTrained, match="all 3 steps were left out"):
+        loop.train(configured(recipe, tmp_path / "run", *settings))
 
 
 def test_a_run_that_skipped_every_step_says_so(recipe, tmp_path, monkeypatch):

@@ -346,6 +346,8 @@ GUESSES = (
 INSTEAD_OF_KEYS = dict.fromkeys(GUESSES, OTHER_VALIDATION) | {
     "batch_size": "train.micro_batch_size, or train.tokens_per_step",
     "learning_rate": "optim.lr",
+    "model": "model.mixer=NAME, or model={auto: TYPE} for a model of transformers",
+    **dict.fromkeys(("sequence_length", "train.sequence_length"), "data.seq_len"),
 }
 """What is typed here for keys that people guess, and whose nearest names are others."""
 

@@ -277,9 +277,6 @@ class TokenSetRows:
         begin = row * self.seq_len
         end = min(begin + self.seq_len, self.tokens.tokens)
         tokens, starts = self.tokens.read(begin, end), self.tokens.starts(begin, end) - begin
-        if len(tokens) != end - begin:
-            raise InputError(f"{self.name}: shorter than its index says; copy or prepare it again")
-
         if self.slots is None:
             return Row(tokens, _with_zero(starts))
         # A block's first row follows another block of its slot, so it continues nothing.
