@@ -854,6 +854,20 @@ def test_answers_are_the_weights_not_the_names(adapter, checkpoint, data, tmp_pa
         run(checkpoint)
 
 
+def test_a_task_that_is_asked_again_has_its_new_scores(checkpoint, data, tmp_path):
+    shutil.copytree(data, tmp_path / "data")
+    settings = EvalOptions(data=str(tmp_path / "data"), output=str(tmp_path / "out"))
+    before = evaluate([str(checkpoint)], ["piqa"], settings, LoadOptions())
+    lines = (tmp_path / "data" / "piqa_val.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "data" / "piqa_val.jsonl").write_text("".join(lines[:3]))
+    after = evaluate([str(checkpoint)], ["piqa"], settings, LoadOptions())
+    first, second = (results["models"][0]["tasks"]["piqa"] for results in (before, after))
+    assert first != second
+    fresh = EvalOptions(data=str(tmp_path / "data"))
+    alone = evaluate([str(checkpoint)], ["piqa"], fresh, LoadOptions())
+    assert second == alone["models"][0]["tasks"]["piqa"]
+
+
 def test_results_of_several_commands_are_kept_and_never_mixed(checkpoint, data, tmp_path, forwards):
     mine, other, out = str(tmp_path / "mine"), str(tmp_path / "other"), tmp_path / "out"
     shutil.copytree(checkpoint, mine)

@@ -967,7 +967,9 @@ def test_a_file_is_read_once_for_all_prompts_behind_it(checkpoint, tmp_path, mon
     (kept_file,) = list((tmp_path / "both").glob(f"{fingerprint(model)}*.safetensors"))
     model.read(torch.tensor([[7, 6, 5]])).save(kept_file, text="another text's hash")
     generation.kept_state(model, tokens, tmp_path / "both")
-    assert generation.load_state(kept_file, model).notes["text"] != "another text's hash"  # it was read again
+    assert (
+        generation.load_state(kept_file, model).notes["text"] != "another text's hash"
+    )  # it was read again
 
     # Another text under this name, a damaged file and an empty one are read again, once.
     other, intact = tmp_path / "other", saved.read_bytes()

@@ -214,8 +214,10 @@ class Map:
                     self.passing[source][int(line)] |= {entry["tests"][n][0] for n in numbers}
 
     def tests(self, file: str, lines: range) -> list[str]:
-        """Those of the lines; else, as for lines that an import runs, those of the file. Quick ones first,
-        one of each file of tests in turn."""
+        """Those of the lines; else, as for lines that an import runs, those of the file.
+
+        Tests of the file's own room come first; then quick ones, one of each file of tests in turn.
+        """
         by_line = self.passing.get(file, {})
         names = set().union(*(by_line.get(line, ()) for line in lines))
         names = names or set().union(*by_line.values())
@@ -224,7 +226,9 @@ class Map:
             queues[name.split("::")[0]].append(name)
         first = sorted(queues.values(), key=lambda queue: self.seconds[queue[0]])
         rounds = itertools.zip_longest(*first)
-        return [name for names in rounds for name in names if name is not None]
+        in_turn = [name for names in rounds for name in names if name is not None]
+        rooms = Path(file).parts
+        return sorted(in_turn, key=lambda name: Path(name).parts[1] not in rooms)
 
     def beside(self, file: str) -> list[str]:
         """The tests that pass a line of a Python file in the folder of `file`, quick ones first."""

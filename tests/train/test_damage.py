@@ -133,6 +133,16 @@ def test_verify_says_of_every_checkpoint_what_it_is_worth(stopped, capsys):
     assert not ended.value.code
     assert capsys.readouterr().out.splitlines()[0] == "step-5: whole, finite, loadable"
     flip(folder / "step-5" / "rank-0.pt")
+
+    def put(step: int, file: str, content: bytes) -> None:
+        """With its sum."""
+        path = folder / f"step-{step}"
+        (path / file).write_bytes(content)
+        manifest = json.loads((path / "manifest.json").read_text())
+        digest = hashlib.sha256(content).hexdigest()
+        manifest["files"][file] = {"bytes": len(content), "sha256": digest}
+        (path / "manifest.json").write_text(manifest_text(manifest))
+
     for step, file, harm in (
         (10, "model.safetensors", lambda t: t["lm_head.weight"].view(-1)[3].fill_(math.nan)),
         (
@@ -144,14 +154,8 @@ def test_verify_says_of_every_checkpoint_what_it_is_worth(stopped, capsys):
     ):
         tensors = safetensors.torch.load_file(folder / f"step-{step}" / file)
         harm(tensors)
-        safetensors.torch.save_file(tensors, folder / f"step-{step}" / file)
-        manifest = json.loads((folder / f"step-{step}" / "manifest.json").read_text())
-        content = (folder / f"step-{step}" / file).read_bytes()
-        manifest["files"][file] = {
-            "bytes": len(content),
-            "sha256": hashlib.sha256(content).hexdigest(),
-        }
-        (folder / f"step-{step}" / "manifest.json").write_text(manifest_text(manifest))
+        put(step, file, safetensors.torch.save(tensors))
+    put(10, "rank-0.pt", b"no archive of torch's")
     mark_unsound(folder / "step-20", "no step behind it was good")
     with pytest.raises(SystemExit) as ended:
         app(["verify", str(run), "--json"])
@@ -160,6 +164,7 @@ def test_verify_says_of_every_checkpoint_what_it_is_worth(stopped, capsys):
     assert [step for step, v in found.items() if v["good"]] == [24]
     assert "rank-0.pt" in found[5]["whole"]
     assert found[10]["finite"] == "lm_head.weight has values of nan"
+    assert "rank-0.pt" in found[10]["loadable"]
     assert "expected [320, 32]" in found[15]["loadable"]
     assert found[20]["finite"] == "lm_head.weight.exp_avg has values of inf"
     assert found[20]["marked"] == "no step behind it was good"

@@ -299,13 +299,13 @@ def test_a_full_disk_ends_tensorboard_and_not_the_training(tmp_path, monkeypatch
 
 
 def test_durations():
-    seconds = (45, 12 * 60, 3 * 3600 + 300, 71 * 3600, 103 * 3600, 6.06e9)
+    seconds = (45, 12 * 60, 3 * 3600 + 300, 71 * 3600, 110 * 3600, 6.06e9)
     assert [duration(s) for s in seconds] == [
         "45 s",
         "12 min",
         "3 h 05 min",
         "71 h 00 min",
-        "4 d 07 h",
+        "4 d 14 h",
         "192 years",
     ]
 
