@@ -160,6 +160,7 @@ def test_shifted_silu_learns_its_shift():
     with torch.no_grad():
         shifted.b.copy_(normal(2, K, seed=7))
     torch.testing.assert_close(shifted(x, x)[0], F.silu(x + shifted.b))
+    assert bool((build("silu_shifted").b == 0.22).all())
 
 
 @pytest.mark.parametrize(

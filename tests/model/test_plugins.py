@@ -556,3 +556,8 @@ def test_names_that_are_taken():
         register_reader(".txt", lambda path, fields, start: iter([(Document(""), 1)]))
     with pytest.raises(ValueError, match=r"expected a suffix such as .csv"):
         register_reader("csv", lambda path, fields, start: iter(()))
+
+
+@pytest.mark.parametrize("name", ["no_such_module_anywhere", "sys", "not a name", "json"])
+def test_only_files_that_register_something_are_imported_for_a_config(name):
+    assert plugins.missing_plugins([name]) == [name]
