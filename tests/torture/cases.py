@@ -1465,6 +1465,8 @@ def swap(file: Path) -> bytes:
     What it was before."""
     before = file.read_bytes()
     content, middle = bytearray(before), len(before) // 2
+    while before[middle : middle + 2].isspace():  # in an index that would change nothing
+        middle += 1
     content[middle], content[middle + 1] = content[middle + 1], content[middle]
     if content == before:
         content[middle] ^= 1
