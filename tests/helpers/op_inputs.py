@@ -7,6 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from nalanda import ops
+from nalanda.model.minimal import chunkwise
+
+KINDS = (
+    *("delta", "gated_delta", "linear", "gated_linear", "vector_linear", "vector_delta"),
+    *("gdn2_delta", "gated_gdn2_delta", "vector_gdn2_delta"),
+)
+"""Of `make`: every rule of the recurrences."""
 
 LENGTHS = (1, 15, 63, 64, 65, 127, 200)
 
@@ -67,6 +74,34 @@ def run(inputs, mode, dtype=torch.float64, function=call, **options):
     weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (o, state)]
     ((o * weights[0]).sum() + (state * weights[1]).sum()).backward()
     return {"o": o.detach(), "state": state.detach()} | {name: x.grad for name, x in leaves.items()}
+
+
+def minimal(q, k, v, beta=None, g=None, erase=None, write=None, **options):
+    """`chunkwise` with the arguments of the ops: β and the gates as e and w."""
+    features = (
+        g.shape[-1] if g is not None and g.ndim == 4 else options.pop("features", k.shape[-1])
+    )
+    by_channel = (*v.shape[:3], features)
+    if g is None:
+        g = v.new_zeros(by_channel)
+    elif g.ndim == 3:
+        g = g[..., None].expand(by_channel)
+
+    e, w = v.new_zeros(by_channel), torch.ones_like(v)
+    if beta is not None:
+        e = beta[..., None] * (v.new_ones(by_channel) if erase is None else erase)
+        w = beta[..., None] * (torch.ones_like(v) if write is None else write)
+
+    bounds = options.pop("cu_seqlens", None)
+    return chunkwise(
+        *(q, k, v, g, e, w),
+        state=options.pop("initial_state", None),
+        bounds=None if bounds is None else bounds.tolist(),
+        feature_map=options.pop("feature_map", None),
+        qk_norm=options.pop("qk_norm", None) == "l2",
+        scale=options.pop("scale", None),
+        chunk_size=options.pop("chunk_size", 64),
+    )
 
 
 RESETS = (-1e3, -1e4, -1e8, -torch.inf)
