@@ -1461,15 +1461,12 @@ def secrets(work: Work) -> str:
 
 
 def swap(file: Path) -> bytes:
-    """Two neighbours in the middle change places, or a bit flips where they are equal: the size stays.
-    What it was before."""
+    """A bit in the middle flips, or in an index the last bit of a number: the size stays. What it was before."""
     before = file.read_bytes()
-    content, middle = bytearray(before), len(before) // 2
-    while before[middle : middle + 2].isspace():  # in an index that would change nothing
-        middle += 1
-    content[middle], content[middle + 1] = content[middle + 1], content[middle]
-    if content == before:
-        content[middle] ^= 1
+    content, place = bytearray(before), len(before) // 2
+    if file.suffix == ".json":  # elsewhere it might change white space alone
+        place = re.search(rb"\d\b", before[place:]).end() + place - 1  # type: ignore[union-attr]
+    content[place] ^= 1
     file.write_bytes(content)
     return before
 
