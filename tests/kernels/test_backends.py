@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_device import interpreted_only
-from nalanda_kernels import KERNELS, Kernel, Unsupported, flash_qla, tune
+from nalanda_kernels import KERNELS, Kernel, Unsupported, fla, flash_qla, tune
 from nalanda_kernels.triton import common
 
 from nalanda import ops
@@ -256,6 +256,14 @@ def test_tune_keeps_the_fastest_that_agrees():
         )
     ]
     assert not list(tune.fastest_backends([(ROW, jobs)], lambda: True))  # late
+
+
+def test_flas_gates_are_scaled_by_beta():
+    beta, gate = torch.rand(1, 3, 2), torch.rand(1, 3, 2, 4)
+    scaled = fla._scaled_gate(beta, gate, gate, torch.float32)
+    torch.testing.assert_close(scaled, torch.einsum("bth,bthk->bthk", beta, gate))
+    alone = fla._scaled_gate(beta, None, gate, torch.bfloat16)
+    assert torch.equal(alone, beta[..., None].bfloat16().expand(1, 3, 2, 4))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import nalanda_kernels
 import pytest
 import torch
-from nalanda_kernels import Unsupported
+from nalanda_kernels import Attempt, Unsupported, watch
 from nalanda_kernels.cpu import build
 from torch import Tensor
 
@@ -89,7 +89,9 @@ def test_maps_and_gradients(name, options, qk_norm, K, scale):
     feature_map, inputs = make(name, 3, K, **options), queries_and_keys(3, K, scale)
     reference = results(feature_map, qk_norm, inputs, torch.float64, "torch")
     torch_error = error(results(feature_map, qk_norm, inputs, torch.float32, "torch"), reference)
-    ours = error(results(feature_map, qk_norm, inputs, torch.float32, "cpu"), reference)
+    with watch() as attempts:
+        ours = error(results(feature_map, qk_norm, inputs, torch.float32, "cpu"), reference)
+    assert [*attempts] == [Attempt("map_features", "cpu")]
     for own, other in zip(ours, torch_error, strict=True):
         assert own <= max(8 * other, 2e-6)
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import VOCAB, build, close, ids, logits
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -352,3 +354,24 @@ def test_the_gradient_beside_a_teacher_is_that_of_the_formula(temperature):
     torch.testing.assert_close(found, torch.autograd.grad(objective, (h, weight)))
     torch.testing.assert_close(value, entropy)
     torch.testing.assert_close(total, divergence)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most numbers of a tensor that an operator returns."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.numbers = max(self.numbers, *sizes, 0)
+        return result
+
+
+def test_logits_of_few_rows_are_in_memory_at_a_time():
+    """A row has 70,000 of them here; with all 300 rows the loss would hold 21 million."""
+    h, labels = torch.randn(300, 2, requires_grad=True), torch.arange(300)
+    weight = torch.randn(70_000, 2, requires_grad=True)
+    with Largest() as largest:
+        linear_cross_entropy(h, weight, labels).backward()
+    assert largest.numbers <= 2**22 + 70_000 * 64

@@ -558,6 +558,18 @@ def test_names_that_are_taken():
         register_reader("csv", lambda path, fields, start: iter(()))
 
 
+def test_every_plugin_of_a_config_is_looked_at(tmp_path, monkeypatch):
+    """One that is loaded, or that is missing, hides none behind it."""
+    for name in ("plugin_on_the_path", "another_on_the_path"):
+        (tmp_path / f"{name}.py").write_text("from nalanda.model import register_mixer\n")
+    names = ["known", "plugin_on_the_path", "no_such_module", "another_on_the_path"]
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(plugins.MODULES, "a mixer", "known")
+    assert plugins.missing_plugins(names) == names[1:]  # they register nothing
+    assert sys.modules.pop("plugin_on_the_path")
+    assert sys.modules.pop("another_on_the_path")
+
+
 @pytest.mark.parametrize("name", ["no_such_module_anywhere", "sys", "not a name", "textwrap"])
 def test_only_files_that_register_something_are_imported_for_a_config(name):
     assert plugins.missing_plugins([name]) == [name]
