@@ -137,7 +137,7 @@ TABLE = [
         "train r.yaml model=gpt2",
         r"model: expected a section .*'gpt2'; did you mean model\.mixer=.*",
     ),
-    ("info r.yaml --gpu h100", r"nalanda info: No such option: --gpu; .* --device NAME .*"),
+    ("info r.yaml --gpu h100", r"No such option: --gpu; .* --device NAME .*"),
     ("train r.yaml learning_rate=1", r"learning_rate: no such key; did you mean optim\.lr\?"),
     (
         "train r.yaml model.map=silu",

@@ -425,7 +425,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
     if kind in (str, bool, list, tuple, dict) and isinstance(value, kind):
         return value
     raise InputError(
-        f"{where}: expected {_describe_kind(kind)}, got {_name(value)}{_advice(value, kind)}"
+        f"{where}: expected {_describe_kind(kind)}, got {_name(value)}{_advice(value, kind, where)}"
     )
 
 
@@ -457,8 +457,10 @@ def _describe_kind(kind: Any) -> str:
     return " or ".join(KIND_WORDS.get(get_origin(k) or k, str(k)) for k in _choices(kind))
 
 
-def _advice(value: Any, kind: Any) -> str:
-    """Advice for one name that should be a list, and for a number or a boolean that should be text."""
+def _advice(value: Any, kind: Any, where: str) -> str:
+    """Advice for one name that should be a list or a section, and for a number or a boolean that should be text."""
+    if get_origin(kind) is dict and (instead := INSTEAD_OF_KEYS.get(where)):
+        return f"; did you mean {instead}?"
     if get_origin(kind) is list and isinstance(value, str):
         return f"; write [{value}]"
     quotable = value is not None and not isinstance(value, (list, tuple, dict))
