@@ -10,7 +10,7 @@ from nalanda_kernels import Unsupported, watch
 from nalanda_kernels.cpu import build as library
 from tiny_models import build, ids
 
-from nalanda.model import MIXERS, ops, program
+from nalanda.model import MIXERS, decoding, ops, program
 
 GREEDY = {"do_sample": False, "max_new_tokens": 3, "return_dict_in_generate": True}
 HYBRID = {"mixer": ["gated_deltanet", "softmax", "gated_deltanet"], "num_hidden_layers": 3}
@@ -51,7 +51,7 @@ def test_layers_of_one_kind_are_one_line():
     assert str(attention).startswith("layer 1 softmax: ")
 
 
-@pytest.mark.parametrize("change", ["hook", "environment", "dtypes"])
+@pytest.mark.parametrize("change", ["hook", "environment", "dtypes", "capture"])
 def test_the_reason_against_a_program_is_said(change, monkeypatch):
     model = tiny(**HYBRID)
     reason = "the weights are sharded or quantized"
@@ -61,6 +61,8 @@ def test_the_reason_against_a_program_is_said(change, monkeypatch):
     elif change == "environment":
         monkeypatch.setenv(program.ENVIRONMENT, "0")
         reason = "decoding of whole tokens is turned off in this process"
+    elif change == "capture":
+        decoding.DecoderChoice.uncapturable[model] = reason
     else:
         model.model.layers[1].mlp.up_proj.bfloat16()
         reason = "weights in torch.bfloat16 beside torch.float32"

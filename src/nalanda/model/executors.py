@@ -103,7 +103,7 @@ def _whole_token(
     """Layers that a decoder of whole tokens leaves to Python, with reasons; and why no such decoder serves."""
     if choice is None:
         return {}, "decoding of whole tokens is turned off in this process"
-    if choice.key is None:
+    if choice.key is None or choice.reason:  # the latter of an earlier capture
         return {}, choice.reason
     if model.device.type == "cuda":
         return {}, None
