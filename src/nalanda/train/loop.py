@@ -229,7 +229,8 @@ def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> 
         run.signals.first = partial(note_stop, run)
         stack.push(lambda error, *_: run.leave(error))
 
-        run.attempts = stack.enter_context(watch())
+        run.watching = stack.enter_context(contextlib.ExitStack())
+        run.attempts = run.watching.enter_context(watch())
         run.log = open_log(run)
         stack.callback(lambda: run.log.close())  # the log at that time: a rollback opens another
         yield
@@ -465,7 +466,8 @@ def report(run: Run, step: Step, verdict: Judgement) -> None:
 
 
 def say_executors(run: Run) -> None:
-    """Says which backend computes each recurrence, and writes it to run.json."""
+    """Says which backend computes each recurrence, writes it to run.json, and ends the watch."""
+    run.watching.close()
     run.facts["executors"] = executors = recurrences(run.attempts)
     if executors:
         run.log.say("layers     " + ", ".join(f"{op} by {x}" for op, x in executors.items()))

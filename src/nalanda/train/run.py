@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,10 @@ class Run:
     log: RunLog = field(init=False)
     speed: TrainingSpeed = field(init=False)
     reading: ReadingLog = field(init=False)
+    watching: ExitStack = field(init=False)
+    """Holds the watch over the first step."""
     attempts: dict[Any, None] = field(init=False)
-    """Which backends served the ops so far, see `nalanda_kernels.watch`."""
+    """Which backends served its ops, see `nalanda_kernels.watch`."""
 
     @property
     def accumulation(self) -> int:
