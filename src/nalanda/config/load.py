@@ -365,8 +365,7 @@ def section(cls: type, values: Any, where: str) -> Any:
         if main_key:
             advice = f"; write {shlex.quote(f'{name}.{main_key}={values}')}"
         else:
-            instead = INSTEAD_OF_KEYS.get(name)
-            advice = f"; did you mean {instead}?" if instead else ""
+            advice = _meant(name)
         raise InputError(f"{name}: expected a section of keys, got {_name(values)}{advice}")
     kinds = typing.get_type_hints(cls)
     keys = {f.name: f for f in fields(cls) if f.init}
@@ -459,8 +458,8 @@ def _describe_kind(kind: Any) -> str:
 
 def _advice(value: Any, kind: Any, where: str) -> str:
     """Advice for one name that should be a list or a section, and for a number or a boolean that should be text."""
-    if get_origin(kind) is dict and (instead := INSTEAD_OF_KEYS.get(where)):
-        return f"; did you mean {instead}?"
+    if get_origin(kind) is dict:
+        return _meant(where)
     if get_origin(kind) is list and isinstance(value, str):
         return f"; write [{value}]"
     quotable = value is not None and not isinstance(value, (list, tuple, dict))
@@ -480,10 +479,16 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def _meant(key: str) -> str:
+    """`; did you mean optim.lr?` for a key of `INSTEAD_OF_KEYS`, else an empty string."""
+    instead = INSTEAD_OF_KEYS.get(key)
+    return f"; did you mean {instead}?" if instead else ""
+
+
 def _instead(cls: type, key: str, names: list[str], section: str) -> str:
     """Suggests a key in place of an unknown one of `cls`, from the same section, "optim.", or another one."""
-    if instead := INSTEAD_OF_KEYS.get(f"{section}{key}"):
-        return f"; did you mean {instead}?"
+    if meant := _meant(f"{section}{key}"):
+        return meant
     hints = typing.get_type_hints(RunConfig)
     sections = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     if cls in (RunConfig, *sections.values()) and not closest(key, names, 0.75):
