@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from nalanda.model import FeatureMap, Mixer, register_feature_map, register_mixer
-from nalanda.model.base import Heads
+from nalanda.model.call import Inputs
 from nalanda.model.layers import Fp32Module, at_least_fp32
 from nalanda.model.rule import Rule
 
@@ -56,10 +56,10 @@ class ForgetfulAttention(Mixer):
         super().__init__(config, layer_idx)
         self.rates = Rates(self.num_heads) if forget else None
 
-    def gates(self, heads: Heads) -> Heads:
+    def gates(self, projected: dict[str, torch.Tensor], inputs: Inputs) -> Inputs:
         if self.rates is None:
-            return {}
-        return {"g": self.rates().expand(*heads["v"].shape[:2], -1)}  # [B, T, H]
+            return inputs
+        return inputs._replace(g=self.rates().expand(*inputs.v.shape[:2], -1))  # [B, T, H]
 
 
 register_feature_map("squared_relu", SquaredRelu)

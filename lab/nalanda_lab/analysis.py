@@ -178,8 +178,8 @@ def measure_key_norms(k: Tensor, phi_k: Tensor) -> tuple[dict[str, float], float
 
 def measure_pairs(mixer: Any, x: Tensor, weights: Tensor) -> dict[str, Any]:
     """`measure_signs` and `measure_key_norms` of a mixer of ours with input x `[B, T, D]`."""
-    heads = mixer.heads(x, Sequences(bidirectional=mixer.bidirectional), {}, None)
-    q, k, steps = heads["q"].float(), heads["k"].float(), mixer.rule.steps
+    inputs, _ = mixer.inputs(x, Sequences(bidirectional=mixer.bidirectional), None)
+    q, k, steps = inputs.q.float(), inputs.k.float(), mixer.rule.steps
     count = weights.shape[1] // steps  # heads of one step
 
     # Heads of q and k stand beside those of the weights, step by step: [B, steps·count, T, K].

@@ -12,19 +12,19 @@ from torch import Tensor
 def changed_norms(mixers: Sequence[Any], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Replaces ‖q‖ `[B, T, H, 1]`, as `mix` gets q, by `change(‖q‖)`. Directions stay."""
 
-    def heads(original: Callable, *args: Any) -> dict[str, Tensor]:
-        tensors = original(*args)
-        q = tensors["q"]
-        norm = q.norm(dim=-1, keepdim=True)
-        return tensors | {"q": q * (change(norm) / norm.clamp_min(1e-12))}
+    def inputs(original: Callable, *args: Any) -> tuple[Any, dict[str, Tensor]]:
+        tensors, convs = original(*args)
+        norm = tensors.q.norm(dim=-1, keepdim=True)
+        q = tensors.q * (change(norm) / norm.clamp_min(1e-12))
+        return tensors._replace(q=q), convs
 
     for mixer in mixers:
-        mixer.heads = partial(heads, mixer.heads)
+        mixer.inputs = partial(inputs, mixer.inputs)
     try:
         yield
     finally:
         for mixer in mixers:
-            del mixer.heads
+            del mixer.inputs
 
 
 def own_norm(norm: Tensor) -> Tensor:

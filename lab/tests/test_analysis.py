@@ -141,8 +141,8 @@ def test_a_mixers_pairs_are_those_of_its_weights():
         mixer.q_proj.weight *= 30
         weights = mixer.weights(x)
         found = measure_pairs(mixer, x, weights)
-        heads = mixer.heads(x, Sequences(), {}, None)
-    q, k = (heads[name].transpose(1, 2) for name in "qk")
+        inputs, _ = mixer.inputs(x, Sequences(), None)
+    q, k = inputs.q.transpose(1, 2), inputs.k.transpose(1, 2)
     close((q @ k.mT / q.shape[-1] ** 0.5).tril().argmax(-1)[..., -1], weights.argmax(-1)[..., -1])
     assert found["signs"] == measure_signs(q, k.expand_as(q), weights)
     assert found["signs"]["equal in strong pairs"] > 0.05 + found["signs"]["equal in all pairs"]

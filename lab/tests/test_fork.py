@@ -330,7 +330,7 @@ def test_softmax_holds_the_mean_norm(experiment):
     for layer, mean in zip(mixers_of(runs["held"].model), runs["held"].means, strict=True):
         x = torch.randn(2, 8, 32)
         with runs["held"].norms():
-            q = layer.heads(x, Sequences(device=x.device), {}, None)["q"]
+            q = layer.inputs(x, Sequences(device=x.device), None)[0].q
         assert torch.allclose(q.norm(dim=-1), mean.expand(2, 8, 2), rtol=1e-5)
     names = {name for name, _ in runs["held"].model.named_parameters()}
     assert names == {name for name, _ in runs["own"].model.named_parameters()}

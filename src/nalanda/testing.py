@@ -24,7 +24,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM, NalandaForMaskedLM, ops
 from nalanda.model import MIXERS, FeatureMap, Mixer, build_feature_map
-from nalanda.model.call import Call, Options
+from nalanda.model.base import mix_ways
+from nalanda.model.call import Call, Inputs, Options
 from nalanda.model.context import Context
 from nalanda.model.layers import Fp32Module
 from nalanda.model.sequences import Sequences
@@ -145,26 +146,28 @@ def norm_awareness(mixer: Mixer, x: Tensor, factor: float = 3.0) -> tuple[float,
     Returns the two means: for the queries, for the keys.
     """
 
-    def heads(mixer: Mixer) -> dict[str, Tensor]:
-        return mixer.heads(x, Sequences(), {}, None)
+    def inputs(mixer: Mixer) -> Inputs:
+        return mixer.inputs(x, Sequences(), None)[0]
 
     def rows(**grown: Tensor) -> Tensor:
-        with mock.patch.object(mixer, "heads", return_value=plain | grown):
+        with mock.patch.object(mixer, "inputs", return_value=(plain._replace(**grown), {})):
             # [B, steps·HV·streams, T − 1, T], each row of length 1
             return F.normalize(
                 mixer.weights(x)[..., 1:, :], dim=-1, eps=1e-100
             )  # SOFT's may be tiny
 
-    plain, moved = heads(mixer), []
+    plain, moved = inputs(mixer), []
     for name in ("q", "k"):
         longer: Any = copy.deepcopy(mixer)
         # Keys that are queries have no projection of their own: q_proj grows for both cases.
         for parameter in (
-            longer.q_proj if mixer.rule.shared_qk else longer.projections()[name]
+            longer.q_proj if mixer.rule.shared_qk else longer.get_submodule(f"{name}_proj")
         ).parameters():
             parameter *= factor
         # A distance between rows of length 1, so from 0 to 2.
-        moved.append(float((rows(**{name: heads(longer)[name]}) - rows()).norm(dim=-1).mean()))
+        moved.append(
+            float((rows(**{name: getattr(inputs(longer), name)}) - rows()).norm(dim=-1).mean())
+        )
     return moved[0], moved[1]
 
 
@@ -188,12 +191,12 @@ def mix_is_its_weights_times_v(model: Any) -> None:
         mixer, x = layer.mixer, torch.randn(2, 37, model.config.hidden_size, dtype=torch.float64)
         seq = Sequences(bidirectional=mixer.bidirectional)
         with torch.no_grad():
-            heads = mixer.heads(x, seq, {}, None)
-            o = mixer.mix_directions(heads, seq, {}, None)
+            inputs, _ = mixer.inputs(x, seq, None)
+            o, _ = mix_ways(mixer, inputs, seq, None)
             o = o.transpose(1, 2)  # [B, HV, T, V]
         # w [B, steps·HV·streams, T, T] and v [B, steps·HV·streams, T, V / streams]
         w = mixer.weights(x)
-        v = heads["v"].unflatten(-1, (mixer.rule.streams, -1)).flatten(2, 3).transpose(1, 2)
+        v = inputs.v.unflatten(-1, (mixer.rule.streams, -1)).flatten(2, 3).transpose(1, 2)
         # [B, HV, streams, T, V / streams]: the steps of a token add up to its output
         products = (w @ v).unflatten(1, (mixer.rule.steps, -1, mixer.rule.streams)).sum(1)
         close(products.transpose(2, 3).flatten(-2), o)

@@ -164,7 +164,7 @@ def test_angles_of_llama_3_are_those_of_transformers():
     slower = 500.0 ** (-torch.arange(0, K, 2) / K) / frequencies
     assert {1.0, 8.0} < {*slower.tolist()}  # and between them
     x = draw(1, 40, D).float()
-    q = mixer.heads(x, Sequences(), {}, None)["q"][0].transpose(0, 1)
+    q = mixer.inputs(x, Sequences(), None)[0].q[0].transpose(0, 1)
     close(q, turned(projected(mixer, x)[0][0], torch.arange(40), frequencies), 1e-5)
 
 
@@ -288,7 +288,7 @@ def test_positions_restart_with_blocks_and_documents():
     mixer = mixer_of("diag_attention", {"block_size": 4})
     x = draw(1, 4, D)
     close(mixer(x.repeat(1, 3, 1), Sequences())[0], mixer(x, Sequences())[0].repeat(1, 3, 1))
-    q = mixer.heads(x.repeat(1, 3, 1), Sequences(), {}, None)["q"]
+    q = mixer.inputs(x.repeat(1, 3, 1), Sequences(), None)[0].q
     assert torch.equal(q[:, :4], q[:, 4:8])
     mixer = mixer_of("norm_attention")
     packed = mixer(x.repeat(1, 3, 1), Sequences(packing([4, 4, 4])))[0]

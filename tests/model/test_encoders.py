@@ -9,6 +9,7 @@ from covering import covering_cases
 from tiny_models import build, close, encoder_rows
 
 from nalanda.model import MIXERS
+from nalanda.model.call import Inputs
 from nalanda.model.layers import ShortConv
 from nalanda.model.sequences import Sequences
 from nalanda.testing import ENCODER_PROPERTIES, permuted_is_permuted
@@ -91,15 +92,15 @@ def test_order_matters(mixer):
 
 
 def mixed(name, T=37, **options):
-    """One mixer, its heads and their q and k `[B, H, T, ·]` after the map, and its `weights`."""
+    """One mixer, its inputs and their q and k `[B, H, T, ·]` after the map, and its `weights`."""
     mixer = build(name, is_decoder=False, num_hidden_layers=1, **options).model.layers[0].mixer
     x = torch.randn(2, T, 24, dtype=torch.float64)
     with torch.no_grad():
-        heads = mixer.heads(x, Sequences(bidirectional=True), {}, None)
-        q, k = heads["q"], heads["k"]
+        inputs, _ = mixer.inputs(x, Sequences(bidirectional=True), None)
+        q, k = inputs.q, inputs.k
         if mixer.rule.map is not None and name != "soft" and getattr(mixer, "lrpe", None) is None:
             q, k = mixer.feature_map(q, k)
-    return mixer, heads, q.transpose(1, 2), k.transpose(1, 2), mixer.weights(x)
+    return mixer, inputs, q.transpose(1, 2), k.transpose(1, 2), mixer.weights(x)
 
 
 def normalised(scores):
@@ -134,9 +135,9 @@ def test_mala(scale):
 
 
 def test_pola():
-    mixer, heads, _, _, weights = mixed("pola", feature_map_options={"scale": False})
+    mixer, inputs, _, _, weights = mixed("pola", feature_map_options={"scale": False})
     p = (1 + mixer.feature_map.alpha * mixer.feature_map.w.double().sigmoid())[:, None]
-    q, k = (heads[name].transpose(1, 2) for name in ("q", "k"))
+    q, k = inputs.q.transpose(1, 2), inputs.k.transpose(1, 2)
     plus, minus = (
         [torch.where(y > 1e-6, y.clamp_min(1e-6) ** p, 0) for y in (s * q, s * k)] for s in (1, -1)
     )
@@ -148,12 +149,11 @@ def test_pola():
 def test_pola_recovers_negative_products():
     """Queries whose products with all keys are negative: a map that drops them sees nothing. Half of v is
     read through them, with weights that sum to 1."""
-    mixer, heads, _, _, _ = mixed("pola")
-    ones = heads | {"q": -heads["q"].abs(), "k": heads["k"].abs(), "v": torch.ones_like(heads["v"])}
+    mixer, inputs, _, _, _ = mixed("pola")
+    ones = Inputs(-inputs.q.abs(), inputs.k.abs(), torch.ones_like(inputs.v))
     with torch.no_grad():
-        alike, unlike = mixer.mix_directions(ones, Sequences(bidirectional=True), {}, None).chunk(
-            2, -1
-        )
+        o, _ = mixer.mix(ones, Sequences(bidirectional=True), None)
+    alike, unlike = o.chunk(2, -1)
     close(alike, torch.zeros_like(alike))
     close(unlike, torch.ones_like(unlike), 1e-3)
 
@@ -223,8 +223,8 @@ def test_norm_attention():
 
 def test_one_pass_each_way_adds_up():
     """Retention: γ^|i−j| q·k on both sides, and twice q·k at the token itself."""
-    _, heads, q, k, weights = mixed("retention")
-    decays = heads["g"][0, 0].exp()[:, None, None] ** apart(q.shape[2])
+    _, inputs, q, k, weights = mixed("retention")
+    decays = inputs.g[0, 0].exp()[:, None, None] ** apart(q.shape[2])
     close(weights, q @ k.mT * q.shape[-1] ** -0.5 * decays * (1 + torch.eye(q.shape[2])))
 
 

@@ -22,8 +22,8 @@ class Scaled(MIXERS["gated_deltanet"]):
         self.scale = torch.nn.Parameter(torch.empty(self.V))
         self.taps = torch.nn.Conv1d(2, 2, 3)  # a module that draws its own parameters
 
-    def read_out(self, o, heads, x):
-        return super().read_out(o * self.scale, heads, x)
+    def read_out(self, o, inputs, x):
+        return super().read_out(o * self.scale, inputs, x)
 
 
 def test_a_parameter_that_nothing_sets_is_refused(monkeypatch, tmp_path):

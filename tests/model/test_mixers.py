@@ -12,6 +12,7 @@ from tiny_models import build as tiny
 
 from nalanda import NalandaConfig
 from nalanda.model import FEATURE_MAPS, MIXERS, chunk, recurrent
+from nalanda.model.call import Inputs
 from nalanda.model.decoder import Decoder
 from nalanda.model.layers import place_angles, rotate
 from nalanda.model.mixers import build_mixer
@@ -147,7 +148,7 @@ def test_mala_sharpens_as_the_query_grows():
     eye = torch.eye(9, dtype=torch.float64)[None, :, None].expand(1, 9, H, 9)
 
     def weights(a):
-        return module.mix({"q": a * q, "k": k, "v": eye}, Sequences(), {}, None)[0, :, 0]
+        return module.mix(Inputs(a * q, k, eye), Sequences(), None)[0][0, :, 0]
 
     a, sim = 1.5, (0.05 * phi_q @ phi_k.mT).tril()
     z, t = sim.sum(-1, keepdim=True), torch.arange(1, 10, dtype=torch.float64)[:, None]
@@ -178,8 +179,8 @@ def test_rotation_leaves_opposite_signs_apart(mixer, seq):
     )
     q = F.one_hot(torch.arange(H), 8).double().expand(1, T, H, 8)  # a channel a head
     v = torch.randn(1, T, H, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    assert module.mix({"q": q, "k": -q, "v": v}, seq, {}, None).abs().max() == 0
-    assert module.mix({"q": q, "k": q, "v": v}, seq, {}, None).abs().max() > 0.1
+    assert module.mix(Inputs(q, -q, v), seq, None)[0].abs().max() == 0
+    assert module.mix(Inputs(q, q, v), seq, None)[0].abs().max() > 0.1
 
 
 def test_both_streams_rotate_by_the_same_angles():
@@ -195,7 +196,7 @@ def test_both_streams_rotate_by_the_same_angles():
     streams = zip(*(phi.chunk(2, -1) for phi in features), strict=True)
     rotated = sum(scores(*(rotate(x, angles) for x in stream)) for stream in streams)
     weights = rotated / (scores(*features).sum(-1, keepdim=True) + 1e-6 * T)
-    o = module.mix({"q": q, "k": k, "v": v}, BOTH, {}, None)
+    o, _ = module.mix(Inputs(q, k, v), BOTH, None)
     same(o, torch.einsum("bhts,bshv->bthv", weights, v))
 
 
@@ -339,19 +340,20 @@ def test_norm_write(name, monkeypatch):
     """A step of 1 for a long key, of 0 for none; under qk_norm none and rms β‖k‖² ≤ 1 all the same."""
     seen, recurrence = [], recurrent.recurrence
 
-    def spy(call, rule, seq):
+    def spy(call, options, seq, state):
         seen.append((call.k, call.beta))
-        return recurrence(call, rule, seq)
+        return recurrence(call, options, seq, state)
 
     monkeypatch.setattr(recurrent, "recurrence", spy)
     for norm in ("l2", "rms", "none"):
         module = build(
             "deltanet", feature_map=name, mixer_options={"norm_write": True, "qk_norm": norm}
         )
-        heads = module.heads(torch.randn(1, T, H * K, dtype=torch.float64), Sequences(), {}, None)
+        x = torch.randn(1, T, H * K, dtype=torch.float64)
+        inputs, _ = module.inputs(x, Sequences(), None)
         for size in (0.0, 1e-9, 1.0, 1e4):
-            k = (size * heads["k"]).detach().requires_grad_()
-            o = module.mix(heads | {"k": k}, Sequences(), {}, None)
+            k = (size * inputs.k).detach().requires_grad_()
+            o, _ = module.mix(inputs._replace(k=k), Sequences(), None)
             assert o.isfinite().all()
             assert torch.autograd.grad(o.square().sum(), k)[0].isfinite().all()
             read, step = seen.pop()
@@ -425,7 +427,7 @@ def test_norm_read_scales_each_head_by_its_query():
     )
     plain.o_proj, aware.o_proj = torch.nn.Identity(), torch.nn.Identity()
     x = torch.randn(1, T, H * K, dtype=torch.float64)
-    q = plain.heads(x, Sequences(), {}, None)["q"]
+    q = plain.inputs(x, Sequences(), None)[0].q
     s = 0.5 + torch.tanh((q.square().sum(-1) + 1e-6).sqrt() / K**0.5)
     a, b = (module(x, Sequences())[0].unflatten(-1, (H, K)) for module in (plain, aware))
     same(b, a * s[..., None], 1e-12)
@@ -500,9 +502,9 @@ def test_one_token_again_and_again_does_not_lengthen_the_state(mixer, options):
 def test_kernels_learn_of_negative_eigenvalues(mixer, negative, monkeypatch):
     rules, recurrence = [], recurrent.recurrence
 
-    def spy(call, rule, seq):
-        rules.append(rule)
-        return recurrence(call, rule, seq)
+    def spy(call, options, seq, state):
+        rules.append(options)
+        return recurrence(call, options, seq, state)
 
     monkeypatch.setattr(recurrent, "recurrence", spy)
     run(build(mixer, mixer_options={"allow_neg_eigval": negative}))

@@ -214,12 +214,14 @@ os.chdir("..")
 
 FAULTS = {  # property → methods of a class that lacks it
     "causal": """
-    def mix(self, heads, *others):
-        return super().mix(heads, *others) + heads["v"].mean(1, True)
+    def mix(self, inputs, *others):
+        o, new = super().mix(inputs, *others)
+        return o + inputs.v.mean(1, True), new
 """,
     "mix is its weights times v": """
     def mix(self, *inputs):
-        return super().mix(*inputs) + 1
+        o, new = super().mix(*inputs)
+        return o + 1, new
 """,
     "cached is uncached: state_spec": """
     def state_spec(self, T):
@@ -268,18 +270,19 @@ class Bare(Mixer):
 
 
 class Changed(GatedDeltaNet):
-    def read_out(self, o, heads, x):
-        return super().read_out(2 * o, heads, x)
+    def read_out(self, o, inputs, x):
+        return super().read_out(2 * o, inputs, x)
 
 
 class Gentler(GatedDeltaNet):
-    def gates(self, heads):
-        return super().gates(heads) | {"beta": heads["b"] / 4}
+    def gates(self, projected, inputs):
+        return super().gates(projected, inputs)._replace(beta=projected["b"] / 4)
 
 
 class Doubled(LinearAttention):
-    def mix(self, heads, seq, state, new):
-        return 2 * super().mix(heads, seq, state, new)
+    def mix(self, inputs, seq, state):
+        o, new = super().mix(inputs, seq, state)
+        return 2 * o, new
 
 
 class Positional(LinearAttention):
@@ -289,6 +292,11 @@ class Positional(LinearAttention):
 
 class Older(LinearAttention):
     state_gates = ("b_proj",)
+
+
+class OfHeads(LinearAttention):
+    def gates(self, heads):
+        return {"g": -heads["a"].abs()}
 
 
 class Switched(LinearAttention):
@@ -317,6 +325,7 @@ def test_rows_of_a_mixer_that_knows_no_parts_are_not_cut(monkeypatch):
         ),
         ("mine", Positional, "options with defaults"),
         ("mine", Older, r"has `state_gates`, which is gate_parameters\(\) now"),
+        ("mine", OfHeads, r"needs gates\(self, projected, inputs\)"),
         ("mine", Switched, r"has `gated`, which is rule\.gated now"),
         ("gla", LinearAttention, "nalanda.model has a mixer of that name; choose another"),
     ],

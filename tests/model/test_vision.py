@@ -174,16 +174,16 @@ def test_features_rotate_above_the_denominator_alone():
         torch.randn(1, 9, 24, dtype=torch.float64),
         Sequences(bidirectional=True, grid=(ROWS, COLUMNS)),
     )
-    heads = mixer.heads(x, seq, {}, None)
-    q, k = mixer.feature_map(heads["q"], heads["k"])
+    inputs, _ = mixer.inputs(x, seq, None)
+    q, k = mixer.feature_map(inputs.q, inputs.k)
     angles = place_angles(q, seq, q.shape[-1], 100.0)
     turned = [rotate(phi, angles)[0].transpose(0, 1) for phi in (q, k)]
     scores = turned[0] @ turned[1].mT
     z = (q[0].transpose(0, 1) @ k[0].transpose(0, 1).mT).sum(-1, keepdim=True)
     c = mixer.K**-0.5 / 9
     expected = scores * (1 / z + c) - c * z / 9
-    v = heads["v"][0].transpose(0, 1)
-    close(mixer.mix(heads, seq, {}, None)[0].transpose(0, 1), expected @ v, 1e-5)
+    v = inputs.v[0].transpose(0, 1)
+    close(mixer.mix(inputs, seq, None)[0][0].transpose(0, 1), expected @ v, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

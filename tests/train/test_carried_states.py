@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from nalanda import NalandaCache
 from nalanda.common.errors import InputError
-from nalanda.model import MIXERS
+from nalanda.model import MIXERS, base
 from nalanda.train.carried_states import (
     CarriedStates,
     check_carries,
@@ -310,7 +310,7 @@ def test_kernels_carry_as_torch_does(mixer):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-5 * max(1.0, float(b.abs().max())))
 
 
-def test_a_sharding_wrapper_does_not_round_the_state(tmp_path):
+def test_a_sharding_wrapper_does_not_round_the_state(tmp_path, monkeypatch):
     """FSDP2 casts what modules are called with to bf16; a state must not be among it."""
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -322,9 +322,14 @@ def test_a_sharding_wrapper_does_not_round_the_state(tmp_path):
         for layer in model.model.layers:
             fully_shard(layer, mp_policy=half)
         fully_shard(model, mp_policy=half)
-        mixer, seen = model.model.layers[1].mixer, []
-        scatter = mixer.scatter_states
-        mixer.scatter_states = lambda state, seq: seen.append(state) or scatter(state, seq)
+        seen, original = [], base.by_sequence
+
+        def by_sequence(mixer, state, seq):
+            if mixer is model.model.layers[1].mixer:
+                seen.append(state.tensors)
+            return original(mixer, state, seq)
+
+        monkeypatch.setattr(base, "by_sequence", by_sequence)
         first, second, _ = batches()[1]
         states = run(model, first, None).carried_cache
         run(model, second, states, labels=second["input_ids"]).loss.backward()

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
-from .base import Heads, LayerState, Mixer, StateSpec
+from .base import Mixer, StateSpec
+from .call import Inputs
 from .feature_maps import EPS
 from .layers import (
     RMSNorm,
@@ -29,6 +30,7 @@ from .layers import (
 )
 from .ops import by_kernel
 from .options import fits
+from .recurrent import LayerState
 from .rule import Rule
 from .sequences import Sequences
 from .transnormer import SimpleRMSNorm, build_positions
@@ -45,91 +47,69 @@ class CachedAttention(Mixer):
     scores = "softmax"
 
     def mix(
-        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-    ) -> Tensor:
-        q, k, v = (heads[name] for name in ("q", "k", "v"))
+        self, inputs: Inputs, seq: Sequences, state: LayerState | None
+    ) -> tuple[Tensor, LayerState]:
+        q, k, v = inputs.q, inputs.k, inputs.v
         T = q.shape[1]
         if seq.parts is not None and self.reach is None:
-            return self.mix_parts(q, k, v, seq, state, new)
-        if seq.parts is not None or (seq.rows is not None and new is not None):
-            return self.mix_rows(q, k, v, seq, state, new)
+            return self.mix_parts(q, k, v, seq, state)
+        if seq.parts is not None or (seq.rows is not None and state is not None):
+            return self.mix_rows(q, k, v, seq, state)
+        if state is None:
+            return self.attend_all(q, k, v, seq), {}
 
-        if new is not None:
-            # [N, R + L, H, ·]: kept rows, then new ones, so that all end in the last column.
-            # Without a reach the state grows to the longest sequence.
-            grows = not self.reach
-            laid = {name: seq.pad(heads[name], state.get(name), grows) for name in ("k", "v")}
-            width = self.reach or seq.longest(T)
-            new |= {name: last(x, width) for name, x in laid.items()}
-            if "k" in state:
-                return seq.unpad(self.attend_past(seq.pad(q), laid["k"], laid["v"], seq, T), T)
-        return self.attend_all(q, k, v, seq)
-
-    def scatter_states(self, state: LayerState, seq: Sequences) -> LayerState:
-        """Keys and values stay by row, see `mix_rows`."""
-        convs, rest = split_states(state)
-        return super().scatter_states(convs, seq) | rest
-
-    def gather_states(self, new: LayerState, seq: Sequences) -> LayerState:
-        convs, rest = split_states(new)
-        settled = {name: seq.settled(x.detach()) for name, x in rest.items()}
-        return super().gather_states(convs, seq) | settled
+        # [N, R + L, H, ·]: kept rows, then new ones, so that all end in the last column.
+        # Without a reach the state grows to the longest sequence.
+        grows = not self.reach
+        laid_k, laid_v = seq.pad(k, state.get("k"), grows), seq.pad(v, state.get("v"), grows)
+        width = self.reach or seq.longest(T)
+        new = {"k": last(laid_k, width), "v": last(laid_v, width)}
+        if "k" not in state:
+            return self.attend_all(q, k, v, seq), new
+        return seq.unpad(self.attend_past(seq.pad(q), laid_k, laid_v, seq, T), T), new
 
     @torch.compiler.disable  # the values of cu_seqlens decide how much is kept
     def mix_rows(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        seq: Sequences,
-        state: LayerState,
-        new: LayerState | None,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, state: LayerState | None
+    ) -> tuple[Tensor, LayerState]:
         """Attends packed rows that continue carried states or parts of other processes, within `reach`.
 
         The kept keys that a continuing sequence still sees are put before it, with queries whose outputs are
         dropped. Then all are attended as whole sequences.
         """
         assert self.reach is not None, "carried states of whole rows cannot grow"
-        tokens = None
+        tokens, past_k, past_v = None, *kept_of(state)
         if seq.parts is not None:
-            k, left_k = seq.parts.left(k, self.reach, state.get("k"))
-            v, left_v = seq.parts.left(v, self.reach, state.get("v"))
-            state = {"k": left_k, "v": left_v}
+            k, past_k = seq.parts.left(k, self.reach, past_k)
+            v, past_v = seq.parts.left(v, self.reach, past_v)
 
-        if "k" in state:
+        if past_k is not None and past_v is not None:
             assert seq.past is not None
             seq, source, tokens = seq.with_kept(self.reach, self.wanted(seq.past), q.device)
-            past_k, past_v = (state[name].flatten(0, 1) for name in ("k", "v"))
             k, v = (
-                torch.cat([x[0], past.to(x.dtype)]).index_select(0, source)[None]
+                torch.cat([x[0], past.flatten(0, 1).to(x.dtype)]).index_select(0, source)[None]
                 for x, past in ((k, past_k), (v, past_v))
             )
             # Kept keys get zero queries, so that q and k are sequences of one length.
             q = q.new_zeros(k.shape[1], *q.shape[2:]).index_copy(0, tokens, q[0])[None]
-        if new is not None:
+        new = {}
+        if state is not None:
             # With the kept keys: a short row's state still has those of earlier calls.
-            new |= {"k": seq.tails(k, self.reach), "v": seq.tails(v, self.reach)}
+            new = {"k": seq.tails(k, self.reach), "v": seq.tails(v, self.reach)}
         o = self.attend_all(q, k, v, seq)
-        return o if tokens is None else o.index_select(1, tokens)
+        return o if tokens is None else o.index_select(1, tokens), new
 
     @torch.compiler.disable  # lengths depend on the values of cu_seqlens
     def mix_parts(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        seq: Sequences,
-        state: LayerState,
-        new: LayerState | None,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, state: LayerState | None
+    ) -> tuple[Tensor, LayerState]:
         """Attends a part of rows without a `reach`, after the keys and values of all parts before it."""
-        parts = seq.parts
-        k, left_k = parts.left(k, None, state.get("k"))
-        v, left_v = parts.left(v, None, state.get("v"))
-        if new is not None:  # complete at the last part
+        parts, new, (past_k, past_v) = seq.parts, {}, kept_of(state)
+        k, left_k = parts.left(k, None, past_k)
+        v, left_v = parts.left(v, None, past_v)
+        if state is not None:  # complete at the last part
             # The text so far: the row of this call behind those of earlier ones.
-            width = parts.T + (state["k"].shape[1] if "k" in state else 0)
+            width = parts.T + (0 if past_k is None else past_k.shape[1])
             for name, before, x in (("k", left_k, k), ("v", left_v, v)):
                 new[name] = last(torch.cat([before, x[0].unflatten(0, (parts.B, -1))], 1), width)
 
@@ -147,9 +127,11 @@ class CachedAttention(Mixer):
             )
             continued.append(weigh(q[:, start:end], keys, values, causal=True))
         if not continued:
-            return o
+            return o, new
         o_continued = torch.cat(continued, 1)
-        return o_continued if o is q else o.index_copy(1, parts.tokens.to(q.device), o_continued)
+        if o is q:
+            return o_continued, new
+        return o.index_copy(1, parts.tokens.to(q.device), o_continued), new
 
     def wanted(self, past: Tensor) -> Tensor:
         """How many of its `past` tokens a sequence's next token sees."""
@@ -293,9 +275,11 @@ class SoftmaxAttention(CachedAttention):
     def linears(self) -> dict[str, nn.Linear]:
         return super().linears() | ({"gate": self.g_proj} if self.gate else {})
 
-    def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
-        heads = super().heads(x, seq, state, new)
-        q, k = heads["q"], heads["k"]
+    def inputs(
+        self, x: Tensor, seq: Sequences, state: LayerState | None
+    ) -> tuple[Inputs, LayerState]:
+        inputs, new = super().inputs(x, seq, state)
+        q, k = inputs.q, inputs.k
         if self.qk_norm:
             # Before the rotation, which keeps lengths.
             q = seq.in_columns(self.q_norm, q).to(q.dtype)
@@ -306,7 +290,7 @@ class SoftmaxAttention(CachedAttention):
         if self.rope_theta is not None:
             angles = place_angles(x, seq, self.rotary_dim, self.rope_theta, self.rope_scaling)
             q, k = rotate(q, angles), rotate(k, angles)
-        return heads | {"q": q, "k": k}
+        return inputs._replace(q=q, k=k), new
 
     def token_fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"unit_queries": self.unit_queries}
@@ -319,10 +303,10 @@ class SoftmaxAttention(CachedAttention):
             fields["frequencies"] = rotary_angles(torch.ones(()), *angles)
         return super().token_fields() | fields
 
-    def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
-        if not self.gate:
-            return super().read_out(o, heads, x)
-        factor = heads["gate"].sigmoid().unflatten(-1, (self.num_heads, -1))
+    def read_out(self, o: Tensor, inputs: Inputs, x: Tensor) -> Tensor:
+        if inputs.gate is None:
+            return super().read_out(o, inputs, x)
+        factor = inputs.gate.sigmoid().unflatten(-1, (self.num_heads, -1))
         return self.o_proj((o.to(x.dtype) * factor.to(x.dtype)).flatten(-2))
 
 
@@ -381,10 +365,9 @@ def checked_scaling(rope_scaling: dict) -> dict[str, float]:
     return numbers
 
 
-def split_states(state: LayerState) -> tuple[LayerState, LayerState]:
-    """(those of convolutions, the others)."""
-    convs = {name: x for name, x in state.items() if name.startswith("conv_")}
-    return convs, {name: x for name, x in state.items() if name not in convs}
+def kept_of(state: LayerState | None) -> tuple[Tensor | None, Tensor | None]:
+    """The kept keys and values of a state, if it has them."""
+    return (None, None) if not state else (state.get("k"), state.get("v"))
 
 
 class DiagAttention(CachedAttention):
@@ -434,15 +417,16 @@ class DiagAttention(CachedAttention):
             self.o_norm = SimpleRMSNorm(config.norm_eps, norm_eps_placement)
         self.lrpe = build_positions(positions, self.K)
 
-    def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
-        heads = super().heads(x, seq, state, new)
+    def inputs(
+        self, x: Tensor, seq: Sequences, state: LayerState | None
+    ) -> tuple[Inputs, LayerState]:
+        inputs, new = super().inputs(x, seq, state)
         if self.lrpe is None:
-            return heads
+            return inputs, new
         # Positions start anew in each block, which sees no other one.
         places = seq.positions(x.shape[1], x.device) % self.block
-        return heads | {
-            name: self.lrpe(heads[name], places).to(heads[name].dtype) for name in ("q", "k")
-        }
+        q, k = (self.lrpe(y, places).to(y.dtype) for y in (inputs.q, inputs.k))
+        return inputs._replace(q=q, k=k), new
 
     def token_fields(self) -> dict[str, Any]:
         return super().token_fields() | ({} if self.lrpe is None else self.lrpe.token_fields())

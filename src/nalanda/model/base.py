@@ -12,20 +12,19 @@ package. It defines
 
 With `rule.write` "own" it defines
 
-- `mix(heads, seq, state, new)`: q, k, v and gates to o. Besides short convolutions it is the only step that
-  sees other tokens, and it sees no later ones. It is **linear in v**; for that reason `weights` is exact. It
-  reads `state`, which an earlier call put into `new`, and fills `new` unless that is None. It keeps the
-  documents of `seq.cu_seqlens` apart; the ops of `ops.py` do that, and take and return states. A rule with `cut`
-  calls `context.recurrence` in place of an op;
-- `state_spec(T)`: name to shape and dtype of what `mix` and `heads` put into `new`, per sequence;
+- `mix(inputs, seq, state)`: q, k, v and gates to o and the state behind the last token. Besides short
+  convolutions it is the only step that sees other tokens, and it sees no later ones. It is **linear in v**; for
+  that reason `weights` is exact. `state` is what an earlier call returned, {} before the first token, and None
+  where no state is wanted. `mix` keeps the documents of `seq.cu_seqlens` apart; the ops of `ops.py` do that, and
+  take and return states. A rule with `cut` calls `recurrent.recurrence` in place of an op;
+- `state_spec(T)`: name to shape and dtype of the state that `mix` and `inputs` return, per sequence;
 - `flops(T)`: FLOPs per token without Linear layers. It and `state_spec` add to the base class's result,
   or replace it.
 
 It may define
 
-- `heads` and `read_out`, before and after `mix`; `linears`, the Linear layers that read x, whose outputs
-  `heads` takes from `projected(x, seq)`, one product;
-- `gates(heads)`: g and beta, from the outputs of `linears`;
+- `inputs` and `read_out`, before and after `mix`; `linears`, the Linear layers that read x, one product;
+- `gates(projected, inputs)`: the inputs with g and beta, from the outputs of `linears`;
 - `gate_parameters`, the parameters that decide what the state forgets and takes. Muon leaves them to AdamW;
 - `metrics`, names and functions of numbers that validation logs.
 
@@ -55,6 +54,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .call import Inputs
 from .epilogues import norm_gate, swiglu
 from .feature_maps import EPS, build_feature_map
 from .layers import (
@@ -69,12 +69,20 @@ from .layers import (
 )
 from .one_token import decode_token
 from .ops import by_kernel, map_features
-from .projections import NARROW, FusedLinears, apply_linear
-from .recurrent import form_gates, recurrence_of, rule_flops, state_shape
+from .projections import FusedLinears
+from .recurrent import (
+    LayerState,
+    form_gates,
+    per_value,
+    projected,
+    recurrence_of,
+    rule_flops,
+    state_shape,
+    up_projections,
+)
 from .rule import Rule
 from .sequences import Sequences
 
-LayerState = dict[str, Tensor]
 StateSpec = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 
 
@@ -86,9 +94,6 @@ class CarriedState:
 
     def __init__(self, tensors: LayerState):
         self.tensors = tensors
-
-
-Heads = dict[str, Tensor]
 
 
 def convolve(
@@ -133,6 +138,60 @@ def convolve(
     return outputs, [state for _, state in results] if carry else None
 
 
+def mix_ways(
+    mixer: "Mixer", inputs: Inputs, seq: Sequences, state: LayerState | None
+) -> tuple[Tensor, LayerState]:
+    """`mixer.mix`; for a rule with a mask, where tokens see both ways, the sum of one result each way."""
+    if mixer.rule.unmasked or not mixer.bidirectional:
+        return mixer.mix(inputs, seq, state)
+    causal = seq.causal()
+    # Other fields are read behind `mix`, or are the same for all tokens.
+    turned = {
+        name: seq.reversed_tokens(x)
+        for name in ("q", "k", "v", "beta", "g", "erase", "dt")
+        if (x := getattr(inputs, name)) is not None
+    }
+
+    # A token sees itself both ways, so its own term counts twice.
+    forward, _ = mixer.mix(inputs, causal, None)
+    backward, _ = mixer.mix(inputs._replace(**turned), causal, None)
+    return forward + seq.reversed_tokens(backward), {}
+
+
+def _add_local(rule: Rule, o: Tensor, inputs: Inputs) -> Tensor:
+    """o and the convolution of v, if there is one; heads that share keys and values share that too."""
+    if inputs.gate is not None and rule.gate_before == "conv":
+        o = o * inputs.gate.view_as(o)
+    if inputs.local is None:
+        return o
+    return o + inputs.local.repeat_interleave(o.shape[2] // inputs.local.shape[2], 2)
+
+
+def by_sequence(mixer: "Mixer", state: CarriedState, seq: Sequences) -> LayerState:
+    """States by row to states by sequence, as `inputs` and `mix` take them."""
+    return {
+        name: x if _stays_by_row(mixer.rule, name) else seq.scatter_states(x)
+        for name, x in state.tensors.items()
+    }
+
+
+def by_row(mixer: "Mixer", state: LayerState, seq: Sequences) -> CarriedState:
+    """States by sequence to states by row, of each row's last sequence."""
+    return CarriedState(
+        {
+            name: seq.settled(x.detach())
+            if _stays_by_row(mixer.rule, name)
+            else seq.gather_states(x)
+            for name, x in state.items()
+        }
+    )
+
+
+def _stays_by_row(rule: Rule, name: str) -> bool:
+    """Whether a state is of whole rows: kept keys and values are, see `attention.CachedAttention.mix_rows`."""
+    return rule.write == "rows" and not name.startswith("conv_")
+
+
 OWN = tuple(f"{__package__}.{name}" for name in ("delta", "linear", "attention", "transnormer"))
 ASIDE = {"__init__", "initial", "flops", "gate_parameters", "weights"}
 """Methods that change nothing of what a layer computes."""
@@ -149,8 +208,19 @@ def follows_rule(mixer: type["Mixer"]) -> bool:
     return names <= ASIDE
 
 
+def _with_choices(rule: Rule, config, taps: int | None) -> Rule:
+    """The rule with the config's choices in place of the class's defaults."""
+    if taps is None and rule.conv is not None:
+        default = rule.conv if config.is_decoder else 0
+        taps = default if config.conv_size is None else config.conv_size
+    named = {"map": config.feature_map, "gated": config.use_gate, "value_conv": config.value_conv}
+    # None: the config leaves it open, or the mixer never has it.
+    chosen = {name: x for name, x in named.items() if None not in (x, getattr(rule, name))}
+    return replace(rule, conv=taps, **chosen)
+
+
 class Mixer(FusedLinears):
-    """Mixes tokens over time in three steps: `heads`, `mix`, `read_out`; the contract is at the top.
+    """Mixes tokens over time in three steps: `inputs`, `mix`, `read_out`; the contract is at the top.
 
     Sizes: K = head_dim·expand_k and V = head_dim·expand_v per head; H heads of q, HK of k, HV of v.
     """
@@ -195,255 +265,152 @@ class Mixer(FusedLinears):
         self.layer_idx = layer_idx
         self.num_heads, self.num_v_heads = config.num_heads, v_heads or config.num_heads
         self.K, self.V = config.key_dim, config.value_dim
-        self.rule = self._chosen(config, taps)
+        self.rule = rule = _with_choices(self.rule, config, taps)
 
-        self._add_projections(config, k_heads or self.num_heads)
-        self._add_convolutions(config)
-        if self.rule.map is not None:
-            self.feature_map = self.build_map(config)
-        if self.rule.read != "plain" and not self.feature_map.nonnegative:
-            raise ValueError(
-                f"feature_map {self.rule.map!r}: {type(self).__name__} divides by a sum of weights, which "
-                f"may be negative; choose relu, exp, elu1, nala or pola{self.other_readout}"
-            )
-        self._add_output(config)
-
-    def _chosen(self, config, taps: int | None) -> Rule:
-        """The rule with the config's choices in place of the class's defaults."""
-        rule = self.rule
-        if taps is None and rule.conv is not None:
-            default = 0 if self.bidirectional else rule.conv
-            taps = default if config.conv_size is None else config.conv_size
-        named = {
-            "map": config.feature_map,
-            "gated": config.use_gate,
-            "value_conv": config.value_conv,
-        }
-        # None: the config leaves it open, or the mixer never has it.
-        chosen = {name: x for name, x in named.items() if None not in (x, getattr(rule, name))}
-        return replace(rule, conv=taps, **chosen)
-
-    def _add_projections(self, config, k_heads: int) -> None:
         D, bias = config.hidden_size, config.use_bias
         self.q_proj = nn.Linear(D, self.num_heads * self.K, bias=bias)
-        if not self.rule.shared_qk:
-            self.k_proj = nn.Linear(D, self.rule.steps * k_heads * self.K, bias=bias)
-        self.v_proj = nn.Linear(D, self.rule.steps * self.num_v_heads * self.V, bias=bias)
+        if not rule.shared_qk:
+            k_heads = k_heads or self.num_heads
+            self.k_proj = nn.Linear(D, rule.steps * k_heads * self.K, bias=bias)
+        self.v_proj = nn.Linear(D, rule.steps * self.num_v_heads * self.V, bias=bias)
 
-    def _add_convolutions(self, config) -> None:
-        """The short convolutions of q, k and v, and the one of v that is added to the output."""
+        # The short convolutions of q, k and v, and the one of v that is added to the output.
         conv = partial(ShortConv, image=config.image_size is not None)
-        if self.rule.conv:
-            for name, projection in self.projections().items():
-                setattr(self, f"{name}_conv1d", conv(projection.out_features, self.rule.conv))
-
-        if not self.rule.value_conv:
-            return
-        if self.rule.steps > 1:
+        if rule.conv:
+            for name in rule.projected:
+                width = getattr(self, f"{name}_proj").out_features
+                setattr(self, f"{name}_conv1d", conv(width, rule.conv))
+        if rule.value_conv and rule.steps > 1:
             raise ValueError(
-                f"value_conv={self.rule.value_conv}: a token has {self.rule.steps} values; leave it out"
+                f"value_conv={rule.value_conv}: a token has {rule.steps} values; leave it out"
             )
-        if self.rule.shared_filters:
-            self.dwc = conv(self.V, self.rule.value_conv, self.num_v_heads)
-        else:
-            self.dwc = conv(self.num_v_heads * self.V, self.rule.value_conv)
+        if rule.value_conv and rule.shared_filters:
+            self.dwc = conv(self.V, rule.value_conv, self.num_v_heads)
+        elif rule.value_conv:
+            self.dwc = conv(self.num_v_heads * self.V, rule.value_conv)
 
-    def _add_output(self, config) -> None:
-        """The output's gate, norm and projection."""
-        D, bias = config.hidden_size, config.use_bias
+        if rule.map is not None:
+            self.feature_map = self.build_map(config)
+        if rule.read != "plain" and not self.feature_map.nonnegative:
+            raise ValueError(
+                f"feature_map {rule.map!r}: {type(self).__name__} divides by a sum of weights, which "
+                f"may be negative; choose relu, exp, elu1, nala or pola{self.other_readout}"
+            )
+
         # o has as many heads as the larger of q and v: either may come in groups.
         width = max(self.num_heads, self.num_v_heads) * self.V
-        if self.rule.gated:
+        if rule.gated:
             self.g_proj = nn.Linear(D, width, bias=bias)
-        if self.rule.norm == "head":
+        if rule.norm == "head":
             self.o_norm: Any = RMSNorm(self.V, config.norm_eps)
-        elif self.rule.norm == "layer":
+        elif rule.norm == "layer":
             self.o_norm = LayerNorm(width, config.norm_eps)
         self.o_proj = nn.Linear(width, D, bias=bias)
-
-    def forward(
-        self, x: Tensor, seq: Sequences, state: LayerState | CarriedState | None = None
-    ) -> tuple[Tensor, LayerState | CarriedState | None]:
-        """x `[B, T, D]` to y `[B, T, D]` and the new state. state: None for none, {} for an empty one."""
-        if isinstance(state, CarriedState):
-            new, held = {}, self.scatter_states(state.tensors, seq)
-            return self.mixed(x, seq, held, new), CarriedState(self.gather_states(new, seq))
-        # `decode_token` serves one token behind others, where no gradient is wanted.
-        decoding = (
-            state and x.shape[1] == 1 and seq.cu_seqlens is None and not torch.is_grad_enabled()
-        )
-        if decoding and not torch.compiler.is_compiling():
-            served = decode_token(self, x, seq, state)
-            if served is not None:
-                return served
-        new: LayerState | None = None if state is None else {}
-        return self.mixed(x, seq, state or {}, new), new
-
-    def mixed(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Tensor:
-        """The three steps: x `[B, T, D]` to y `[B, T, D]`."""
-        layout = seq.layout
-        tokens = x if layout is None else layout.pack(x)
-        heads = self.heads(tokens, seq, state, new)
-        o = self.mix_directions(heads, seq, state, new)
-        o = self.add_local(o, heads)
-        if layout is None:
-            return self.read_out(o, heads, x)
-
-        # Norm, gate and o_proj see the batch's columns, as the projections did.
-        of_tokens = {
-            name: layout.unpack(y)
-            for name, y in heads.items()
-            if y.dim() > 1 and y.shape[:2] == tokens.shape[:2]
-        }
-        return self.read_out(layout.unpack(o), heads | of_tokens, x)
-
-    def add_local(self, o: Tensor, heads: Heads) -> Tensor:
-        """o and the convolution of v, if there is one; heads that share keys and values share that too."""
-        if self.rule.gated and self.rule.gate_before == "conv":
-            o = o * heads["gate"].view_as(o)
-        if not self.rule.value_conv:
-            return o
-        local = heads["local"]
-        return o + local.repeat_interleave(o.shape[2] // local.shape[2], 2)
 
     def build_map(self, config) -> Any:
         assert self.rule.map is not None
         sizes = {"num_heads": self.num_heads, "head_dim": self.K}
         return build_feature_map(self.rule.map, **sizes, **config.feature_map_options)
 
-    def mix_directions(
-        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-    ) -> Tensor:
-        """`mix`; for a rule with a mask, where tokens see both ways, the sum of one result each way."""
-        if self.rule.unmasked or not self.bidirectional:
-            return self.mix(heads, seq, state, new)
-        causal = seq.causal()
-        # What only `read_out` reads need not turn, nor what is the same for all tokens.
-        same = ("gate", "local", "skip")
-        turn = {name: x for name, x in heads.items() if name not in same}
-        reversed_heads = heads | {name: seq.reversed_tokens(x) for name, x in turn.items()}
+    def forward(
+        self, x: Tensor, seq: Sequences, state: LayerState | CarriedState | None = None
+    ) -> tuple[Tensor, LayerState | CarriedState | None]:
+        """x `[B, T, D]` to y `[B, T, D]` and the new state. state: None for none, {} for an empty one."""
+        held = by_sequence(self, state, seq) if isinstance(state, CarriedState) else state
+        # `decode_token` serves one token behind others, where no gradient is wanted.
+        decoding = held and held is state and x.shape[1] == 1 and seq.cu_seqlens is None
+        if decoding and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            served = decode_token(self, x, seq, held)
+            if served is not None:
+                return served
 
-        # A token sees itself both ways, so its own term counts twice.
-        forward = self.mix(heads, causal, {}, None)
-        backward = self.mix(reversed_heads, causal, {}, None)
-        return forward + seq.reversed_tokens(backward)
-
-    def scatter_states(self, state: LayerState, seq: Sequences) -> LayerState:
-        """States by row to states by sequence, as `heads` and `mix` take them."""
-        return {name: seq.scatter_states(x) for name, x in state.items()}
-
-    def gather_states(self, new: LayerState, seq: Sequences) -> LayerState:
-        """States by sequence to states by row, of each row's last sequence."""
-        return {name: seq.gather_states(x) for name, x in new.items()}
-
-    def heads(self, x: Tensor, seq: Sequences, state: LayerState, new: LayerState | None) -> Heads:
-        """The inputs of `mix`, by name: q `[B, T, H, K]`, k `[B, T, HK, K]`, v `[B, T, HV, V]`, gates; and
-        `gate`, the input of the output gate, and `local` `[B, T, HV, V]`, the convolution of v.
-
-        state: what earlier calls put into `new`. new: None if no state is wanted.
-        """
-        heads = self.projected(x, seq)
-        if self.rule.conv:
-            heads |= self.convolve(heads, seq, state, new)
-        if self.rule.value_conv:
-            # Of v behind its short convolution, where there is one.
-            past = [state["conv_local"]] if "conv_local" in state else None
-            (local,), past = convolve([self.dwc], [heads["v"]], seq, past, new is not None)
-            if new is not None and past is not None:
-                (new["conv_local"],) = past
-            heads["local"] = local.unflatten(-1, (-1, self.V))
-        for name in self.projections():
-            heads[name] = heads[name].unflatten(-1, (-1, self.V if name == "v" else self.K))
-        heads = {"k": heads["q"], **heads}  # k is q where one projection has both
-        if self.rule.write == "delta" and self.rule.value_silu and not self.rule.conv:
-            heads["v"] = F.silu(heads["v"])
-        if self.rule.rotate in ("rope", "lrpe"):
-            heads |= self.placed(heads["q"], heads["k"], seq)
-        return heads | self.gates(heads)
-
-    def placed(self, q: Tensor, k: Tensor, seq: Sequences) -> Heads:
-        """q and k with their positions; `lrpe` turns features."""
-        if self.rule.rotate == "rope":
-            angles = place_angles(q, seq, self.K, self.rule.theta)
-            return {"q": rotate(q, angles), "k": rotate(k, angles)}
-        positions, lrpe = seq.positions(q.shape[1], q.device), self.get_submodule("lrpe")
-        features = map_features(q, k, self.feature_map)
-        q, k = (lrpe(x, positions).to(q.dtype) for x in features)
-        return {"q": q, "k": k}
-
-    def gates(self, heads: Heads) -> Heads:
-        """The gates of the state, by name: g, the log-decay, `[B, T, HV]` or `[B, T, HV, F]`, and beta."""
-        return form_gates(self, heads)
-
-    def projections(self) -> dict[str, nn.Linear]:
-        """The projections to q, k and v, by name; convolutions may follow them."""
-        return {
-            n: getattr(self, f"{n}_proj")
-            for n in ("q", "k", "v")
-            if n != "k" or not self.rule.shared_qk
-        }
-
-    def linears(self) -> dict[str, nn.Linear]:
-        """The Linear layers that read x: `heads` has their outputs by these names."""
-        return self.projections() | ({"gate": self.g_proj} if self.rule.gated else {})
-
-    def compiled_products(self) -> list[dict[str, nn.Linear]]:
-        # One product for q, k and v, one for the narrow layers, one for each other layer. One product for all
-        # needs all gradients in one tensor. To write that took 0.56 ms of an H100 at 16,384 tokens.
-        first = self.projections()
-        others = {n: x for n, x in self.linears().items() if n not in first}
-        narrow = {n: x for n, x in others.items() if x.out_features < NARROW}
-        wide = [{n: x} for n, x in others.items() if n not in narrow]
-        return [product for product in (first, *wide, narrow) if product]
-
-    def second_linears(self) -> dict[str, nn.Linear]:
-        """Linear layers that read outputs of `linears`, and take their names in `project`."""
-        return {}
-
-    def project(self, x: Tensor) -> Heads:
-        heads = super().project(x)
-        for name, layer in self.second_linears().items():
-            heads[name] = apply_linear(layer, heads[name])
-        return heads
-
-    def projected(self, x: Tensor, seq: Sequences) -> Heads:
-        """`project` of x as `mix` sees it; the Linear layers see the batch's columns where layers do."""
         layout = seq.layout
-        if layout is None:
-            return self.project(x)
-        return {name: layout.pack(y) for name, y in self.project(layout.unpack(x)).items()}
+        tokens = x if layout is None else layout.pack(x)
+        inputs, convs = self.inputs(tokens, seq, held)
+        o, new = mix_ways(self, inputs, seq, held)
+        o = _add_local(self.rule, o, inputs)
+        if layout is not None:
+            # Norm, gate and o_proj see the batch's columns, as the projections did.
+            of_tokens = {
+                name: layout.unpack(y)
+                for name, y in inputs._asdict().items()
+                if y is not None and y.dim() > 1 and y.shape[:2] == tokens.shape[:2]
+            }
+            o, inputs = layout.unpack(o), inputs._replace(**of_tokens)
+        y = self.read_out(o, inputs, x)
 
-    def convolve(
-        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-    ) -> Heads:
-        """The short convolutions of q, k and v, by name; SiLU follows for v, see `value_silu`."""
-        names = list(self.projections())
-        convs, past = [getattr(self, f"{n}_conv1d") for n in names], None
-        if "conv_v" in state:
-            past = [state[f"conv_{n}"] for n in names]
-        outputs, past = convolve(
-            convs, [heads[n] for n in names], seq, past, new is not None, silu=self.rule.value_silu
-        )
-        if new is not None and past is not None:
-            new |= {f"conv_{n}": x for n, x in zip(names, past, strict=True)}
-        return dict(zip(names, outputs, strict=True))
+        if held is None:
+            return y, None
+        new = convs | new
+        return y, new if held is state else by_row(self, new, seq)
+
+    def inputs(
+        self, x: Tensor, seq: Sequences, state: LayerState | None
+    ) -> tuple[Inputs, LayerState]:
+        """x `[B, T, D]` to the inputs of `mix` and `read_out`, and the convolutions' states behind the last token.
+
+        state: as `mix` takes it.
+        """
+        rule, layout, carries = self.rule, seq.layout, state is not None
+        past, new = state or {}, {}
+        if layout is None:
+            outputs = projected(self, x)
+        else:
+            # The Linear layers see the batch's columns, where layers do.
+            of_columns = projected(self, layout.unpack(x))
+            outputs = {name: layout.pack(y) for name, y in of_columns.items()}
+
+        heads, local = [outputs[name] for name in rule.projected], None
+        if rule.conv:
+            convs = [getattr(self, f"{name}_conv1d") for name in rule.projected]
+            names = [f"conv_{name}" for name in rule.projected]
+            before = [past[name] for name in names] if "conv_v" in past else None
+            heads, after = convolve(convs, heads, seq, before, carries, silu=rule.value_silu)
+            if carries and after is not None:
+                new |= zip(names, after, strict=True)
+        if rule.value_conv:
+            # Of v behind its short convolution, where there is one.
+            before = [past["conv_local"]] if "conv_local" in past else None
+            (local,), after = convolve([self.dwc], heads[-1:], seq, before, carries)
+            if carries and after is not None:
+                (new["conv_local"],) = after
+            local = local.unflatten(-1, (-1, self.V))
+
+        # k is q where one projection has both: [B, T, H, K], [B, T, HK, K] and [B, T, HV, V].
+        *qk, v = heads
+        q, k = (y.unflatten(-1, (-1, self.K)) for y in (qk[0], qk[-1]))
+        v = v.unflatten(-1, (-1, self.V))
+        if rule.write == "delta" and rule.value_silu and not rule.conv:
+            v = F.silu(v)
+        if rule.rotate == "rope":
+            angles = place_angles(q, seq, self.K, rule.theta)
+            q, k = rotate(q, angles), rotate(k, angles)
+        elif rule.rotate == "lrpe":
+            # These positions turn features.
+            positions, lrpe = seq.positions(q.shape[1], q.device), self.get_submodule("lrpe")
+            features = map_features(q, k, self.feature_map)
+            q, k = (lrpe(y, positions).to(q.dtype) for y in features)
+        return self.gates(outputs, Inputs(q, k, v, gate=outputs.get("gate"), local=local)), new
+
+    def gates(self, projected: dict[str, Tensor], inputs: Inputs) -> Inputs:
+        """The inputs with the gates of the state: g, the log-decay, `[B, T, HV]` or `[B, T, HV, F]`, and beta."""
+        return form_gates(self, projected, inputs)
 
     def mix(
-        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-    ) -> Tensor:
-        """o `[B, T, HV, V]` from `heads`; linear in v, and the only step that sees other tokens."""
-        return recurrence_of(self.rule)(self, heads, seq, state, new)
+        self, inputs: Inputs, seq: Sequences, state: LayerState | None
+    ) -> tuple[Tensor, LayerState]:
+        """o `[B, T, HV, V]` and the new state; linear in v, and the only step that sees other tokens."""
+        return recurrence_of(self.rule)(self, inputs, seq, state)
 
-    def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
+    def read_out(self, o: Tensor, inputs: Inputs, x: Tensor) -> Tensor:
         """Norm, gate and output projection: o to y `[B, T, D]`."""
-        rule = self.rule
-        gate = (heads["gate"] if "gate" in heads else self.g_proj(x)) if rule.gated else None
+        rule, gate = self.rule, inputs.gate
         if rule.norm == "head":
             y = norm_gate(o, self.o_norm, gate, x.dtype, rule.gate)
             if rule.norm_read:
-                _, length = direction(at_least_fp32(heads["q"]), EPS)
+                _, length = direction(at_least_fp32(inputs.q), EPS)
                 # ½ + tanh(‖q‖/√K), [B, T, HV, 1]: a head's factor passes its gate.
-                s = self.per_value((0.5 + (length / self.K**0.5).tanh()).squeeze(-1))[..., None]
+                s = per_value(self, (0.5 + (length / self.K**0.5).tanh()).squeeze(-1))[..., None]
                 y = (y.view(o.shape) * s.to(y.dtype)).flatten(-2)
             return self.o_proj(y)
 
@@ -457,15 +424,19 @@ class Mixer(FusedLinears):
             return self.o_proj(o)
         return self.o_proj(o * gate if rule.gate == "plain" else swiglu(gate, o))
 
-    def per_value(self, x: Tensor) -> Tensor:
-        """`[B, T, H]` of the heads of k for each head of v, `[B, T, HV]`."""
-        group = self.num_v_heads // self.num_heads
-        return x.repeat_interleave(group, -1) if group > 1 else x
+    def linears(self) -> dict[str, nn.Linear]:
+        """The Linear layers that read x, by the names of their outputs: q, k, v, and what `gates` takes."""
+        layers = {name: getattr(self, f"{name}_proj") for name in self.rule.projected}
+        return layers | ({"gate": self.g_proj} if self.rule.gated else {})
 
     def gate_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of the state's gates. Here: matrices with one row a head, and a step of it."""
+        """The parameters of the state's gates: matrices with one row a head, and a step of it, and Linear layers
+        beside those of q, k, v and the output gate."""
         rows = self.rule.steps * max(self.num_heads, self.num_v_heads)
         yield from (p for p in self.parameters() if p.ndim == 2 and len(p) <= rows)
+        for name, layer in (*self.linears().items(), *up_projections(self).items()):
+            if name not in (*self.rule.projected, "gate"):
+                yield from layer.parameters()
 
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:
@@ -475,15 +446,15 @@ class Mixer(FusedLinears):
         exact, because `mix` is linear in v.
         """
         seq, n = Sequences(bidirectional=self.bidirectional), self.rule.streams
-        heads = self.heads(x, seq, {}, None)
-        B, T, HV = heads["v"].shape[:3]
+        inputs, _ = self.inputs(x, seq, None)
+        B, T, HV = inputs.v.shape[:3]
         # [1, T, 1, n·T]: token j's value is the unit vector j, so o_t is row t of the matrix.
-        unit = torch.eye(T, dtype=heads["v"].dtype, device=x.device).repeat(1, n)[None, :, None]
+        unit = torch.eye(T, dtype=inputs.v.dtype, device=x.device).repeat(1, n)[None, :, None]
         of_steps = []
         for i in range(self.rule.steps):
             v = unit.new_zeros(B, T, HV, n * T)  # HV: steps times heads
             v.unflatten(2, (self.rule.steps, -1))[:, :, i] = unit
-            o = self.mix_directions(heads | {"v": v}, seq, {}, None)
+            o, _ = mix_ways(self, inputs._replace(v=v), seq, None)
             # [B, T, HV, n·T] to [B, HV·n, T, T]
             of_steps.append(o.unflatten(-1, (n, T)).flatten(2, 3).transpose(1, 2))
         return torch.cat(of_steps, 1)
@@ -492,8 +463,8 @@ class Mixer(FusedLinears):
         """Name to shape and dtype of a sequence's state after T tokens; dtype None: the model's."""
         past = max((self.rule.conv or 0) - 1, 0)
         spec: StateSpec = {
-            f"conv_{name}": ((past, p.out_features), None)
-            for name, p in self.projections().items()
+            f"conv_{name}": ((past, getattr(self, f"{name}_proj").out_features), None)
+            for name in self.rule.projected
             if past
         }
         if self.rule.value_conv:

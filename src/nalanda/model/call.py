@@ -1,6 +1,7 @@
-"""The arguments of a recurrence: `Call` has its tensors, `Options` what is done with them.
+"""The tensors of a layer, and the arguments of a recurrence.
 
-Both go unchanged from a mixer's `mix` to the form that computes. They become flat arguments at two edges: the
+`Inputs` are those of a mixer's `mix` and `read_out`. `Call` has the tensors of a recurrence, `Options` what is done
+with them. The two go unchanged from `mix` to the form that computes. They become flat arguments at two edges: the
 operators of `chunk.py`, and the kernels, whose entry takes the arguments of `ops.delta_rule`.
 """
 
@@ -13,6 +14,21 @@ import torch
 from torch import Tensor
 
 FeatureMap = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Inputs(NamedTuple):
+    """The tensors of a layer between its projections and o_proj. H heads of q, HK of k, HV of v."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, HK, K]
+    v: Tensor  # [B, T, HV, V]
+    beta: Tensor | None = None  # [B, T, HV], the step of the delta rule
+    g: Tensor | None = None  # [B, T, HV] or [B, T, HV, F], the log-decay
+    erase: Tensor | None = None  # [B, T, HV, F], erased in place of β
+    dt: Tensor | None = None  # [B, T, HV], Mamba 2's step, which multiplies v
+    skip: Tensor | None = None  # [HV], the share of v in the output
+    gate: Tensor | None = None  # [B, T, …], the output gate before its activation
+    local: Tensor | None = None  # [B, T, HV, V], the convolution of v that is added to the output
 
 
 class Call(NamedTuple):

@@ -319,8 +319,8 @@ class _Incoming(torch.autograd.Function):
         return d_o, None, d_M, d_U
 
 
-def recurrence(call: Call, options: Options, seq: Sequences) -> tuple[Tensor, Tensor | None]:
-    """`ops.delta_rule`, or without β `ops.linear_attention`, over the sequences of `seq`, whose rows may be cut.
+def cut_recurrence(call: Call, options: Options, seq: Sequences) -> tuple[Tensor, Tensor]:
+    """`ops.run_recurrence` over the sequences of `seq`, whose rows are cut: o of this part, and its final state.
 
     The last part waits for its state and takes one pass. Every other part runs once from the state zero,
     the first one from the carried state, and
@@ -330,9 +330,6 @@ def recurrence(call: Call, options: Options, seq: Sequences) -> tuple[Tensor, Te
     the part. Its width is F where the state passes through to a next part, since it gives M too, else V.
     Linear attention multiplies exp(Σ g) q with the state, without a pass.
     """
-    if seq.parts is None:
-        return run_recurrence(call._replace(cu_seqlens=seq.cu_seqlens), options)
-
     with no_autocast(call.q):
         q, k = map_features(call.q, call.k, options.feature_map, options.qk_norm)
     options = options._replace(
@@ -347,7 +344,7 @@ def recurrence(call: Call, options: Options, seq: Sequences) -> tuple[Tensor, Te
 
 @torch.compiler.disable  # which tokens continue a document depends on values
 def _run_part(call: Call, options: Options, seq: Sequences) -> tuple[Tensor, Tensor]:
-    """`recurrence` on this part of the rows, with mapped q and k."""
+    """`cut_recurrence` on this part of the rows, with mapped q and k."""
     rank = seq.parts.context.rank
     if rank and rank == seq.parts.context.size - 1:  # nobody waits for its state
         return _run_last_part(call, options, seq)

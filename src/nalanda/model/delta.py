@@ -1,6 +1,5 @@
 """The delta rules: DeltaNet, Gated DeltaNet, KDA, Gated DeltaNet 2, DeltaProduct."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -159,16 +158,6 @@ class DeltaNet(Mixer):
     def linears(self) -> dict[str, nn.Linear]:
         named = {name: getattr(self, f"{name}_proj", None) for name in ("b", "a", "w")}
         return super().linears() | {name: x for name, x in named.items() if x is not None}
-
-    def second_linears(self) -> dict[str, nn.Linear]:
-        if self.rule.decay != "channel":
-            return {}
-        return {"a": self.a_up_proj} | ({"gate": self.g_up_proj} if self.rule.gated else {})
-
-    def gate_parameters(self) -> Iterator[nn.Parameter]:
-        yield from super().gate_parameters()
-        for name in ("b", "a", "a_up", "w"):
-            yield from getattr(self, f"{name}_proj", nn.Identity()).parameters()
 
 
 class GatedDeltaNet(DeltaNet):

@@ -1,6 +1,5 @@
 """Linear attention: mixers with a state S = Σ φ(k) vᵀ. They differ in its decay and its readout."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -8,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Heads, LayerState, Mixer
+from .base import Mixer
+from .call import Inputs
 from .delta import Decay
 from .layers import RMSNorm, at_least_fp32
 from .options import check_names, check_types
-from .recurrent import stream_width
+from .recurrent import LayerState, stream_width
 from .rule import Rule
 from .sequences import Sequences
 from .soft import PooledLandmarks
@@ -213,14 +213,13 @@ class SoftAttention(Mixer):
         return PooledLandmarks(self.rule.map == "softpp", **options)
 
     def mix(
-        self, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-    ) -> Tensor:
+        self, inputs: Inputs, seq: Sequences, state: LayerState | None
+    ) -> tuple[Tensor, LayerState]:
         if not seq.bidirectional:
-            return super().mix(heads, seq, state, new)
-        q, v = heads["q"], heads["v"]
+            return super().mix(inputs, seq, state)
         if seq.cu_seqlens is None:
-            return self.feature_map(q, v, seq.grid)
-        return self.mix_packed(q, v, seq)
+            return self.feature_map(inputs.q, inputs.v, seq.grid), {}
+        return self.mix_packed(inputs.q, inputs.v, seq), {}
 
     @torch.compiler.disable  # the lengths are values of cu_seqlens
     def mix_packed(self, q: Tensor, v: Tensor, seq: Sequences) -> Tensor:
@@ -287,13 +286,6 @@ class GLA(Mixer):
     def linears(self) -> dict[str, nn.Linear]:
         return super().linears() | {"a": self.gk_proj[0]}
 
-    def second_linears(self) -> dict[str, nn.Linear]:
-        return {"a": self.gk_proj[1]}
-
-    def gate_parameters(self) -> Iterator[nn.Parameter]:
-        yield from super().gate_parameters()
-        yield from self.gk_proj.parameters()
-
 
 class Discretization(Decay):
     """Mamba 2's step Δ = softplus(a + dt_bias) and log-decay −exp(A_log)·Δ per head; and D, of the skip."""
@@ -350,7 +342,3 @@ class Mamba2(Mixer):
 
     def linears(self) -> dict[str, nn.Linear]:
         return super().linears() | {"a": self.a_proj}
-
-    def gate_parameters(self) -> Iterator[nn.Parameter]:
-        yield from super().gate_parameters()
-        yield from self.a_proj.parameters()

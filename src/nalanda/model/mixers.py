@@ -50,6 +50,7 @@ def register_mixer(name: str, mixer: type[Mixer]) -> None:
 
 
 RENAMED = {
+    "heads": "inputs()",
     "state_gates": "gate_parameters()",
     "step_options": "rule",
     "step_rule": "rule",
@@ -85,6 +86,13 @@ def faults_of(mixer: type[Mixer]) -> Iterator[str]:
     for name, successor in RENAMED.items():
         if hasattr(mixer, name):  # it would be ignored, and another model trained
             yield f"has `{name}`, which is {successor} now"
+
+    for name in ("inputs", "gates", "mix", "read_out"):
+        wanted = inspect.signature(getattr(Mixer, name)).parameters
+        try:
+            inspect.signature(getattr(mixer, name)).bind(*wanted)
+        except TypeError:
+            yield f"needs {name}({', '.join(wanted)})"
 
     _, *parameters = inspect.signature(mixer.__init__).parameters.values()
     options = [p for p in parameters[2:] if p.kind is p.KEYWORD_ONLY and p.default is not p.empty]

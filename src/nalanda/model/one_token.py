@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .call import FeatureMap
+from .call import FeatureMap, Inputs
 from .feature_maps import EPS
 from .layers import LayerNorm, RMSNorm, altered, at_least_fp32, excess, rotary_frequencies
 from .ops import by_kernel, has_kernel, l2norm
 from .projections import FusedLinears, apply_linear, matrix_of
+from .recurrent import projected, up_projections
 from .sequences import Sequences
 
 
@@ -66,7 +67,7 @@ def is_described(layer: Any) -> bool:
 def token_of(layer: Any, dtype: torch.dtype, out: LayerState | None = None) -> Token:
     """The token of a layer that follows its rule. dtype: of the output; out: memory for the new state."""
     rule, halves = layer.rule, 2 if layer.rule.read == "pola" else 1
-    convs = layer.projections() if rule.conv else ()
+    convs = rule.projected if rule.conv else ()
     filters = {name: getattr(layer, f"{name}_conv1d").weight for name in convs}
     filters |= {"local": layer.dwc.weight} if rule.value_conv else {}
     decay = None
@@ -156,13 +157,14 @@ def decode_token(
 
     @functools.cache  # torch may follow a kernel that has read them and refused
     def inputs() -> dict[str, Tensor]:
-        # Rotations, and decays without `Decay`, are computed by `heads`.
-        whole = rule.decay in ("retention", "sigmoid")
-        heads = layer.heads(x, seq, {}, None) if whole else layer.project(x)
+        if rule.decay in ("retention", "sigmoid"):
+            # Rotations, and decays without `Decay`, are computed by `inputs`.
+            whole, _ = layer.inputs(x, seq, None)
+            heads = {name: y for name, y in whole._asdict().items() if y is not None}
+        else:
+            heads = projected(layer, x)
         if token.denominator:
             heads["positions"] = seq.positions(1, x.device)
-        if rule.gated and "gate" not in heads:
-            heads["gate"] = layer.g_proj(x)
         if rule.gated and not rule.by_head:
             # The gate follows the norm over all heads, which `read_out` computes.
             rest["gate"] = heads.pop("gate")
@@ -172,7 +174,11 @@ def decode_token(
     if served is None and torch.is_autocast_enabled(x.device.type):
         return None
     o, new = step(inputs, state, token) if served is None else served
-    y = apply_linear(layer.o_proj, o.flatten(-2)) if rule.by_head else layer.read_out(o, rest, x)
+    y = (
+        apply_linear(layer.o_proj, o.flatten(-2))
+        if rule.by_head
+        else layer.read_out(o, Inputs(o, o, o, **rest), x)
+    )
     return y, new
 
 
@@ -196,7 +202,7 @@ def fused_step(
 
     def inputs() -> dict[str, Tensor]:
         heads = FusedLinears.project(layer, x)
-        for name, second in layer.second_linears().items():
+        for name, second in up_projections(layer).items():
             weight = matrix_of(second, biased=True)
             # Each program reads its rows of the matrix: with many, a product of its own is faster.
             if weight is None or len(x) * weight.numel() > MOST_READ:

@@ -19,7 +19,7 @@ from .growing import Memory, claim_room
 from .layers import LayerNorm, RMSNorm
 from .one_token import kernel_token
 from .ops import by_kernel
-from .recurrent import retention_decays
+from .recurrent import retention_decays, up_projections
 from .sequences import Sequences
 from .transnormer import SimpleRMSNorm
 
@@ -129,7 +129,7 @@ class ProgramDecoder(StateBuffers):
         width = mixer.o_proj.in_features
         o = program.array("o", width, token["dtype"])
         inputs = program.linears(self.h, mixer.linears())
-        for name, layer in mixer.second_linears().items():
+        for name, layer in up_projections(mixer).items():
             inputs[name] = program.linear(inputs[name], layer, f"{name}_second")
         if rule.decay == "retention":
             g = inputs["g"] = program.array("retention", mixer.num_heads, torch.float32)

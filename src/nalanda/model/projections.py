@@ -138,6 +138,21 @@ class _Joined:
         return True
 
 
+def compiled_products(layers: dict[str, nn.Linear]) -> list[dict[str, nn.Linear]]:
+    """The layers by product where blocks are compiled. One kernel should write the gradients of a product.
+
+    One product for q, k and v, one for the narrow layers, one for each other layer; without q all are one. One
+    product for all needs all gradients in one tensor. To write that took 0.56 ms of an H100 at 16,384 tokens.
+    """
+    if "q" not in layers:
+        return [layers]
+    first = {name: layers[name] for name in ("q", "k", "v") if name in layers}
+    others = {name: layer for name, layer in layers.items() if name not in first}
+    narrow = {name: layer for name, layer in others.items() if layer.out_features < NARROW}
+    wide = [{name: layer} for name, layer in others.items() if name not in narrow]
+    return [product for product in (first, *wide, narrow) if product]
+
+
 class FusedLinears(nn.Module):
     """A module with Linear layers that read the same input."""
 
@@ -146,10 +161,6 @@ class FusedLinears(nn.Module):
     def linears(self) -> dict[str, nn.Linear]:
         """The layers, by the names of their outputs in `project`."""
         raise NotImplementedError
-
-    def compiled_products(self) -> list[dict[str, nn.Linear]]:
-        """The layers by product where blocks are compiled. One kernel should write the gradients of a product."""
-        return [self.linears()]
 
     def project(self, x: Tensor) -> dict[str, Tensor]:
         """x `[…, D]` to the layers' outputs `[…, out_features]`, by name.
@@ -173,7 +184,7 @@ class FusedLinears(nn.Module):
             outputs = _Product.apply(x, linear_dtype(x), *weights)
             return dict(zip(layers, outputs, strict=True))
         named: dict[str, Tensor] = {}
-        for product in self.compiled_products():
+        for product in compiled_products(layers):
             weights = [layer.weight for layer in product.values()]
             joined = F.pad(torch.cat(weights), (0, 0, 0, -sum(map(len, weights)) % ALIGNED))
             named |= zip(product, columns(F.linear(x, joined), weights), strict=True)

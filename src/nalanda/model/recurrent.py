@@ -5,29 +5,30 @@ For every head, with a state S of [F, V], all of them are
     S_t = (I − k_t (e_t ⊙ k_t)⊤) Diag(e^{g_t}) S_{t−1} + k_t (w_t ⊙ v_t)⊤        o_t = scale · S_t⊤ q_t
 
 with e = w = β for the delta rule, e = 0 and w = 1 for linear attention (`minimal.py`). Each function takes a layer,
-its `heads`, the state before the first token, and `new`, which it fills unless that is None; see `base.Mixer.mix`.
+its `Inputs` and the state before the first token, and returns o and the state behind the last; see `base.Mixer.mix`.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from .call import Call, Options, wide_dtype
-from .context import recurrence
+from .call import Call, Inputs, Options, wide_dtype
+from .context import cut_recurrence
 from .feature_maps import EPS, opposite
 from .layers import at_least_fp32, excess, no_autocast, place_angles, rotate
-from .ops import by_kernel, delta_rule_flops, linear_attention_flops, map_features
+from .ops import by_kernel, delta_rule_flops, linear_attention_flops, map_features, run_recurrence
+from .projections import apply_linear
 from .rule import Rule
 from .sequences import Sequences
 
-Heads = dict[str, Tensor]
 LayerState = dict[str, Tensor]
 
 
-def recurrence_of(rule: Rule) -> Callable[..., Tensor]:
-    """The function of this file that gives o `[B, T, HV, V]` from the heads of a layer with this rule."""
+def recurrence_of(rule: Rule) -> Callable[..., tuple[Tensor, LayerState]]:
+    """The function of this file that computes o `[B, T, HV, V]` for a layer with this rule."""
     if rule.write == "delta":
         return mix_delta if rule.steps == 1 else mix_steps
     if rule.read != "plain":
@@ -35,18 +36,36 @@ def recurrence_of(rule: Rule) -> Callable[..., Tensor]:
     return mix_discretized if rule.decay == "dt" else mix_sum
 
 
+def recurrence(
+    call: Call, options: Options, seq: Sequences, state: LayerState | None, name: str = "recurrent"
+) -> tuple[Tensor, LayerState]:
+    """The delta rule, or without β linear attention, over the sequences of `seq`.
+
+    It goes on from the state `name`. Returns o, and that state behind the last token unless `state` is None.
+    """
+    carries = state is not None
+    call = call._replace(initial_state=state.get(name) if carries else None)
+    options = options._replace(output_final_state=carries)
+    if seq.parts is None:
+        o, final = run_recurrence(call._replace(cu_seqlens=seq.cu_seqlens), options)
+    else:
+        o, final = cut_recurrence(call, options, seq)
+    return o, {name: final} if carries and final is not None else {}
+
+
 # ------------------------------------------------------------------------------------- the delta rule
 
 
 def mix_delta(
-    layer: Any, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-) -> Tensor:
+    layer: Any, inputs: Inputs, seq: Sequences, state: LayerState | None
+) -> tuple[Tensor, LayerState]:
     """Decays, erases what S holds under the key, and writes."""
     rule, features = layer.rule, layer.feature_map
-    q, k, beta, erase = heads["q"], heads["k"], heads["beta"], heads.get("erase")
+    q, k, beta, erase = inputs.q, inputs.k, inputs.beta, inputs.erase
+    assert beta is not None
     norm = "l2" if rule.qk_norm == "l2" else None
     if rule.norm_write:  # β' = 1 − exp(−β‖k‖²/K)
-        beta = -torch.expm1(-beta * layer.per_value(at_least_fp32(k).square().mean(-1)))
+        beta = -torch.expm1(-beta * per_value(layer, at_least_fp32(k).square().mean(-1)))
         if rule.qk_norm != "l2":
             # The map runs here, because β needs the lengths of its features.
             (q, k, beta), features = _unnormed(layer, q, k, beta), None
@@ -55,22 +74,16 @@ def mix_delta(
         with no_autocast(q):
             q, k = map_features(q, k, features, norm)
         features, norm = None, None  # q and k are features now
-        length = layer.per_value(excess(k))
+        length = per_value(layer, excess(k))
         beta, erase = (beta / length, None) if erase is None else (beta, erase / length[..., None])
 
-    past = state.get("recurrent")
-    call = Call(q, k, heads["v"], beta, heads.get("g"), erase, initial_state=past)
     options = Options(
         feature_map=features,
         qk_norm=norm,
-        output_final_state=new is not None,
         allow_neg_eigval=rule.beta_scale > 1,
         mode="recurrent" if q.shape[1] <= rule.steps else "chunk",  # one token
     )
-    o, final = recurrence(call, options, seq)
-    if new is not None and final is not None:
-        new["recurrent"] = final
-    return o
+    return recurrence(Call(q, k, inputs.v, beta, inputs.g, erase), options, seq, state)
 
 
 def _unnormed(layer: Any, q: Tensor, k: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,28 +95,38 @@ def _unnormed(layer: Any, q: Tensor, k: Tensor, beta: Tensor) -> tuple[Tensor, T
         width = k.shape[-1]
         # ‖k‖² = F, so the step β'/‖k‖² is β'/F.
         return width**0.5 * q, width**0.5 * k, beta / width
-    return q, k, beta / (layer.per_value(at_least_fp32(k).square().sum(-1)) + EPS)
+    return q, k, beta / (per_value(layer, at_least_fp32(k).square().sum(-1)) + EPS)
 
 
 def mix_steps(
-    layer: Any, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-) -> Tensor:
+    layer: Any, inputs: Inputs, seq: Sequences, state: LayerState | None
+) -> tuple[Tensor, LayerState]:
     """Several steps of the delta rule a token, as one row of n·T steps."""
-    n = layer.rule.steps
+    n, beta, g = layer.rule.steps, inputs.beta, inputs.g
+    assert beta is not None
 
     def by_step(x: Tensor) -> Tensor:
         """`[B, T, n·H, …]` to `[B, T·n, H, …]`."""
         return x.unflatten(2, (n, -1)).flatten(1, 2)
 
-    # The decay comes before a token's first step, and q reads after its last.
-    steps = {name: by_step(heads[name]) for name in ("k", "v", "beta")}
-    steps["q"] = heads["q"].repeat_interleave(n, 1)
-    if "g" in heads:
-        # g [B, T, HV] to [B, T·n, HV], with 0 at every later step.
-        g = heads["g"][:, :, None]
-        steps["g"] = torch.nn.functional.pad(g, (0, 0, 0, n - 1)).flatten(1, 2)
-    o = mix_delta(layer, steps, seq.repeated(n), state, new)
-    return o[:, n - 1 :: n]  # of each token's last step
+    if g is not None:
+        # The decay comes before a token's first step: [B, T, HV] to [B, T·n, HV], with 0 at every later one.
+        g = F.pad(g[:, :, None], (0, 0, 0, n - 1)).flatten(1, 2)
+    steps = Inputs(
+        q=inputs.q.repeat_interleave(n, 1),
+        k=by_step(inputs.k),
+        v=by_step(inputs.v),
+        beta=by_step(beta),
+        g=g,
+    )
+    o, new = mix_delta(layer, steps, seq.repeated(n), state)
+    return o[:, n - 1 :: n], new  # q reads after each token's last step
+
+
+def per_value(layer: Any, x: Tensor) -> Tensor:
+    """`[B, T, H]` of the heads of k for each head of v, `[B, T, HV]`."""
+    group = layer.num_v_heads // layer.num_heads
+    return x.repeat_interleave(group, -1) if group > 1 else x
 
 
 # ----------------------------------------------------------------------------------- linear attention
@@ -111,16 +134,15 @@ def mix_steps(
 
 def mix_sum(
     layer: Any,
-    heads: Heads,
+    inputs: Inputs,
     seq: Sequences,
-    state: LayerState,
-    new: LayerState | None,
+    state: LayerState | None,
     *,
     mapped: bool = False,
     name: str = "recurrent",
-) -> Tensor:
+) -> tuple[Tensor, LayerState]:
     """Adds to the state `name`, which may decay. mapped: whether q and k are features already."""
-    rule, q, k, v = layer.rule, heads["q"], heads["k"], heads["v"]
+    rule, q, k, v = layer.rule, inputs.q, inputs.k, inputs.v
     if v.dtype == torch.float16:  # sums of 1000 terms may exceed its range before the norm
         v = v.float()
     mapped = mapped or rule.rotate == "lrpe"
@@ -129,65 +151,64 @@ def mix_sum(
     if seq.bidirectional:
         with no_autocast(v):
             q, k = map_features(q, k, feature_map)
-            return sum_both(q, k, v, seq, rule.scale)
+            return sum_both(q, k, v, seq, rule.scale), {}
 
     options = Options(
-        feature_map=feature_map,
-        scale=rule.scale,
-        output_final_state=new is not None,
-        mode="recurrent" if q.shape[1] == 1 else "chunk",
+        feature_map=feature_map, scale=rule.scale, mode="recurrent" if q.shape[1] == 1 else "chunk"
     )
-    call = Call(q, k, v, g=heads.get("g"), initial_state=state.get(name))
-    o, final = recurrence(call, options, seq)
-    if new is not None and final is not None:
-        new[name] = final
-    return o
+    return recurrence(Call(q, k, v, g=inputs.g), options, seq, state, name)
 
 
 def mix_discretized(
-    layer: Any, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-) -> Tensor:
+    layer: Any, inputs: Inputs, seq: Sequences, state: LayerState | None
+) -> tuple[Tensor, LayerState]:
     """Adds Δ k v⊤, and D v to the output. The op has no step, so Δ multiplies v."""
-    v = at_least_fp32(heads["v"])
-    o = mix_sum(layer, heads | {"v": heads["dt"][..., None] * v}, seq, state, new)
-    return o + heads["skip"][:, None] * v
+    assert inputs.dt is not None
+    assert inputs.skip is not None
+    v = at_least_fp32(inputs.v)
+    o, new = mix_sum(layer, inputs._replace(v=inputs.dt[..., None] * v), seq, state)
+    return o + inputs.skip[:, None] * v, new
 
 
 def mix_normalized(
-    layer: Any, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-) -> Tensor:
+    layer: Any, inputs: Inputs, seq: Sequences, state: LayerState | None
+) -> tuple[Tensor, LayerState]:
     """Divides by the sum of a token's weights, φ(q_t)⊤ Σ_{j≤t} φ(k_j) + ε t."""
     rule, mirrored = layer.rule, layer.rule.read == "pola"
-    read = heads
+    read = inputs
     if mirrored:
         # Each half of v is a head, [B, T, 2H, V/2], read by queries of its own.
-        halves = heads["v"].unflatten(-1, (2, -1)).flatten(2, 3)
-        read = {"q": heads["q"], "k": heads["k"], "v": halves}
+        halves = inputs.v.unflatten(-1, (2, -1)).flatten(2, 3)
+        read = Inputs(inputs.q, inputs.k, halves)
 
-    o = _by_one_kernel(layer, read, seq, state, new)
-    if o is None and mirrored:
-        q, k = map_features(heads["q"], heads["k"], layer.feature_map)
-        read["q"] = torch.stack([q, opposite(q)], 3).flatten(2, 3)  # [B, T, 2H, 2K]
-        read["k"] = k.repeat_interleave(2, 2)  # both halves have the same keys
-    if o is None:
-        r, z = _sums(layer, read, seq, state, new, mapped=mirrored)
-        t = counts(heads, seq)
-        o = r / (z + EPS * t)
-        if rule.read == "mala":
-            # r/z + c (r − z v̄), with v̄ = Σv/t over the tokens seen.
-            total = _value_sum(layer, heads, seq, state, new)
-            c = 1.0 if rule.magnitude == "literal" else 1 / t
-            if rule.magnitude == "code":
-                c = c * layer.K**-0.5
-            o = o + c * (r - z * total / t)
-    return o.unflatten(2, (-1, 2)).flatten(-2) if mirrored else o  # [B, T, H, V]
+    served = _by_one_kernel(layer, read, seq, state)
+    if served is not None:
+        o, new = served
+        return o.unflatten(2, (-1, 2)).flatten(-2) if mirrored else o, new
+
+    if mirrored:
+        q, k = map_features(inputs.q, inputs.k, layer.feature_map)
+        q = torch.stack([q, opposite(q)], 3).flatten(2, 3)  # [B, T, 2H, 2K]
+        # Both halves have the same keys.
+        read = read._replace(q=q, k=k.repeat_interleave(2, 2))
+    r, z, new = _sums(layer, read, seq, state, mapped=mirrored)
+    t = counts(inputs.v, seq)
+    o = r / (z + EPS * t)
+    if rule.read == "mala":
+        # r/z + c (r − z v̄), with v̄ = Σv/t over the tokens seen.
+        total, total_state = _value_sum(layer, inputs, seq, state)
+        c = 1.0 if rule.magnitude == "literal" else 1 / t
+        if rule.magnitude == "code":
+            c = c * layer.K**-0.5
+        o, new = o + c * (r - z * total / t), new | total_state
+    return o.unflatten(2, (-1, 2)).flatten(-2) if mirrored else o, new  # [B, T, H, V]
 
 
 def _by_one_kernel(
-    layer: Any, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-) -> Tensor | None:
+    layer: Any, inputs: Inputs, seq: Sequences, state: LayerState | None
+) -> tuple[Tensor, LayerState] | None:
     """`mix_normalized` by a kernel that forms sums and denominators; None if none serves the call."""
-    rule, q, v = layer.rule, heads["q"], heads["v"]
+    rule, q, v, past = layer.rule, inputs.q, inputs.v, state or {}
     # Cut rows and both directions need the sums apart; one token needs no kernel of chunks.
     if q.shape[1] == 1 or seq.parts is not None or seq.bidirectional:
         return None
@@ -198,54 +219,47 @@ def _by_one_kernel(
     elif rule.read == "pola":
         options["mirrored"] = True
     served = by_kernel(
-        *("normalized_attention", "auto", q, q, heads["k"], v, heads.get("g")),
+        *("normalized_attention", "auto", q, q, inputs.k, v, inputs.g),
         feature_map=layer.feature_map,
         positions=seq.positions(v.shape[1], v.device),
-        initial_state=state.get("recurrent"),
-        initial_sum=state.get("value_sum"),
-        output_final_state=new is not None,
+        initial_state=past.get("recurrent"),
+        initial_sum=past.get("value_sum"),
+        output_final_state=state is not None,
         cu_seqlens=seq.cu_seqlens,
         **options,
     )
     if served is None:
         return None
     o, final, total = served
-    if new is not None:
-        new["recurrent"] = final
-    if new is not None and total is not None:  # Σv of MALA
-        new["value_sum"] = total
-    return o
+    if state is None:
+        return o, {}
+    # The second state is Σv of MALA.
+    return o, {"recurrent": final} | ({} if total is None else {"value_sum": total})
 
 
 def _sums(
-    layer: Any,
-    heads: Heads,
-    seq: Sequences,
-    state: LayerState,
-    new: LayerState | None,
-    *,
-    mapped: bool = False,
-) -> tuple[Tensor, Tensor]:
+    layer: Any, inputs: Inputs, seq: Sequences, state: LayerState | None, *, mapped: bool = False
+) -> tuple[Tensor, Tensor, LayerState]:
     """φ(q)⊤ S `[B, T, HV, V]` and φ(q)⊤ z `[B, T, HV, 1]`, in fp32, by one op: z is S with v = 1."""
-    rule, v = layer.rule, at_least_fp32(heads["v"])
+    rule, v = layer.rule, at_least_fp32(inputs.v)
     one = v.new_ones(*v.shape[:3], 1)
     if rule.rotate != "features":
-        wide = heads | {"v": torch.cat([v, one], -1)}
-        o = mix_sum(layer, wide, seq, state, new, mapped=mapped)
-        return o[..., :-1], o[..., -1:]
+        wide = inputs._replace(v=torch.cat([v, one], -1))
+        o, new = mix_sum(layer, wide, seq, state, mapped=mapped)
+        return o[..., :-1], o[..., -1:], new
 
     # The denominator is of the features before they rotate.
-    q, k = map_features(heads["q"], heads["k"], layer.feature_map)  # [B, T, H, F]
-    z = mix_sum(layer, {"q": q, "k": k, "v": one}, seq, state, new, mapped=True)
+    q, k = map_features(inputs.q, inputs.k, layer.feature_map)  # [B, T, H, F]
+    z, _ = mix_sum(layer, Inputs(q, k, one), seq, state, mapped=True)
     width = stream_width(layer)
     angles = place_angles(q, seq, width, rule.theta)
     q, k = (_rotate_streams(x, angles, width) for x in (q, k))
-    return mix_sum(layer, {"q": q, "k": k, "v": v}, seq, state, new, mapped=True), z
+    r, new = mix_sum(layer, Inputs(q, k, v), seq, state, mapped=True)
+    return r, z, new
 
 
-def counts(heads: Heads, seq: Sequences) -> Tensor:
-    """How many tokens each token sees, `[B or 1, T, 1, 1]`, in fp32 at least."""
-    v = heads["v"]
+def counts(v: Tensor, seq: Sequences) -> Tensor:
+    """How many tokens each token of v `[B, T, …]` sees, `[B or 1, T, 1, 1]`, in fp32 at least."""
     return seq.counts(v.shape[1], v.device).to(wide_dtype(v))[..., None, None]
 
 
@@ -262,13 +276,12 @@ def _rotate_streams(x: Tensor, angles: Tensor, width: int) -> Tensor:
 
 
 def _value_sum(
-    layer: Any, heads: Heads, seq: Sequences, state: LayerState, new: LayerState | None
-) -> Tensor:
+    layer: Any, inputs: Inputs, seq: Sequences, state: LayerState | None
+) -> tuple[Tensor, LayerState]:
     """Σv over the tokens that each token sees, `[B, T, HV, V]`: equal weights, beside the state of r and z."""
-    v = at_least_fp32(heads["v"])
+    v = at_least_fp32(inputs.v)
     one = v.new_ones(*v.shape[:3], 1)
-    constant = {"q": one, "k": one, "v": v}
-    return mix_sum(layer, constant, seq, state, new, mapped=True, name="value_sum")
+    return mix_sum(layer, Inputs(one, one, v), seq, state, mapped=True, name="value_sum")
 
 
 def sum_both(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float | None) -> Tensor:
@@ -308,32 +321,51 @@ def _sum_packed(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float) -
 # ----------------------------------------------------------------------------- gates, states and FLOPs
 
 
-def form_gates(layer: Any, heads: Heads) -> Heads:
-    """β and the log-decay g, and what else the rule forms from its projections."""
-    rule, found = layer.rule, {}
-    if rule.decay in ("head", "channel"):
-        found["g"] = layer.decay(heads["a"])
-    elif rule.decay == "dt":
-        found["dt"], found["g"], found["skip"] = layer.discretization(heads["a"])
-    elif rule.decay == "sigmoid":
-        a = at_least_fp32(heads["a"]).unflatten(-1, (-1, layer.K))
-        # The root of the decay divides its logarithm.
-        found["g"] = torch.nn.functional.logsigmoid(a) / rule.temperature
-    elif rule.decay == "retention":
-        q = heads["q"]
-        found["g"] = retention_decays(layer.num_heads, q).expand(*q.shape[:2], -1)
-    if rule.write != "delta":
-        return found
+def up_projections(layer: Any) -> dict[str, nn.Linear]:
+    """The second of two Linear layers, by the name of their output: gates by channel have a low rank."""
+    rule = layer.rule
+    if rule.decay == "sigmoid":
+        return {"a": layer.gk_proj[1]}
+    if rule.decay != "channel":
+        return {}
+    return {"a": layer.a_up_proj} | ({"gate": layer.g_up_proj} if rule.gated else {})
 
-    beta = found["beta"] = rule.beta_scale * at_least_fp32(heads["b"]).sigmoid()
-    if rule.erase:
-        v = heads["v"]
-        erase = found["erase"] = beta.unflatten(-1, (layer.num_v_heads, -1))
-        # The write gate multiplies v here: one tensor fewer to split across processes.
-        found["v"] = v * at_least_fp32(heads["w"]).sigmoid().view(v.shape).to(v.dtype)
-        # β is 1: the two gates stand in its place.
-        found["beta"] = erase.new_ones(erase.shape[:3])
-    return found
+
+def projected(layer: Any, x: Tensor) -> dict[str, Tensor]:
+    """x `[…, D]` to the outputs of the layer's `linears` and `up_projections`, by name."""
+    outputs = layer.project(x)
+    for name, up in up_projections(layer).items():
+        outputs[name] = apply_linear(up, outputs[name])
+    return outputs
+
+
+def form_gates(layer: Any, projected: dict[str, Tensor], inputs: Inputs) -> Inputs:
+    """The inputs with β, the log-decay g, and what else the rule forms from its projections."""
+    rule = layer.rule
+    if rule.decay in ("head", "channel"):
+        inputs = inputs._replace(g=layer.decay(projected["a"]))
+    elif rule.decay == "dt":
+        dt, g, skip = layer.discretization(projected["a"])
+        inputs = inputs._replace(dt=dt, g=g, skip=skip)
+    elif rule.decay == "sigmoid":
+        a = at_least_fp32(projected["a"]).unflatten(-1, (-1, layer.K))
+        # The root of the decay divides its logarithm.
+        inputs = inputs._replace(g=F.logsigmoid(a) / rule.temperature)
+    elif rule.decay == "retention":
+        decays = retention_decays(layer.num_heads, inputs.q)
+        inputs = inputs._replace(g=decays.expand(*inputs.q.shape[:2], -1))
+    if rule.write != "delta":
+        return inputs
+
+    beta = rule.beta_scale * at_least_fp32(projected["b"]).sigmoid()
+    if not rule.erase:
+        return inputs._replace(beta=beta)
+
+    erase, v = beta.unflatten(-1, (layer.num_v_heads, -1)), inputs.v
+    # The write gate multiplies v here: one tensor fewer to split across processes.
+    v = v * at_least_fp32(projected["w"]).sigmoid().view(v.shape).to(v.dtype)
+    # β is 1: the two gates stand in its place.
+    return inputs._replace(v=v, erase=erase, beta=erase.new_ones(erase.shape[:3]))
 
 
 def retention_decays(num_heads: int, like: Tensor) -> Tensor:

@@ -70,6 +70,11 @@ class Rule:
     results are added, if the config has `directions` 2."""
 
     @property
+    def projected(self) -> tuple[str, ...]:
+        """Which of q, k and v have a projection of x, and a short convolution."""
+        return ("q", "v") if self.shared_qk else ("q", "k", "v")
+
+    @property
     def by_head(self) -> bool:
         """Whether a head's output needs no other head until o_proj."""
         return self.norm in ("head", None)

@@ -196,11 +196,11 @@ class AttentionLayer(nn.Module):
         """x `[tokens, D]` to y `[tokens, D]`. positions: int `[tokens]`, of each in its text."""
         (mixer,) = self.mixer
         # Norms and rotations of q and k are the mixer's: [1, tokens, heads, K].
-        heads = mixer.heads(x[None], Positions(positions), {}, None)
-        q, k, v = (heads[name][0].flatten(1) for name in ("q", "k", "v"))
+        inputs, _ = mixer.inputs(x[None], Positions(positions), None)
+        q, k, v = (y[0].flatten(1) for y in (inputs.q, inputs.k, inputs.v))
         # vLLM finds the step's metadata and this layer's pages by the name.
         o = self.attention(q, k, v).view(1, len(x), mixer.num_heads, mixer.V)
-        return mixer.read_out(o, heads, x[None])[0]
+        return mixer.read_out(o, inputs, x[None])[0]
 
 
 class Positions(Sequences):
