@@ -246,6 +246,7 @@ TABLE = [
     ),
     ("export runs/demo", "Missing argument 'out'; write nalanda export RUN OUT"),
     ("runs a b", r"Got unexpected extra argument\(s\) \(b\); nalanda report RUN RUN compares .*"),
+    ("verify a b c", r"Got unexpected extra argument\(s\) \(b c\); nalanda verify --help .*"),
     ("runs --josn", r"No such option: --josn \(Possible options: --json\)"),
     ("info --processes 8", r"Invalid value for --processes: needs a recipe"),
     ("export run out --private", r"Invalid value for --private: needs --push"),

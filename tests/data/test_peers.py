@@ -270,6 +270,22 @@ def test_a_process_that_waits_is_woken_by_its_own_close():
     assert "has ended" in together(2, read)[1]
 
 
+@pytest.mark.parametrize("read", [1, 3])
+def test_processes_that_read_other_documents_end(read):
+    """A file that changed, or differs between machines, would shift every row behind it."""
+
+    def take(rank: int, gather: Callable) -> str:
+        peers = meet(gather)
+        if rank == 0:
+            peers.give(lambda: [np.zeros(2, np.int64)] * read)
+            return ""
+        with pytest.raises(InputError) as caught:
+            peers.take(0, 2)
+        return str(caught.value)
+
+    assert f"process 0 read {read} documents where this one read 2" in together(2, take)[1]
+
+
 PROGRAM = """
     import json, sys, types
     package = types.ModuleType("nalanda"); package.__path__ = [{source!r}]

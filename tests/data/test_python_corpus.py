@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nalanda.common.errors import InputError
+from nalanda.config.schema import DataConfig
 from nalanda.data import corpus
 from nalanda.data.python_docs import (
     PASSAGE,
@@ -122,3 +123,14 @@ def test_a_python_without_its_language_reference(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(InputError, match=r"no pydoc_data\.topics"):
         python_documents()
+
+
+def test_documents_in_memory_need_no_buffer():
+    """Each is a shard, so a permutation of the shards shuffles them all."""
+    documents = corpus.open_corpus(DataConfig(source="python"), "validation")
+    orders = [
+        [*corpus.DocumentStream(documents, seed=1, buffer_size=size, epochs=1).texts()]
+        for size in (1, 1000)
+    ]
+    assert orders[0] == orders[1]
+    assert len({*orders[0]}) == len(documents.shards) > 1

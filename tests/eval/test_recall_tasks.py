@@ -5,6 +5,7 @@ import functools
 import gzip
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,6 +153,32 @@ def test_answers_are_decoded_in_cpp(checkpoint, monkeypatch):
         [Instance("generate_until", {}, (context, options), 0) for context in contexts]
     )
     assert runs == [3] * 12 + [1] * 12
+
+
+def test_processes_answer_every_other_prompt(checkpoint, monkeypatch):
+    from lm_eval.api.instance import Instance
+    from nalanda_eval import adapter
+    from nalanda_eval.adapter import ENDLESS, HarnessModel
+
+    scorer = HarnessModel(*load_model(checkpoint), batch_size=2, max_length=ENDLESS)
+    options = {"until": [], "max_gen_toks": 5}
+    contexts = ["the mill " * n + "grinds" for n in (1, 2, 5, 9)]
+    asked = [Instance("generate_until", {}, (context, options), 0) for context in contexts]
+    expected = scorer.generate_until(asked)
+    assert len({*expected}) > 1
+
+    said: list[list] = []  # what process 1 hands to the others
+    for rank in (1, 0):
+
+        def gather(own: list, rank=rank) -> list:
+            if rank:
+                said.append(own)
+            return own + (own if rank else said.pop(0))
+
+        monkeypatch.setattr(adapter, "gather_object", gather)
+        scorer.processes = SimpleNamespace(process_index=rank, num_processes=2)
+        answers = scorer.generate_until(asked)
+    assert answers == expected
 
 
 def test_recall_stands_below_the_published_rows(checkpoint, data):

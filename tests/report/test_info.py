@@ -21,7 +21,7 @@ from nalanda.model.sequences import Sequences
 from nalanda.report import info as estimates
 from nalanda.report import recipes, tables
 from nalanda.report.info import info, print_info
-from nalanda.report.keys import key_rows
+from nalanda.report.keys import key_rows, print_keys
 from nalanda.train.estimate import (
     activation_bytes,
     estimate_memory,
@@ -298,6 +298,13 @@ def test_every_key_of_a_recipe_is_explained():
     assert [row["key"] for row in key_rows(r"^data\.seq")] == ["data.seq_len"]
     with pytest.raises(InputError, match="regular expression"):
         key_rows("(")
+
+
+def test_a_key_is_printed_with_its_default_or_as_required(capsys):
+    print_keys("(seq_len|match)$")
+    printed = capsys.readouterr().out
+    assert f"data.seq_len: int = {DataConfig().seq_len}\n" in printed
+    assert "optim.groups[].match: str required\n" in printed
 
 
 @pytest.mark.usefixtures("figures_once")

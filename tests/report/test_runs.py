@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -190,6 +192,22 @@ def test_a_narrow_table_has_fewer_columns_and_no_shortened_text(width):
     fitting = (words, ("first", "second", "third", "last"), ("first", "third", "last"))
     shown = next(names for names in fitting if len(" ".join(names)) <= width)
     assert [line.split() for line in lines] == [[*shown]] * 2
+
+
+def test_the_time_of_a_change_is_told_in_short(tmp_path, monkeypatch):
+    now = datetime(2026, 3, 28, 14, 5)
+    clock = mock.Mock(fromtimestamp=datetime.fromtimestamp, now=lambda: now)
+    monkeypatch.setattr(runs, "datetime", clock)
+    run = runs.read_run(make(tmp_path / "run", lines=losses(3), facts={"state": "finished"}))
+    times = {
+        "00:01": now.replace(hour=0, minute=1),
+        "03-27 23:59": now.replace(day=27, hour=23, minute=59),
+        "2025-12-31": now.replace(2025, 12, 31),
+    }
+    console = Console(width=120, file=io.StringIO())
+    runs.print_runs([replace(run, changed=then.timestamp()) for then in times.values()], console)
+    _, *lines = console.file.getvalue().splitlines()
+    assert all(map(str.endswith, lines, times)), lines
 
 
 def test_events_and_their_losses_are_no_losses(tmp_path):

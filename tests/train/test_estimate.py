@@ -96,6 +96,14 @@ def test_the_estimate_is_what_a_model_keeps(options, checkpointing):
     assert said(config, 2, 384, torch.bfloat16, checkpointing) == pytest.approx(found, rel=0.1)
 
 
+def test_a_row_of_the_head_is_a_row_of_its_gradient():
+    """The loss keeps the gradient of the head in fp32."""
+    small, large = configured(), configured()
+    large.vocab_size += 1000
+    sizes = [said(config, 2, 128, torch.float32, False) for config in (small, large)]
+    assert sizes[1] - sizes[0] == 4 * 1000 * small.hidden_size
+
+
 def test_the_quick_rows_are_there():
     assert {row.id for row in rows()} >= set(SOME)
     assert "window" in VARIANTS

@@ -295,9 +295,9 @@ def test_muon_on_shards_is_muon_in_one_process(tmp_path):
         fully_shard(sharded)
         config = OptimConfig(name="muon", lr=0.01)
         optimizers = [build_optimizer(model, config) for model in (whole, sharded)]
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["blocks"] = 2
         for step in range(3):
+            for optimizer in optimizers:  # whole at first, then by heads
+                optimizer.param_groups[0] |= {"blocks": 2} if step else {}
             torch.manual_seed(step)
             x = torch.randn(8, 13)
             for model, optimizer in zip((whole, sharded), optimizers):

@@ -285,7 +285,8 @@ def test_launch_on_a_cpu_flushes_denormals_and_names_the_faster_way(monkeypatch,
         launch.advise_on_threads(config, processes=1)
         assert (torch.tensor(1e-30) * torch.tensor(1e-9)).item() == 0
         command = (
-            "--nproc_per_node 2 -m nalanda_cli train demo 'output_dir=a b' train.cpu_threads=1"
+            "--nproc_per_node 2 -m nalanda_cli train demo 'output_dir=a b' train.cpu_threads=1 "
+            "train.micro_batch_size=2\n"
         )
         assert command in capsys.readouterr().out
     finally:
