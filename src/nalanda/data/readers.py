@@ -513,10 +513,10 @@ def read_parquet(path: Path, fields: Fields, start: int) -> Documents:
             parquet.ParquetFile(handle, **options) as file,
         ):
             kind = pyarrow.struct(list(file.schema_arrow))
-            if not _has_field(kind, fields.text):
+            if not _find_field(kind, fields.text):
                 yield from _without_text(path, kind, fields, file.metadata.num_rows, start)
                 return
-            columns = [name for name in (fields.text, fields.source) if _has_field(kind, name)]
+            columns = [name for name in (fields.text, fields.source) if _find_field(kind, name)]
             for group in range(file.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
                 if row + count <= start:
@@ -580,7 +580,7 @@ def read_arrow(path: Path, fields: Fields, start: int) -> Documents:
             size = handle.size()
             schema, batches = _open_batches(handle, fields)
             kind = pyarrow.struct(list(schema))
-            has_text = _has_field(kind, fields.text)
+            has_text = _find_field(kind, fields.text) is not None
             while True:
                 # To read a page of the map that the file has lost would end the process.
                 if os.fstat(opened.fileno()).st_size != size:
@@ -643,32 +643,27 @@ def _open_batches(handle: Any, fields: Fields) -> tuple[Any, Iterator[Any]]:
 def _check_expansion(handle: Any, start: int, most: int) -> None:
     """Raises `EOFError` for a batch whose compressed buffers make more than `most` bytes together.
 
-    The library would hold them all, and does not tell their sizes, so they are read from the message.
-    start: where the messages begin.
+    pyarrow would expand and hold them all. It neither limits nor tells their sizes, so they are read from the
+    message. start: where the messages begin.
     """
     from pyarrow import ArrowException, ipc
 
     handle.seek(start)
-    messages = ipc.MessageReader.open_stream(handle)
-    while True:
-        try:
-            message = messages.read_next_message()
-        except (StopIteration, ArrowException, OSError):  # damage is found by reading
-            return
-        if message.type == "schema":
-            continue
-        size = _expanded_bytes(message.metadata.to_pybytes(), message)
-        if size > most:
-            raise EOFError(
-                f"a compressed batch of {size:,} bytes, above {most:,}; write smaller batches"
-            )
+    with suppress(ArrowException, OSError):  # damage is found by reading
+        for message in ipc.MessageReader.open_stream(handle):
+            size = 0 if message.type == "schema" else _expanded_bytes(message)
+            if size > most:
+                raise EOFError(
+                    f"a compressed batch of {size:,} bytes, above {most:,}; write smaller batches"
+                )
 
 
-def _expanded_bytes(data: bytes, message: Any) -> int:
+def _expanded_bytes(message: Any) -> int:
     """Bytes of a batch's compressed buffers once they are expanded.
 
-    data: the batch's header, a flatbuffer of Arrow's Message.fbs.
+    The message's header is a flatbuffer of Arrow's Message.fbs, which pyarrow does not open in Python.
     """
+    data = message.metadata.to_pybytes()
 
     def number(kind: str, offset: int) -> int:
         return struct.unpack_from(f"<{kind}", data, offset)[0]
@@ -692,38 +687,30 @@ def _expanded_bytes(data: bytes, message: Any) -> int:
     if not field(batch, 3):  # RecordBatch.compression
         return 0
 
-    # RecordBatch.buffers: a vector of (offset in the body, length), int64 each
+    # RecordBatch.buffers: their count, then (offset in the body, length) of each, int64 both
     buffers = follow(field(batch, 2))
-    total = 0
-    for index in range(number("I", buffers)):
-        entry = buffers + 4 + 16 * index
-        offset, length = number("q", entry), number("q", entry + 8)
+    first, total = buffers + 4, 0
+    entries = data[first : first + 16 * number("I", buffers)]
+    for offset, length in struct.iter_unpack("<qq", entries):
         if length >= 8:  # a buffer begins with its expanded size; -1: it is not compressed
             head = message.body.slice(offset, 8).to_pybytes()
             total += max(0, int.from_bytes(head, "little", signed=True))
     return total
 
 
-def _has_field(kind: Any, path: str) -> bool:
-    """Whether a struct's type has the field."""
-    return _find_field(kind, path, lambda kind, number: kind.field(number).type) is not None
-
-
-def _find_field(struct: Any, path: str, child: Callable[[Any, int], Any]) -> Any:
-    """The field of a struct, or None (`field_of`). child: gives the field of a number."""
+def _find_field(kind: Any, path: str) -> list[int] | None:
+    """The numbers that lead to a field of a struct's type (`field_of`), one for each level; None: no such field."""
     from pyarrow import types
 
-    kind = getattr(struct, "type", struct)
-    if struct is None or not types.is_struct(kind):
+    if not types.is_struct(kind):
         return None
     number = kind.get_field_index(path)
     if number >= 0:  # a name with dots comes before a path
-        return child(struct, number)
+        return [number]
     head, dot, rest = path.partition(".")
     number = kind.get_field_index(head)
-    if not dot or number < 0:
-        return None
-    return _find_field(child(struct, number), rest, child)
+    inner = _find_field(kind.field(number).type, rest) if dot and number >= 0 else None
+    return inner and [number, *inner]
 
 
 def _without_text(path: Path, kind: Any, fields: Fields, end: int, start: int) -> Documents:
@@ -740,11 +727,13 @@ def _documents_of_batch(
 
     large: whether each text's size is looked at before it is taken out of the batch.
     """
+    from pyarrow import compute
 
     def column(name: str) -> Any:
-        return _find_field(
-            batch.to_struct_array(), name, lambda array, number: array.flatten()[number]
-        )
+        rows = batch.to_struct_array()
+        numbers = _find_field(rows.type, name)
+        # pyarrow makes this function when it is imported.
+        return numbers and compute.struct_field(rows, numbers)  # pyrefly: ignore[missing-attribute]
 
     texts, sources = column(fields.text), column(fields.source)
     # The batch at once, if no text may be too large.
