@@ -26,8 +26,9 @@ from nalanda.model.ops import delta_rule_flops
 from nalanda.report.info import describe_recipe
 from nalanda.report.runs import narrowed, stdout
 from nalanda.train import parallel
-from nalanda.train.estimate import activation_bytes, held_bytes, logits_bytes
+from nalanda.train.estimate import activation_bytes, logits_bytes
 from nalanda.train.flops import DTYPES
+from nalanda.train.needs import held_bytes, teacher_bytes
 
 USABLE = 0.9
 """Share of a device's memory that tensors may take; the rest is the context's, the collectives' and lost."""
@@ -195,6 +196,7 @@ def count(recipe: str, overrides: list[str]) -> Counts:
     }
     sums = sum((costs[name] for name in c.layer_mixers), Counter())
     linears = [linear for block in blocks for linear in parallel.linears(block)]
+    teacher = teacher_bytes(config.distill)
     return Counts(
         seq_len=T,
         steps=train.steps,
@@ -206,7 +208,9 @@ def count(recipe: str, overrides: list[str]) -> Counts:
         layers=len(blocks),
         hidden_size=c.hidden_size,
         flops=c.flops_per_token(T),
-        held=lambda processes, shards, more: held_bytes(model, config, processes, shards, more),
+        held=lambda processes, shards, more: (
+            held_bytes(model, config, processes, shards, more) + teacher
+        ),
         kept=kept,
         recompute=train.gradient_checkpointing,
         **sums,

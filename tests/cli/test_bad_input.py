@@ -519,7 +519,8 @@ def test_too_little_memory_while_training_says_what_would_fit(
         return held[0]
 
     def summed_loss(*arguments, **keywords):
-        from nalanda.train.estimate import activation_bytes, held_bytes
+        from nalanda.train.estimate import activation_bytes
+        from nalanda.train.needs import held_bytes
 
         config, model = configured(recipe, run), arguments[0]
         kept = [activation_bytes(model.config, rows, 32, torch.float32, False) for rows in (2, 4)]

@@ -22,15 +22,9 @@ from nalanda.report import info as estimates
 from nalanda.report import recipes, tables
 from nalanda.report.info import info, print_info
 from nalanda.report.keys import key_rows, print_keys
-from nalanda.train.estimate import (
-    activation_bytes,
-    estimate_memory,
-    exchanged_bytes,
-    logits_bytes,
-    saved_bytes,
-    shards,
-)
+from nalanda.train.estimate import activation_bytes, exchanged_bytes, logits_bytes, saved_bytes
 from nalanda.train.log import UTILISATION
+from nalanda.train.needs import needs_of, shards
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 MILLIONS = {
@@ -261,9 +255,8 @@ def test_weights_and_moments_by_how_they_are_shared():
 def test_the_memory_before_a_run(tmp_path):
     config = load_config("demo", ["model.vocab_size=4096"])
     model = NalandaForCausalLM(build_model_config(config))
-    facts = {"step": 256, "training_flops_per_token": 1e9, "peak_flops": 1e12, "processes": 1}
     before = torch.get_rng_state()
-    text = estimate_memory(config, facts, model)
+    text = needs_of(config, model, 1).describe_memory()
     assert torch.equal(before, torch.get_rng_state())  # the run draws from it next
     assert "of the peak" not in text  # the first steps tell the time
     assert (

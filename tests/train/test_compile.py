@@ -160,7 +160,7 @@ def test_a_kernel_that_does_not_fit_the_card_ends_a_run_in_one_line():
     from triton.runtime.errors import OutOfResources
 
     from nalanda.common.errors import InputError
-    from nalanda.train.memory import explain_out_of_memory
+    from nalanda.train.needs import explain_out_of_memory
 
     line = r"^a kernel does not fit this card: .*shared memory.*; set NALANDA_BACKEND=torch$"
     with pytest.raises(InputError, match=line), explain_out_of_memory(None, "ddp"):

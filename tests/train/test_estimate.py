@@ -9,18 +9,13 @@ import torch
 from tiny_models import VARIANTS, rows
 
 from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.common.text import size
 from nalanda.config.load import load_config
 from nalanda.model import chunk_forward
 from nalanda.model.sequences import Sequences
-from nalanda.train import estimate, memory
+from nalanda.train import estimate, memory, needs
 from nalanda.train.checkpoint_dir import prune
-from nalanda.train.estimate import (
-    activation_bytes,
-    logits_bytes,
-    meta_model,
-    saved_bytes,
-    step_bytes,
-)
+from nalanda.train.estimate import activation_bytes, logits_bytes, meta_model, saved_bytes
 from nalanda.train.loop import train
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -170,21 +165,39 @@ def test_a_cpu_saves_all_chunks_where_memory_is_free(monkeypatch):
     monkeypatch.setattr(chunk_forward, "SAVED_TOKENS", chunk_forward.FEW_TOKENS)
     sizes = ["train.micro_batch_size=64", "data.seq_len=512", "train.tokens_per_step=32768"]
     config = load_config("demo", ["model.vocab_size=96", *sizes])
-    model, facts = meta_model(config), {"processes": 1, "device": "cpu"}
-    few = step_bytes(config, facts, model)
-    monkeypatch.setattr(memory, "host", lambda: 1 << 50)
-    memory.save_chunks(config, facts, model)
-    every = step_bytes(config, facts, model)
-    assert every > 1.1 * few
+    model = meta_model(config)
 
-    for free, device, expected in (
-        (2 * every, "cpu", every),
-        (2 * every - 1, "cpu", few),
-        (1 << 50, "cuda", few),
-    ):
-        monkeypatch.setattr(memory, "host", lambda free=free: free)
-        memory.save_chunks(config, facts | {"device": device}, model)
-        assert step_bytes(config, facts, model) == expected
+    def needed(free: int, device: str = "cpu") -> int:
+        monkeypatch.setattr(memory, "host", lambda: free)
+        return needs.needs_of(config, model, 1, device=device).machine
+
+    few, every = needed(0), needed(1 << 50)
+    assert every > 1.1 * few
+    assert needed(2 * every) == every
+    assert chunk_forward.SAVED_TOKENS == 2**62
+    assert needed(2 * every - 1) == few
+    assert chunk_forward.SAVED_TOKENS == chunk_forward.FEW_TOKENS
+    chunk_forward.SAVED_TOKENS = 0
+    needed(1 << 50, "cuda")
+    assert chunk_forward.SAVED_TOKENS == chunk_forward.FEW_TOKENS
+
+
+def test_what_would_fit_is_counted_as_a_run_of_those_rows(monkeypatch):
+    """Four rows are half of a process's share, so FSDP2 also holds whole gradients."""
+    monkeypatch.setattr(chunk_forward, "SAVED_TOKENS", chunk_forward.FEW_TOKENS)
+    monkeypatch.setattr(memory, "host", lambda: 1 << 50)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    sizes = ["model.vocab_size=96", "train.parallel=fsdp", "data.seq_len=64"]
+    eight, four = (
+        load_config(
+            "demo", [*sizes, "train.tokens_per_step=2048", f"train.micro_batch_size={rows}"]
+        )
+        for rows in (8, 4)
+    )
+    needed = needs.needs_of(four, meta_model(four), 4).device
+    line = needs.would_fit(eight, "fsdp")
+    assert line.startswith(f"train.micro_batch_size=4 needs {size(needed)} of ")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +219,7 @@ def test_the_disk_of_a_run_is_the_most_that_its_saves_leave_at_a_time(
     kept = {"every": every, "keep_last": keep_last, "keep_every": keep_every}
     settings = [f"checkpoint.{key}={'null' if x is None else x}" for key, x in kept.items()]
     config = load_config("demo", [f"train.steps={steps}", "model.vocab_size=96", *settings])
-    files = estimate.run_files(config, meta_model(config), saved)
+    files = needs.run_files(config, meta_model(config), saved)
 
     # As the loop saves.
     counts = [len(saved)]
@@ -237,7 +250,7 @@ def test_a_checkpoint_and_the_model_have_the_bytes_that_are_estimated(recipe, tm
         ],
     )
     run = train(config)
-    files = estimate.run_files(config, meta_model(config))
+    files = needs.run_files(config, meta_model(config))
     saved = run / "checkpoints" / "step-1"
     for path, expected in ((saved, files.checkpoint), (run / "final", files.final)):
         actual = sum(file.stat().st_size for file in path.glob("*.safetensors"))

@@ -41,10 +41,12 @@ from nalanda.config.schema import CheckpointConfig, OptimConfig, TrainConfig
 from nalanda.train import checkpoint, launch, memory, parallel, tensor_files
 from nalanda.train.checkpoint import Saver
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint
+from nalanda.train.estimate import parameters
 from nalanda.train.export import export
 from nalanda.train.log import read_metrics
 from nalanda.train.loop import train
 from nalanda.train.loss import packed_logits
+from nalanda.train.needs import check_model
 from nalanda.train.optim import build_optimizer
 
 ROOT = Path(__file__).parents[2]
@@ -670,12 +672,12 @@ def test_models_of_flash_linear_attention_get_bounds_under_fsdp_too():
 
 def test_every_process_of_a_machine_needs_its_memory(monkeypatch):
     config = NalandaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_heads=2)
-    count = memory.parameters(config)
+    count = parameters(config)
     monkeypatch.setattr(memory, "host", lambda: 4 * count)
-    memory.check_model(config, 4)
+    check_model(config, 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(InputError, match="M parameters in 2 processes take"):
-        memory.check_model(config, 4)
+        check_model(config, 4)
 
 
 def test_a_limit_of_any_group_above_counts(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from nalanda.data.prepare import prepare
 from nalanda.model.configuration import NalandaConfig
 from nalanda.report.rehearse import rehearse
 from nalanda.train import build, launch
-from nalanda.train.estimate import meta_model, run_files
+from nalanda.train.checkpoint_dir import checkpoint_folders, step_of
+from nalanda.train.estimate import meta_model
 from nalanda.train.loop import train
+from nalanda.train.needs import run_files
 
 
 @pytest.fixture
@@ -176,6 +179,18 @@ def test_a_resumed_run_needs_room_for_the_rest_alone(stopped, monkeypatch, capsy
     assert re.search(
         r"\ndisk       .* checkpoints of .* and final/ of .* free\n", capsys.readouterr().out
     )
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_the_header_counts_the_checkpoints_that_are_there(stopped, capsys):
+    """As the refusal does: they stay until the next save, whatever keep_last is now."""
+    run, config = stopped
+    config = replace(config, checkpoint=replace(config.checkpoint, keep_last=1, keep_every=None))
+    saved = [step_of(path) for path in checkpoint_folders(run / "checkpoints")]
+    expected, new = (run_files(config, meta_model(config), steps) for steps in (saved, []))
+    assert expected.checkpoints > new.checkpoints
+    train(config)
+    assert f"\ndisk       {expected.describe()}; " in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("fresh_accelerate")

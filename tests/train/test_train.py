@@ -140,20 +140,20 @@ def test_saved_chunks_change_no_bit_of_a_run(recipe, tmp_path, monkeypatch):
     )  # put back at the end
     monkeypatch.setattr(chunk_forward, "FEW_TOKENS", 0)
     for free in (0, 1 << 50):
-        monkeypatch.setattr(memory, "save_chunks", with_free(free))
+        monkeypatch.setattr(build, "needs_of", with_free(free))
         loop.train(configured(recipe, tmp_path / str(free), *ONE_STEP))
         found[chunk_forward.SAVED_TOKENS] = gradients(tmp_path / str(free))
     again, saved = found[0], found[2**62]
     assert all(torch.equal(gradient, saved[name]) for name, gradient in again.items())
 
 
-def with_free(free: int, save_chunks=memory.save_chunks):
-    """`save_chunks` on a machine with so many bytes free; other checks of memory are as they are."""
+def with_free(free: int, needs_of=build.needs_of):
+    """`needs_of` on a machine with so many bytes free; other checks of memory are as they are."""
 
     def on_such_a_machine(*inputs):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(memory, "host", lambda: free)
-            return save_chunks(*inputs)
+            return needs_of(*inputs)
 
     return on_such_a_machine
 

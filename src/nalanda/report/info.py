@@ -15,20 +15,9 @@ from nalanda.config.model import is_encoder
 from nalanda.config.schema import RunConfig
 from nalanda.model import NalandaConfig, NalandaForCausalLM
 from nalanda.report.runs import layers
-from nalanda.train.estimate import (
-    activation_bytes,
-    exchanged_bytes,
-    held_bytes,
-    meta_model,
-    micro_batch_of,
-    run_files,
-    run_time,
-    shards,
-    teacher_bytes,
-    time_range,
-)
+from nalanda.train.estimate import exchanged_bytes, meta_model, micro_batch_of, run_time, time_range
 from nalanda.train.flops import PEAK_FLOPS, flops_per_token, known_peak, peak_flops
-from nalanda.train.memory import save_chunks
+from nalanda.train.needs import needs_of
 
 
 def describe_recipe(recipe: str, overrides: list[str]) -> tuple[RunConfig, Any]:
@@ -70,12 +59,14 @@ def info(
     flops, flops_source = flops_per_token(model, seq_len)
     ours = isinstance(model_config, NalandaConfig)
     stateful = ours and not is_encoder(model_config)
-    # Of models of other libraries neither is known.
-    activations = exchanged = None
+    on_cpu = device == "cpu" or (device == "here" and not torch.cuda.is_available())
+    activations_of = ("cpu" if on_cpu else "cuda") if memory else None
+    needs = needs_of(config, model, processes, device=activations_of)
+    files = needs.files
+    exchanged = None
     if ours and memory:
-        activations, exchanged = measure_blocks(config, model, processes, device)
-    weights = held_bytes(model, config, processes, shards(config, processes))
-    files = run_files(config, model)
+        # A step has so many micro-batches.
+        exchanged = accumulation * exchanged_bytes(*micro_batch_of(config, model_config))
     training_flops = flops * train.steps * train.tokens_per_step
     peak, peak_source = peak_of(device, train.precision) if device else (None, None)
     return {
@@ -93,10 +84,10 @@ def info(
         "state_bytes_per_sequence": model_config.state_bytes(seq_len) if stateful else None,
         "state_grows": stateful
         and model_config.state_bytes(2 * seq_len) > model_config.state_bytes(seq_len),
-        "weights_and_optimizer_bytes": weights,
-        "teacher_bytes": teacher_bytes(config.distill),  # of these
-        "activation_bytes": activations,
-        "memory_bytes_per_device": None if activations is None else weights + activations,
+        "weights_and_optimizer_bytes": needs.held,
+        "teacher_bytes": needs.teacher,  # of these
+        "activation_bytes": needs.activations,
+        "memory_bytes_per_device": None if needs.activations is None else needs.device,
         # on the disk
         "checkpoint_bytes": files.checkpoint,
         "checkpoints": files.checkpoints,
@@ -117,22 +108,6 @@ def info(
         "peak_source": peak_source,
         "seconds": list(run_time(training_flops, peak * processes)) if peak else None,
     }
-
-
-def measure_blocks(
-    config: RunConfig, model: Any, processes: int, device: str | None
-) -> tuple[int, int]:
-    """Bytes of a micro-batch's activations, and bytes that contexts exchange in a step; see `activation_bytes`.
-
-    device: as `info` takes it.
-    """
-    batch = micro_batch_of(config, model.config)
-    on_cpu = device == "cpu" or (device == "here" and not torch.cuda.is_available())
-    facts = {"processes": processes, "device": "cpu" if on_cpu else "cuda"}
-    save_chunks(config, facts, model)
-    activations = activation_bytes(*batch, facts["device"])
-    # A step has so many micro-batches.
-    return activations, config.accumulation(processes) * exchanged_bytes(*batch)
 
 
 def executors_here(model_config: NalandaConfig, precision: str) -> dict[str, str]:

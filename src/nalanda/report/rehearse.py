@@ -24,10 +24,10 @@ from nalanda.config.load import at_home
 from nalanda.config.schema import RunConfig
 from nalanda.report.verify import verify
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, step_of
-from nalanda.train.checks import check_disk
-from nalanda.train.estimate import memory_parts, meta_model, run_files, time_left
+from nalanda.train.estimate import meta_model, time_left
 from nalanda.train.log import read_facts, read_metrics
 from nalanda.train.loop import train
+from nalanda.train.needs import check_disk, needs_of
 from nalanda.train.run_dir import refuse_other_files, refuse_other_recipe
 
 STEPS = 3
@@ -110,11 +110,11 @@ def measured(config: RunConfig, folder: Path, before: int) -> dict[str, Any]:
     checkpoint = latest_checkpoint(folder / "checkpoints")
 
     facts = read_facts(folder) | {"step": 0}
-    model = meta_model(config)
-    files = run_files(config, model, saved_steps(config))
+    launch = facts["processes"], facts["parallel"], facts["device"]
+    needs = needs_of(config, meta_model(config), *launch, saved_steps(config))
+    files = needs.files
     # The run finds the room that these files take now.
     check_disk(files._replace(more=files.more - folder_bytes(folder)), folder.parent)
-    held, activations = memory_parts(config, facts, model)
 
     rates = [x["tokens_per_second"] for x in read_metrics(folder / "metrics.jsonl") if "loss" in x]
     rate = mean(rates[1:] or rates or [float("nan")])
@@ -123,7 +123,7 @@ def measured(config: RunConfig, folder: Path, before: int) -> dict[str, Any]:
         "steps": config.train.steps,
         "estimated_seconds": list(time_left(config, facts)),
         "seconds": seconds * config.train.steps,
-        "estimated_bytes": held + (activations or 0),
+        "estimated_bytes": needs.device,
         "bytes": peak_bytes(facts["device"], before),
         "estimated_checkpoint_bytes": files.checkpoint,
         "checkpoint_bytes": folder_bytes(checkpoint) if checkpoint else 0,

@@ -27,7 +27,7 @@ from nalanda.data.sources import Sources
 from nalanda.data.text_bytes import text_bytes
 from nalanda.data.token_set import SumCheck
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary, is_whole, save_tokenizer
-from nalanda.train import checkpoint, memory, parallel
+from nalanda.train import checkpoint, parallel
 from nalanda.train.carried_states import (
     CarriedStates,
     check_carries,
@@ -41,12 +41,13 @@ from nalanda.train.checkpoint_dir import (
     saved_before_sums,
     step_of,
 )
-from nalanda.train.checks import check_causal, check_disk, keeps_documents_apart
+from nalanda.train.checks import check_causal, keeps_documents_apart
 from nalanda.train.distill import load_teacher
-from nalanda.train.estimate import meta_model, run_files
+from nalanda.train.estimate import meta_model
 from nalanda.train.flops import flops_per_token, peak_flops
 from nalanda.train.guards import SpikeDetector
 from nalanda.train.launch import check_shared, on_main_process, patience
+from nalanda.train.needs import Needs, check_disk, check_model, check_step, needs_of
 from nalanda.train.optim import build_optimizer, loss_scale
 from nalanda.train.run import Run
 from nalanda.train.run_dir import no_checkpoint_message
@@ -74,7 +75,7 @@ def set_up(
     tokenizer = prepare_tokenizer(config, accelerator, sources)
 
     # As soon as the vocabulary is known: what does not fit is refused before any work.
-    check_machine(config, accelerator, sharing, tokenizer, resume)
+    needs = check_machine(config, accelerator, sharing, tokenizer, resume)
 
     say("opening the data")
     batches, validation, sums = open_data(config, accelerator, sharing, tokenizer, sources)
@@ -109,6 +110,7 @@ def set_up(
         batches=batches,
         validation=validation,
         sums=sums,
+        needs=needs,
         teacher=teacher,
         masking=masking,
         # Which tokens' text a loss counts is known of causal models only.
@@ -148,28 +150,29 @@ def check_machine(
     sharing: parallel.Sharing,
     tokenizer: Any,
     resume: Path | None,
-) -> None:
+) -> Needs:
     """Refuses a run whose model, steps or files this machine cannot hold; decides which chunks a CPU saves.
+
+    Returns what the run needs.
 
     Raises:
         InputError: the memory is too small.
         DiskFull: the disk of the run's folder is.
     """
     device, processes = accelerator.device.type, accelerator.num_processes
-    model = meta_model(config, tokenizer)
+    model, run_dir = meta_model(config, tokenizer), Path(config.output_dir)
     # Weights, gradients and one moment share a CPU's memory.
-    memory.check_model(model.config, 12 if device == "cpu" and sharing.kind == "ddp" else 4)
-    parallel_kind = sharing.kind if processes > 1 else None
-    facts = {"processes": processes, "parallel": parallel_kind, "device": device}
-    memory.check_step(memory.save_chunks(config, facts, model))
+    check_model(model.config, 12 if device == "cpu" and sharing.kind == "ddp" else 4)
 
-    def check_files() -> None:
-        run_dir = Path(config.output_dir)
-        steps = map(step_of, checkpoint_folders(run_dir / "checkpoints"))
-        last = step_of(resume) if resume else 0
-        check_disk(run_files(config, model, [step for step in steps if step <= last]), run_dir)
-
-    on_main_process(accelerator.is_main_process, check_files)
+    # Newer checkpoints than `resume` are set aside, and no longer the run's.
+    last = step_of(resume) if resume else 0
+    steps = map(step_of, checkpoint_folders(run_dir / "checkpoints"))
+    saved = [step for step in steps if step <= last]
+    needs = needs_of(config, model, processes, sharing.kind, device, saved)
+    if device == "cpu":
+        check_step(needs)
+    on_main_process(accelerator.is_main_process, lambda: check_disk(needs.files, run_dir))
+    return needs
 
 
 def open_data(

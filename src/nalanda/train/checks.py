@@ -1,26 +1,12 @@
-"""Checks of a run before its first step: of its disk, and of its model, by running it."""
+"""Checks of a model before the first step, by running it."""
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from nalanda.common.errors import DiskFull, InputError
-from nalanda.common.text import size
-from nalanda.train.estimate import RunFiles
+from nalanda.common.errors import InputError
 from nalanda.train.loss import packed_logits
-
-
-def check_disk(files: RunFiles, run_dir: Path) -> None:
-    """Raises `DiskFull` if the disk has less room than the run will still take. run_dir: an existing folder."""
-    free = shutil.disk_usage(run_dir).free
-    if files.more > free:
-        raise DiskFull(
-            f"output_dir: {run_dir}: the run will take {files.describe()}; {size(files.more)} of that are still to "
-            f"be written, and {size(free)} are free; make room, lower checkpoint.keep_last, or choose another disk"
-        )
 
 
 @torch.no_grad()

@@ -1,29 +1,26 @@
-"""Estimates parameters, memory, disk and time before anything is allocated."""
+"""Counts a model's parameters, the activations of a step and its time, before anything is allocated."""
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from nalanda.common.errors import InputError
-from nalanda.common.text import duration, size
+from nalanda.common.text import duration
 from nalanda.config.model import (
     build_model_config,
     config_source,
-    in_one_line,
     language_model,
     padded_vocabulary,
 )
-from nalanda.config.model_folder import check_hub
-from nalanda.config.schema import CheckpointConfig, DistillConfig, RunConfig
+from nalanda.config.schema import RunConfig
 from nalanda.data.tokenizer import build_tokenizer, vocabulary_of
 from nalanda.model import NalandaConfig, chunk_forward, chunk_order, ops
 from nalanda.model.context import Context, Parts
@@ -32,10 +29,8 @@ from nalanda.model.epilogues import add_norm
 from nalanda.model.layers import RMSNorm
 from nalanda.model.loss import linear_cross_entropy
 from nalanda.model.sequences import Sequences
-from nalanda.train import parallel
 from nalanda.train.flops import DTYPES
 from nalanda.train.log import UTILISATION
-from nalanda.train.optim import parameter_groups
 
 SHORT = 64
 """Tokens of a document in the first batch that is measured."""
@@ -51,151 +46,6 @@ def time_left(config: Any, facts: dict) -> tuple[float, float]:
     """`run_time` of the rest of a run. facts: the contents of run.json."""
     tokens = (config.train.steps - facts["step"]) * config.train.tokens_per_step
     return run_time(tokens * facts["training_flops_per_token"], facts["peak_flops"])
-
-
-def shards(config: RunConfig, processes: int, kind: str | None = None) -> int:
-    """Counts the processes that share one copy of the weights.
-
-    Without a launcher, a node is taken to have 8 processes. kind: of `choose_parallel`; default: the recipe's.
-    """
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
-    shared = {"fsdp": processes, "hybrid": min(processes, config.train.shard_size or node)}
-    return shared.get(kind or config.train.parallel, 1)
-
-
-def held_bytes(
-    model: PreTrainedModel,
-    config: RunConfig,
-    processes: int,
-    shards: int,
-    accumulates: bool | None = None,
-) -> int:
-    """Bytes of fp32 weights, gradients and moments on one device, and of a teacher (`teacher_bytes`).
-
-    DDP adds its gradient buckets. FSDP2 adds the tensors gathered at a time: the root, two blocks, and a
-    block's gradient. Where it accumulates, it also adds whole gradients.
-
-    accumulates: default: as the recipe does.
-    """
-    groups = parameter_groups(model, config.optim)
-    # Weight and gradient of a parameter in fp32.
-    total = moment_bytes(groups) + sum(8 * p.numel() for g in groups for p in g["params"])
-    parameters = model.num_parameters()
-    teacher = teacher_bytes(config.distill)
-    if shards == 1:
-        return teacher + total + (4 * parameters if processes > 1 else 0)
-    blocks = [sum(p.numel() for p in block.parameters()) for block in parallel.units(model)]
-    if accumulates is None:
-        accumulates = config.accumulation(processes) > 1
-    if accumulates:
-        # Until the last micro-batch they are summed on each device.
-        total += shards * 4 * parameters
-    # Whole in fp32: the root's parameters, and three times the largest block (two gathered, one gradient).
-    return (
-        teacher + total // shards + 4 * (parameters - sum(blocks)) + 3 * 4 * max(blocks, default=0)
-    )
-
-
-def moment_bytes(groups: list[dict]) -> int:
-    """Bytes of the moments of `parameter_groups` in fp32: two a parameter, one under Muon."""
-    return sum(
-        p.numel() * (4 if group["kind"] == "muon" else 8)
-        for group in groups
-        for p in group["params"]
-    )
-
-
-class RunFiles(NamedTuple):
-    """Bytes that a run takes on its disk, without tokenizer and logs."""
-
-    checkpoint: int
-    """Of one checkpoint."""
-    checkpoints: int
-    """Most checkpoints at a time, the one that is being written among them."""
-    final: int
-    """Of the model in `final/`."""
-    total: int
-    """Most at a time."""
-    more: int
-    """Of `total`, those that are not on the disk yet."""
-
-    def describe(self) -> str:
-        """`13.9 GiB, for 4 checkpoints of 3.2 GiB and final/ of 1.1 GiB`."""
-        count = f"{self.checkpoints} checkpoint{'s' * (self.checkpoints > 1)}"
-        each = f"{count} of {size(self.checkpoint)} and final/ of {size(self.final)}"
-        return f"{size(self.total)}, for {each}"
-
-
-def run_files(config: RunConfig, model: PreTrainedModel, saved: Sequence[int] = ()) -> RunFiles:
-    """The bytes of a run's checkpoints and model. A run in a store takes them in its local folder.
-
-    saved: steps of the checkpoints that the run has.
-    """
-    weights = 4 * model.num_parameters()
-    checkpoint = weights + moment_bytes(parameter_groups(model, config.optim))
-    if config.data.long_documents == "carry" and isinstance(model.config, NalandaConfig):
-        rows = config.train.tokens_per_step // config.data.seq_len
-        checkpoint += rows * model.config.state_bytes(config.data.seq_len)
-
-    # The steps that are saved from here on.
-    begun, steps, every = max(saved, default=0), config.train.steps, config.checkpoint.every
-    new = [*range((begun // every + 1) * every, steps, every)] if every else []
-    new += [steps] * (steps > begun)
-    saves = [*sorted(saved), *new]
-
-    # A save comes before what it removes: the first one meets all that are there, the last one most others.
-    most = len(saved)
-    if new:
-        most = 1 + max(len(saved), count_kept(saves[:-1], config.checkpoint))
-    total = max(most * checkpoint, count_kept(saves, config.checkpoint) * checkpoint + weights)
-    return RunFiles(checkpoint, most, weights, total, total - len(saved) * checkpoint)
-
-
-def count_kept(saves: list[int], config: CheckpointConfig) -> int:
-    """Counts the checkpoints that stay of `saves`, their steps in order."""
-    newest, every = saves[-config.keep_last :], config.keep_every
-    for_good = [step for step in saves[: -config.keep_last] if every and step % every == 0]
-    return len(newest) + len(for_good)
-
-
-def teacher_bytes(config: DistillConfig) -> int:
-    """Bytes of a teacher on the model's device: its weights, or its head if it has a device of its own."""
-    if config.teacher is None:
-        return 0
-    with in_one_line(f"distill.teacher: {config.teacher}"):
-        check_hub(config.teacher)
-        settings = AutoConfig.from_pretrained(config.teacher)
-    head = settings.vocab_size * settings.hidden_size
-    return DTYPES[config.precision].itemsize * (head if config.device else parameters(settings))
-
-
-def estimate_memory(config: RunConfig, facts: dict, model: PreTrainedModel) -> str:
-    """Memory of a run, in a line. facts: the contents of run.json."""
-    held, activations = memory_parts(config, facts, model)
-    teacher = " and the teacher" * bool(config.distill.teacher)
-    memory = f"{size(held)} a device for weights, gradients and moments{teacher}"
-    if activations is not None:
-        memory += f", at most {size(activations)} for activations"
-    return memory
-
-
-def memory_parts(config: RunConfig, facts: dict, model: PreTrainedModel) -> tuple[int, int | None]:
-    """Bytes of a device for weights, gradients and moments, and for activations; None: not known.
-
-    facts: `processes`, `parallel` and `device`, as in run.json; the last two may be missing.
-    """
-    processes = facts["processes"]
-    held = held_bytes(model, config, processes, shards(config, processes, facts.get("parallel")))
-    if not isinstance(model.config, NalandaConfig):
-        return held, None
-    batch = micro_batch_of(config, model.config)
-    return held, activation_bytes(*batch, facts.get("device", "cpu"))
-
-
-def step_bytes(config: RunConfig, facts: dict, model: PreTrainedModel) -> int:
-    """Bytes that a step takes in all processes of this machine. facts: of `memory_parts`."""
-    held, activations = memory_parts(config, facts, model)
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * (held + (activations or 0))
 
 
 def micro_batch_of(

@@ -24,11 +24,11 @@ from nalanda.config.load import at_home
 from nalanda.config.schema import RunConfig
 from nalanda.data.stores import with_local_sets
 from nalanda.model.executors import recurrences
-from nalanda.train import memory, parallel
+from nalanda.train import parallel
 from nalanda.train.build import finish_sums, set_up
 from nalanda.train.checkpoint import random_state, set_random_state
 from nalanda.train.checkpoint_dir import step_of
-from nalanda.train.estimate import estimate_memory, run_files, time_left
+from nalanda.train.estimate import time_left
 from nalanda.train.export import export
 from nalanda.train.guards import Interruptions, Watchdog
 from nalanda.train.launch import advise_on_threads, from_main_process, launch
@@ -36,6 +36,7 @@ from nalanda.train.log import RunLog, last_metrics, write_facts
 from nalanda.train.loss import describe_perplexity, mixer_metrics, validate
 from nalanda.train.meters import ReadingLog, TrainingSpeed
 from nalanda.train.mirror import Mirror, mirrored, staged
+from nalanda.train.needs import explain_out_of_memory
 from nalanda.train.optim import describe_groups
 from nalanda.train.run import Run
 from nalanda.train.run_dir import (
@@ -75,7 +76,7 @@ def train(config: RunConfig) -> Path:
     transformers.logging.disable_progress_bar()  # saving a few files needs none
     config, mirror = staged(config)
     kind = parallel.choose_parallel(config.train.parallel, os.environ)
-    with memory.explain_out_of_memory(config, kind):
+    with explain_out_of_memory(config, kind):
         accelerator = launch(config)
         with Interruptions() as signals:
             if not accelerator.is_main_process:
@@ -296,9 +297,9 @@ def announce(run: Run, changes: dict) -> None:
     )
     say(f"FLOPs      {facts['training_flops_per_token']:.3g} a token ({facts['flops']})")
     if not run.log.quiet:
-        say(f"memory     {estimate_memory(config, facts, run.model)}")
+        say(f"memory     {run.needs.describe_memory()}")
         free = shutil.disk_usage(config.output_dir).free
-        say(f"disk       {run_files(config, run.model).describe()}; {size(free)} free")
+        say(f"disk       {run.needs.files.describe()}; {size(free)} free")
         run.log.expect(train.steps - facts["step"], time_left(config, facts))
     if not facts["documents_kept_apart"]:
         say(

@@ -25,6 +25,7 @@ from nalanda.train.launch import from_main_process
 from nalanda.train.log import RunLog, write_facts
 from nalanda.train.meters import ReadingLog, TrainingSpeed
 from nalanda.train.mirror import Mirror
+from nalanda.train.needs import Needs
 
 
 @dataclass
@@ -58,6 +59,7 @@ class Run:
     validation: dict[str, list[dict[str, Tensor]]]
     """Batches by source; {} without validation."""
     sums: SumCheck
+    needs: Needs
     saver: checkpoint.Saver
     spikes: SpikeDetector
     carried_states: CarriedStates | None
