@@ -1,4 +1,7 @@
-"""The training loop. `train` reads from top to bottom; what it calls stands below it, in that order."""
+"""The training loop: `train` opens the run, `train_together` sets it up, `train_steps` has the main loop.
+
+The functions that they call stand below them, in the order of a run.
+"""
 
 import contextlib
 import itertools
@@ -81,7 +84,7 @@ def train(config: RunConfig) -> Path:
         with Interruptions() as signals:
             if not accelerator.is_main_process:
                 return train_together(config, accelerator, kind, None, signals)
-            # The main process locks and claims the folder; the others get its claim below.
+            # The main process locks and claims the folder. It sends its claim to the others.
             run_dir = Path(config.output_dir)
             with removed_if_unused(run_dir, config), lock_run_dir(run_dir), mirrored(mirror):
                 claimed = claim(run_dir, config)
@@ -96,17 +99,19 @@ def train_together(
     signals: Interruptions,
     mirror: Mirror | None = None,
 ) -> Path:
-    """Trains on all processes, once they are launched and the folder is locked.
+    """Sets the run up and trains it, on every process of the launch. The folder is locked.
 
     claimed: the result of `claim` on the main process, None on others. mirror: copies the run to its store.
     """
     main, run_dir = accelerator.is_main_process, Path(config.output_dir)
-    config.accumulation(
-        accelerator.num_processes
-    )  # refuses a number of processes that cannot share a step
-    # config.yaml gets the recipe as it was written; the run reads copies of token sets of a store.
+    # Refuses a number of processes that cannot share a step.
+    config.accumulation(accelerator.num_processes)
+
+    # config.yaml gets the recipe as it was written. The run reads local copies of a store's token sets.
     recipe, config = config, with_local_sets(config)
     config = with_precision(config, accelerator)
+
+    # The settings that changed, the contents of run.json, and the checkpoint to resume from.
     changes, facts, resume = from_main_process(claimed)
     if resume:
         keep_warmup(config, changes)
@@ -134,19 +139,19 @@ def train_together(
 
 def train_steps(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> None:
     """Trains a run that is set up, and writes its model. changes, resume: as `claim` returns them."""
-    # Restored below: opening the log draws numbers, as importing rich does.
     generators = random_state()
 
     with watched(run, recipe, changes, resume):
         announce(run, changes)
+        # Opening the log drew random numbers, as importing rich does.
         set_random_state(generators)
 
         while run.at.step < run.config.train.steps:
-            validate_if_due(run)
+            validate_if_due(run)  # after the step before, if there was one
             step = forward_backward(run)  # loss and gradient norm, over all processes
             verdict = judge(run, step)  # good, skip or overflow, with a reason
-            apply(run, step, verdict)  # one update, or no bit changes
-            unsound = check_soundness(run, step)  # before a checkpoint, which they would spoil
+            apply(run, step, verdict)  # updates the weights of a good step, counts every step
+            unsound = check_soundness(run, step)  # None, or why no checkpoint may be saved
             if must_roll_back(run, step, unsound):
                 roll_back(run, step, unsound)
             else:
@@ -158,6 +163,9 @@ def train_steps(run: Run, recipe: RunConfig, changes: dict, resume: Path | None)
         finish(run)
 
 
+# ------------------------------ set-up
+
+
 def with_precision(config: RunConfig, accelerator: Accelerator) -> RunConfig:
     """The settings, with the precision that `launch` took for `train.precision: auto`."""
     if config.train.precision != "auto":
@@ -167,7 +175,7 @@ def with_precision(config: RunConfig, accelerator: Accelerator) -> RunConfig:
 
 
 def name_precision(config: RunConfig, facts: dict, changes: dict[str, list]) -> None:
-    """Adds a precision that `train.precision: auto` changed since the run stopped, on another machine."""
+    """Adds a changed precision to `changes`: on another machine `train.precision: auto` may take another."""
     before = facts.get("precision", config.train.precision)
     if before != config.train.precision:
         changes["train.precision"] = [before, config.train.precision]
@@ -185,7 +193,7 @@ def is_finished(config: RunConfig, facts: dict, resume: Path | None) -> bool:
 
 @contextlib.contextmanager
 def record_interruption(run_dir: Path, facts: dict, main: bool) -> Iterator[None]:
-    """Set-up: if a signal ends it, says so and writes it to run.json. A finished run stays finished."""
+    """Surrounds the set-up. A signal that ends it is printed and written to run.json, but for a finished run."""
     try:
         yield
     except (SystemExit, KeyboardInterrupt):
@@ -198,7 +206,7 @@ def record_interruption(run_dir: Path, facts: dict, main: bool) -> Iterator[None
 
 @contextlib.contextmanager
 def show_set_up(watchdog: Watchdog) -> Iterator[Callable[[str], None]]:
-    """Set-up under the watchdog. Yields a function that takes the name of the current step."""
+    """Surrounds the set-up with progress and the watchdog. Yields a function that takes the current step's name."""
     with Progress("setting up", stream=sys.stdout) as progress, watchdog.setting_up():
 
         def say(what: str) -> None:
@@ -208,12 +216,15 @@ def show_set_up(watchdog: Watchdog) -> Iterator[Callable[[str], None]]:
         yield say
 
 
+# ------------------------------ around the steps
+
+
 @contextlib.contextmanager
 def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> Iterator[None]:
-    """The time in which a run trains: with its log, its state in run.json, and signals that let the step end
-    first."""
-    # Leaving goes from bottom to top: the log closes first, then a running save ends, then run.json gets the
-    # state. The watchdog looks on, since a save may hang.
+    """Surrounds the steps: opens the log, keeps the run's state in run.json, and lets a signal wait for the end of
+    the step."""
+    # The end goes from bottom to top: the log closes, a running save ends, run.json gets the state. The
+    # watchdog stays on, since a save may hang.
     config, main = run.config, run.accelerator.is_main_process
     run_dir = Path(config.output_dir)
     run.speed, run.reading = TrainingSpeed(run.at.tokens), ReadingLog(run.batches)
@@ -230,6 +241,7 @@ def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> 
         run.signals.first = partial(note_stop, run)
         stack.push(lambda error, *_: run.leave(error))
 
+        # The first step notes which backends serve its ops; `say_executors` ends the watch.
         run.watching = stack.enter_context(contextlib.ExitStack())
         run.attempts = run.watching.enter_context(watch())
         run.log = open_log(run)
@@ -240,7 +252,8 @@ def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> 
 def note_stop(run: Run) -> None:
     """Writes to run.json that the run was interrupted: a second signal may end it before it has saved.
 
-    A signal's handler calls it, perhaps while run.json is being written: it has a temporary file of its own.
+    The handler of a signal calls it, perhaps while run.json is being written. So its temporary file has another
+    name.
     """
     run.facts["state"] = "interrupted"
     if run.accelerator.is_main_process:
@@ -264,7 +277,7 @@ def open_log(run: Run, keep_events: bool = False) -> RunLog:
 
 
 def announce(run: Run, changes: dict) -> None:
-    """Describes the run for people, before the first step."""
+    """Prints the header: lines that describe the run, before the first step."""
     config, facts, say = run.config, run.facts, run.log.say
     resumed = f", resumes from {run.checkpoint.name}" if run.checkpoint else ""
     say(f"run        {config.output_dir}, seed {config.seed}{resumed}")
@@ -324,9 +337,14 @@ def changed_settings(run: Run, changes: dict) -> Iterator[str]:
         yield f"{key}: {old} → {schedule.warmup_steps} (in proportion to train.steps)"
 
 
+# ------------------------------ in the main loop
+
+
 def validate_if_due(run: Run) -> None:
-    """Validates the model and logs the result, if validation is due at this step and not yet in the log. A run
-    interrupted between saving and validating validates when it resumes."""
+    """Validates the model and logs the result, if validation is due at this step and not yet in the log.
+
+    A run that stops between saving and validating does it when it resumes.
+    """
     step, steps, every = run.at.step, run.config.train.steps, run.config.validation.every
     if not run.validation or not step or not (step >= steps or is_due(step, every)):
         return
@@ -371,15 +389,17 @@ def is_last(run: Run, step: Step) -> bool:
 
 
 def save_is_due(run: Run, step: Step) -> bool:
-    """Whether a checkpoint is due behind a step. One that falls on bad steps is due at the next good one."""
+    """Whether a checkpoint is due after a step. One that falls on a bad step waits for the next good one."""
     if step.stop or is_last(run, step):
         return True
     return is_due(step.number, run.config.checkpoint.every, step.settled) and not run.at.bad
 
 
 def check_soundness(run: Run, step: Step) -> str | None:
-    """Why the weights or moments must not be saved, if a checkpoint is due: they would displace a sound one.
-    None if they are sound."""
+    """If a checkpoint is due, returns why the weights or moments must not be saved: it would displace a sound one.
+
+    Returns None if they are sound, or none is due.
+    """
     if not save_is_due(run, step):
         return None
     # A collective: `save_is_due` is the same on all processes.
@@ -387,7 +407,10 @@ def check_soundness(run: Run, step: Step) -> str | None:
 
 
 def must_roll_back(run: Run, step: Step, unsound: str | None) -> bool:
-    """Whether the run goes back to a checkpoint. A run that was asked to stop does not."""
+    """Whether the run goes back to a checkpoint: after too many bad steps in a row, or for unsound weights.
+
+    A run that was asked to stop does not.
+    """
     # The same on all processes, since loading a checkpoint needs all of them.
     too_many = len(run.at.bad) >= run.config.guard.max_bad_steps
     return (too_many or unsound is not None) and not step.stop
@@ -415,9 +438,10 @@ def roll_back(run: Run, step: Step, unsound: str | None) -> None:
         run.carried_states.forget()
     back = run.checkpoint
 
+    # Without a checkpoint the run ends. It saves the weights of its last good step; bad steps changed none.
     if back is None and step.settled and run.saver.unsound(run.model, run.optimizer) is None:
-        run.save(run.batches.state_dict(), wait=True)  # bad steps changed no weight
-    # The same checkpoint is taken `max_rollbacks` times: its weights may lead to the same steps again.
+        run.save(run.batches.state_dict(), wait=True)
+    # A checkpoint is taken at most `max_rollbacks` times: its weights may lead to the same steps again.
     if back is None or run.rollbacks[back] == run.config.guard.max_rollbacks:
         saved = run.checkpoint if back is None else None
         raise InputError(rollback_message(step.number, why, back, saved))
@@ -439,7 +463,7 @@ def roll_back(run: Run, step: Step, unsound: str | None) -> None:
 
 
 def report(run: Run, step: Step, verdict: Judgement) -> None:
-    """Moves the progress bar; every `log.every` good steps, writes a line of metrics."""
+    """Moves the progress bar. Writes a line of metrics every `log.every` steps, if the step is good."""
     config, tokens, rate = run.config, run.at.tokens, run.speed.rate(run.at.tokens)
     # MFU: the share of all devices' peak that training FLOPs reach.
     values: dict[str, Any] = {
@@ -449,10 +473,11 @@ def report(run: Run, step: Step, verdict: Judgement) -> None:
         "tokens_per_second": rate,
         "mfu": rate * run.facts["training_flops_per_token"] / run.facts["peak_flops"],
     }
+    if run.facts["executors"] is None:  # the first step of this launch
+        say_executors(run)
+
     # Validation and saving are not in the rate, so the real time is a little longer.
     tokens_left = (config.train.steps - step.number) * config.train.tokens_per_step
-    if run.facts["executors"] is None:  # before the first step of a launch nothing has run
-        say_executors(run)
     run.log.advance(step.number, run.speed.last_step, tokens_left / rate, **values)
 
     if verdict.kind == "good" and (is_last(run, step) or is_due(step.number, config.log.every)):
@@ -475,11 +500,11 @@ def say_executors(run: Run) -> None:
 
 
 def save_if_due(run: Run, step: Step, unsound: str | None) -> None:
-    """Saves a checkpoint of sound weights, and notes a signal that comes meanwhile in `step.stop`."""
+    """Saves a checkpoint of sound weights. A signal that came meanwhile is put into `step.stop`."""
     if unsound or not save_is_due(run, step):
         return
     last = is_last(run, step)
-    if last and not step.stop:  # no model is written of data that was not compared
+    if last and not step.stop:  # the model is written only once the data was compared
         beat = partial(run.watchdog.beat, "comparing the data with its sums")
         finish_sums(run.sums, beat, run.saver.directory)
     run.watchdog.beat(f"step {step.number}, saving")
@@ -491,7 +516,7 @@ def save_if_due(run: Run, step: Step, unsound: str | None) -> None:
 
 
 def leave_if_asked(run: Run, step: Step, unsound: str | None) -> None:
-    """Ends the run after a signal. A run that has saved its last step finishes instead.
+    """Ends the run if a signal asks for it. A run that has saved its last step finishes instead.
 
     Raises:
         SystemExit: 128 + signal.
@@ -503,6 +528,9 @@ def leave_if_asked(run: Run, step: Step, unsound: str | None) -> None:
     start = run.checkpoint or "the beginning"
     run.log.say(f"interrupted: {saved}; the same command resumes from {start}")
     raise SystemExit(128 + step.stop)
+
+
+# ------------------------------ the end
 
 
 def finish(run: Run) -> None:
