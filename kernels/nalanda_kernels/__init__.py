@@ -78,6 +78,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "block_attention": {"triton": _triton("block_attention:block_attention")},
     "short_convs": {"triton": _triton("short_conv:short_convs")},
     "step": {"triton": _triton("step:step"), "cpu": _cpu("step:step")},
+    # The kernel of `step`, asked for more: norms, rotations and readouts of all heads.
     "fused_step": {"triton": _triton("step:step")},
     "linear_rows": {"cpu": _cpu("step:linear_rows")},
     "token": {"cpu": _cpu("token:begin_token")},
@@ -360,7 +361,7 @@ def keep_model_types() -> None:
             transformers.CONFIG_MAPPING.register(kind, config, exist_ok=True)
 
 
-def take_torch_path(module: ModuleType) -> bool:
+def keep_fla_off_cpus(module: ModuleType) -> bool:
     """Lets a modeling module of transformers compute on a CPU although flash-linear-attention is installed.
 
     transformers chooses the kernels of that and similar packages when the module is imported. They need a

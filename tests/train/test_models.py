@@ -7,7 +7,7 @@ import sys
 import pytest
 import safetensors.torch
 import torch
-from nalanda_kernels import take_torch_path
+from nalanda_kernels import keep_fla_off_cpus
 from training import configured
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MambaConfig, pipeline
 
@@ -95,7 +95,7 @@ def test_a_model_that_would_take_kernels_of_a_gpu_is_given_torchs(recipe, tmp_pa
     tokenizer = build_tokenizer(config.tokenizer, config.data, tmp_path / "tokenizer")
     module = sys.modules[type(build_model(config, tokenizer)).__module__]
     assert module.__name__.startswith("transformers.models.qwen3_next")
-    assert not take_torch_path(module), "nothing is left to change"
+    assert not keep_fla_off_cpus(module), "nothing is left to change"
 
 
 def test_a_model_type_needs_no_path(recipe, tmp_path, capsys):

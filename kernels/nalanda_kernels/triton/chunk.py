@@ -492,7 +492,7 @@ def prepare(
     p = dot_halves(q1, q2, tl.trans(k1), tl.trans(k2), MAP.halves, PREC)
     tl.store(square_at(scores, i_c, h, HV, BT), (p * delta * scale).to(scores.dtype.element_ty))
 
-    # A_ij = β_j Δ_ij k_i·k_j for i > j.
+    # L_ij = β_j Δ_ij k_i·k_j for i > j.
     if DELTA:
         lower = dot_halves(k1, k2, tl.trans(k1), tl.trans(k2), MAP.halves, PREC)
         lower = tl.where(t[:, None] > t[None, :], lower * delta, 0.0)
@@ -1141,7 +1141,7 @@ def pair_gradients(
             d_kk = tl.where(t[:, None] > t[None, :], pairs_v * delta, 0.0)
             k1, k2 = load_features(k, row, real, h // (HV // H), H, K, MAP, False, BT, BK)
             kk = dot_halves(k1, k2, tl.trans(k1), tl.trans(k2), MAP.halves, PREC)
-            # A_ij has β_j and Δ_ij too: less Δ_ij (k_i·k_j) (dV_i·E_j).
+            # L_ij has β_j and Δ_ij too: less Δ_ij (k_i·k_j) (dV_i·E_j).
             pairs -= d_kk * kk
             d_kk *= -b[None, :]
             # K is on both sides of KK⊤: with its transpose one product gives dK.

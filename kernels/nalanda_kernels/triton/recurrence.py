@@ -67,7 +67,7 @@ class States(NamedTuple):
     u: Tensor | None = None
 
 
-class Inputs(NamedTuple):
+class ChunkInputs(NamedTuple):
     """The tensors of a call, contiguous; absent ones are None."""
 
     q: Tensor  # [B, T, H, K], or features [B, T, H, F] under the map "stored"
@@ -99,7 +99,7 @@ class Request(NamedTuple):
     chunk_size: int = 64
 
 
-class Options(NamedTuple):
+class ChunkOptions(NamedTuple):
     """The options of a call, as the kernels need them. An operator's schema has map and read as text."""
 
     map: Map
@@ -110,8 +110,8 @@ class Options(NamedTuple):
     fused: bool = False  # whether `states` stores the outputs; then there is no backward
 
     @staticmethod
-    def parse(map: str, read: str, *rest) -> "Options":
-        return Options(Map.parse(map), Readout.parse(read), *rest)
+    def parse(map: str, read: str, *rest) -> "ChunkOptions":
+        return ChunkOptions(Map.parse(map), Readout.parse(read), *rest)
 
 
 class Saved(NamedTuple):
@@ -191,7 +191,7 @@ class Form(NamedTuple):
 class Pass(NamedTuple):
     """A pass over a call, forward or backward."""
 
-    inputs: Inputs
+    inputs: ChunkInputs
     saved: Saved
     form: Form
     chunks: Chunks
@@ -202,7 +202,7 @@ class Pass(NamedTuple):
         return self.chunks.total, self.form.HV
 
 
-def _form_of(inputs: Inputs, options: Options) -> Form:
+def _form_of(inputs: ChunkInputs, options: ChunkOptions) -> Form:
     q, v, g = inputs.q, inputs.v, inputs.g
     map = options.map
     # Features that are stored have all F columns; K are those of a half.
@@ -230,7 +230,7 @@ def _form_of(inputs: Inputs, options: Options) -> Form:
 
 
 def _empty_results(
-    v: Tensor, form: Form, options: Options, total: int, sequences: int
+    v: Tensor, form: Form, options: ChunkOptions, total: int, sequences: int
 ) -> tuple[States, Saved]:
     """The final states and the tensors to keep, not yet filled. total: chunks of all sequences."""
     HV, F, V = form.HV, form.F, form.V
@@ -394,7 +394,7 @@ def _choose_segments(kernel: str, form: Form, chunks: Chunks) -> tuple[dict[str,
     return sizes, length
 
 
-def _position_arguments(inputs: Inputs) -> dict[str, Any]:
+def _position_arguments(inputs: ChunkInputs) -> dict[str, Any]:
     """The positions and their number P; rows of a batch may share them."""
     positions = inputs.positions
     return {"positions": positions, "P": 1 if positions is None else positions.numel()}
@@ -413,7 +413,7 @@ class Features(NamedTuple):
     channel_decays: Tensor | None = None  # e^{γ_C} [chunks, HV, F]
 
 
-def _forward(inputs: Inputs, options: Options) -> tuple[States, Saved]:
+def _forward(inputs: ChunkInputs, options: ChunkOptions) -> tuple[States, Saved]:
     """The final states, without elements unless they are wanted, and what is kept, o among it."""
     v, form = inputs.v, _form_of(inputs, options)
     chunks = chunks_of((form.B, form.T), inputs.cu_seqlens, form.BT, v.device)
@@ -575,7 +575,7 @@ class PairGradients(NamedTuple):
 
 
 def _backward(
-    d_o: Tensor, d_finals: States, inputs: Inputs, saved: Saved, options: Options
+    d_o: Tensor, d_finals: States, inputs: ChunkInputs, saved: Saved, options: ChunkOptions
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, β, g, erase, the first S, z and Σv; those of absent inputs have no elements."""
     # The saved squares have the forward's BT; the table may have changed since.
@@ -822,15 +822,15 @@ def _sum_groups(d_x: Tensor, form: Form) -> Tensor:
 # -------------------------------------------------------------- autograd, and the operators of torch.compile
 #
 # torch.compile sees forward and backward as one operator each, whose schema has maps and readouts as text.
-# Both edges are flat: the tensors of `Inputs`, then the options.
+# Both edges are flat: the tensors of `ChunkInputs`, then the options.
 
-_INPUTS = len(Inputs._fields)
+_INPUTS = len(ChunkInputs._fields)
 _SAVED = len(Saved._fields)
 _FINALS = slice(1, 4)  # of the results o, S, z, Σv, and the rest of `Saved`
 
 
-def _unflatten(flat: tuple) -> tuple[Inputs, Options]:
-    return Inputs(*flat[:_INPUTS]), Options.parse(*flat[_INPUTS:])
+def _unflatten(flat: tuple) -> tuple[ChunkInputs, ChunkOptions]:
+    return ChunkInputs(*flat[:_INPUTS]), ChunkOptions.parse(*flat[_INPUTS:])
 
 
 def _flatten(finals: States, saved: Saved) -> tuple[Tensor, ...]:
@@ -840,8 +840,8 @@ def _flatten(finals: States, saved: Saved) -> tuple[Tensor, ...]:
 
 def _flat_backward(d_o: Tensor, d_s, d_z, d_u, *flat) -> tuple[Tensor, ...]:
     """Gradients of the nine inputs that have one."""
-    inputs, saved = Inputs(*flat[:_INPUTS]), Saved(*flat[_INPUTS : _INPUTS + _SAVED])
-    options = Options.parse(*flat[_INPUTS + _SAVED :])
+    inputs, saved = ChunkInputs(*flat[:_INPUTS]), Saved(*flat[_INPUTS : _INPUTS + _SAVED])
+    options = ChunkOptions.parse(*flat[_INPUTS + _SAVED :])
     return _backward(d_o, States(d_s, d_z, d_u), inputs, saved, options)
 
 
@@ -873,7 +873,7 @@ def _setup_context(ctx, inputs, output) -> None:
 def _gradients(backward, ctx, d_o, *others) -> tuple[Tensor | None, ...]:
     """Gradients of the flat inputs, by `_flat_backward` or its operator."""
     tensors = ctx.saved_tensors  # once: activation checkpointing refuses to unpack twice
-    inputs = Inputs(*tensors[:_INPUTS])
+    inputs = ChunkInputs(*tensors[:_INPUTS])
     d_o = torch.zeros_like(inputs.v) if d_o is None else d_o.contiguous()
 
     d_finals = [None] * len(ctx.finals)
@@ -888,7 +888,7 @@ def _gradients(backward, ctx, d_o, *others) -> tuple[Tensor | None, ...]:
     grads = backward(d_o, *d_finals, *tensors, ctx.map, ctx.read, ctx.scale)
     # grads has nine entries: positions and cu_seqlens, the last two inputs, have none.
     grads = [None if x is None else d_x for x, d_x in zip(inputs, grads, strict=False)]
-    without = [None] * (_INPUTS - len(grads) + len(Options._fields))
+    without = [None] * (_INPUTS - len(grads) + len(ChunkOptions._fields))
     return *grads, *without
 
 
@@ -955,7 +955,7 @@ def delta_rule(
     """See `nalanda.model.ops.delta_rule`."""
     if write is not None:
         v = (v * write).to(v.dtype)
-    inputs = Inputs(q, k, v, beta, g, erase, initial_state, cu_seqlens=cu_seqlens)
+    inputs = ChunkInputs(q, k, v, beta, g, erase, initial_state, cu_seqlens=cu_seqlens)
     o, final = _chunkwise(inputs, Request(_PLAIN, **options))
     return o, final.s
 
@@ -964,7 +964,7 @@ def linear_attention(
     q, k, v, g=None, *, initial_state=None, cu_seqlens=None, **options
 ) -> tuple[Tensor, Tensor | None]:
     """See `nalanda.model.ops.linear_attention`."""
-    inputs = Inputs(q, k, v, None, g, None, initial_state, cu_seqlens=cu_seqlens)
+    inputs = ChunkInputs(q, k, v, None, g, None, initial_state, cu_seqlens=cu_seqlens)
     o, final = _chunkwise(inputs, Request(_PLAIN, **options))
     return o, final.s
 
@@ -1016,7 +1016,7 @@ def normalized_attention(
     # The K before the map: q is still raw here.
     root = q.shape[3] ** -0.5 if magnitude == "code" else 1.0
     read = Readout("mala" if magnitude else "mean", magnitude or "", root, mirrored)
-    inputs = Inputs(q, k, v, None, g, None, *starts, positions, cu_seqlens)
+    inputs = ChunkInputs(q, k, v, None, g, None, *starts, positions, cu_seqlens)
     request = Request(read, feature_map, scale=1.0, output_final_state=output_final_state)
     o, final = _chunkwise(inputs, request)
 
@@ -1041,7 +1041,7 @@ def _split_state(state: Tensor | None, total: Tensor | None, weighted: bool) -> 
     return States(S, z, total.squeeze(2).float())
 
 
-def _chunkwise(inputs: Inputs, request: Request) -> tuple[Tensor, States]:
+def _chunkwise(inputs: ChunkInputs, request: Request) -> tuple[Tensor, States]:
     """o in v's dtype, and the final states or None. Without β it is linear attention."""
     v, g, erase, read = inputs.v, inputs.g, inputs.erase, request.read
     dtype = _computed_dtype(inputs)
@@ -1079,7 +1079,7 @@ def _chunkwise(inputs: Inputs, request: Request) -> tuple[Tensor, States]:
     return o.to(v.dtype), States(*finals) if request.output_final_state else States()
 
 
-def _computed_dtype(inputs: Inputs) -> torch.dtype:
+def _computed_dtype(inputs: ChunkInputs) -> torch.dtype:
     dtype = torch.promote_types(inputs.q.dtype, inputs.v.dtype)
     if dtype == torch.float16 and inputs.beta is None:
         dtype = torch.float32  # a state that only adds exceeds fp16's range

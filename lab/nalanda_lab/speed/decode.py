@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nalanda_kernels import take_torch_path
+from nalanda_kernels import keep_fla_off_cpus
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -244,7 +244,7 @@ def qwen3_next(shape: dict[str, Any], context: int) -> tuple[Callable[[], Tensor
         from transformers import DynamicCache, Qwen3NextConfig, Qwen3NextForCausalLM
         from transformers.models.qwen3_next import modeling_qwen3_next
 
-    take_torch_path(modeling_qwen3_next)
+    keep_fla_off_cpus(modeling_qwen3_next)
     layers, heads, head_dim = shape["num_hidden_layers"], shape["num_heads"], shape["head_dim"]
     config = Qwen3NextConfig(
         vocab_size=shape["vocab_size"],

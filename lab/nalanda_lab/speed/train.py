@@ -157,7 +157,7 @@ def _peers() -> dict[str, Step]:
         from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
         from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
-    nalanda_kernels.take_torch_path(qwen3_5)
+    nalanda_kernels.keep_fla_off_cpus(qwen3_5)
     config = Qwen3_5TextConfig(
         **SIZES,
         layer_types=["linear_attention"] * LAYERS,

@@ -419,7 +419,7 @@ class ScheduleConfig:
     decay_share: Annotated[float, SHARE] = 0.2
     """wsd: share of all steps in the final decay."""
 
-    # No field, so no key of a recipe: the recipe's warm-up, where `load_config` has shortened it.
+    # The recipe's own warm-up where `load_config` has shortened it. Without an annotation it is no key of a recipe.
     unshortened_warmup = cast(int | None, None)
 
 

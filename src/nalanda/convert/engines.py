@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from nalanda_kernels import take_torch_path
+from nalanda_kernels import keep_fla_off_cpus
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -121,7 +121,7 @@ def with_transformers(folder: Path, ids: Tensor, probes: list[str]) -> Computed:
     """Runs the model of a folder in transformers, in fp32."""
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        take_torch_path(sys.modules[type(model).__module__])
+        keep_fla_off_cpus(sys.modules[type(model).__module__])
         logits = model(ids[None], use_cache=False).logits[0].float()  # [T, vocabulary]
         tokenizer = tokenizer_of(folder)
         ends = end_ids(model, tokenizer)

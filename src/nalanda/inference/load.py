@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nalanda_kernels import keep_model_types, take_torch_path
+from nalanda_kernels import keep_fla_off_cpus, keep_model_types
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -60,7 +60,7 @@ def load_model(
             model, report = AutoModelForCausalLM.from_pretrained(
                 name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
             )
-            if take_torch_path(sys.modules[type(model).__module__]) and device == "cpu":
+            if keep_fla_off_cpus(sys.modules[type(model).__module__]) and device == "cpu":
                 print(
                     "computing with torch: flash-linear-attention's kernels need a GPU",
                     file=sys.stderr,

@@ -28,8 +28,9 @@ It may define
 - `gate_parameters`, the parameters that decide what the state forgets and takes. Muon leaves them to AdamW;
 - `metrics`, names and functions of numbers that validation logs.
 
-In decoding one kernel for one token replaces the three steps, where the `rule` of a mixer of this package says all
-that they compute (`one_token.py`). A subclass from outside that overrides one of them decodes by its own.
+In decoding a whole model may be one program or graph (`decoding.py`). Elsewhere one kernel for one token replaces the
+three steps, where the `rule` of a mixer of this package says all that they compute (`one_token.py`). A subclass from
+outside that overrides one of them decodes by its own.
 
 A feature map is a subclass of `feature_maps.FeatureMap` and a row in `FEATURE_MAPS`; `register_feature_map`
 adds one. It defines `equation`, `source`, `feature_dim`, `__init__(self, *, num_heads, head_dim, …)` and
@@ -74,7 +75,7 @@ from .recurrent import (
     LayerState,
     form_gates,
     per_value,
-    projected,
+    project_inputs,
     recurrence_of,
     rule_flops,
     state_shape,
@@ -122,7 +123,10 @@ def convolve(
             if conv.copies > 1:
                 filters[i] = filters[i].repeat(conv.copies, 1)
         served = by_kernel(
-            *("short_convs", "auto", xs[0], xs, filters, states),
+            "short_convs",
+            "auto",
+            xs[0],  # its device
+            *(xs, filters, states),
             cu_seqlens=seq.cu_seqlens,
             activations=[None] * (len(xs) - 1) + ["silu" if silu else None],
             output_final_state=carry,
@@ -141,7 +145,7 @@ def convolve(
 def mix_ways(
     mixer: "Mixer", inputs: Inputs, seq: Sequences, state: LayerState | None
 ) -> tuple[Tensor, LayerState]:
-    """`mixer.mix`; for a rule with a mask, where tokens see both ways, the sum of one result each way."""
+    """`mixer.mix`. Where tokens see both ways and the rule has a causal form alone: the sum of a result each way."""
     if mixer.rule.unmasked or not mixer.bidirectional:
         return mixer.mix(inputs, seq, state)
     causal = seq.causal()
@@ -354,10 +358,10 @@ class Mixer(FusedLinears):
         rule, layout, carries = self.rule, seq.layout, state is not None
         past, new = state or {}, {}
         if layout is None:
-            outputs = projected(self, x)
+            outputs = project_inputs(self, x)
         else:
             # The Linear layers see the batch's columns, where layers do.
-            of_columns = projected(self, layout.unpack(x))
+            of_columns = project_inputs(self, layout.unpack(x))
             outputs = {name: layout.pack(y) for name, y in of_columns.items()}
 
         heads, local = [outputs[name] for name in rule.projected], None

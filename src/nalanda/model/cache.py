@@ -14,8 +14,9 @@ from .precision import pack_state, unpack_state
 class NalandaCache(Cache):
     """Each layer's state: a dict of tensors as in its mixer's `state_spec`, batch first.
 
-    States have constant size, except for mixers whose spec grows. Calls replace tensors and never write into
-    them, so keeping an old state costs only references.
+    States have constant size, except for mixers whose spec grows. Eager calls replace tensors and
+    never write into them, so keeping an old state costs only references. Graphs and C++ write into buffers of their
+    own, which `states` copies.
 
     A state cannot forget its last tokens. For assisted decoding (`activate_past_recording`) a mark is set
     before the candidates. `crop` returns to the mark, and the next call reads the accepted tokens again.

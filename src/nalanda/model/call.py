@@ -1,8 +1,8 @@
 """The tensors of a layer, and the arguments of a recurrence.
 
 `Inputs` are those of a mixer's `mix` and `read_out`. `Call` has the tensors of a recurrence, `Options` what is done
-with them. The two go unchanged from `mix` to the form that computes. They become flat arguments at two edges: the
-operators of `chunk.py`, and the kernels, whose entry takes the arguments of `ops.delta_rule`.
+with them: `mix` makes the two, `recurrence` adds state and bounds, `ops.py` maps q and k. They become flat arguments at
+two edges: the operators of `chunk.py`, and the kernels, whose entry takes the arguments of `ops.delta_rule`.
 """
 
 import functools

@@ -512,8 +512,8 @@ class Decoder(NalandaPreTrainedModel):
     def run(self, batch: Batch) -> Tensor:
         """The layers in turn, then the norm. Replaces the batch's states.
 
-        Returns hidden states as the mixers see them: `[B, T, D]`, or `[1, ΣT, D]` without padding. Where code from
-        outside sees a layer's inputs or outputs, layers and this method hand on `[B, T, D]` in any case.
+        Returns hidden states as layers hand them on: `[B, T, D]`, or packed `[1, ΣT, D]` where rows are padded. Where
+        code from outside sees a layer's inputs or outputs, all are `[B, T, D]`.
         """
         layout, seq = batch.layout, batch.seq
         # Packed before fixed positions are added: these count within documents.

@@ -1,4 +1,4 @@
-"""The decoders of whole tokens, and the choice of one: CUDA graphs here, a program in C++ in `program.py`.
+"""Chooses what decodes a token of all layers at once: CUDA graphs, in this file, or a C++ program (`program.py`).
 
 With CUDA graphs the host launches all kernels of a token with one call.
 
@@ -316,7 +316,8 @@ def choose_decoder(model: Any) -> Iterator[DecoderChoice | None]:
     """In this context, a decoder of whole tokens serves calls with one token of each sequence, where one can.
 
     That is a pair of CUDA graphs on a GPU, and a program in C++ on a CPU. `generate` and `read` open it. Weights may
-    change in place in it, but not be replaced. Yields the choice; None if the environment turns it off.
+    change in place in it, but not be replaced. A hook of one module that is set inside it is not seen. Yields
+    the choice; None if the environment turns it off.
     """
     switch = ENVIRONMENT if Graph.serves(model.device) else PROGRAM_ENVIRONMENT
     choice = None if os.environ.get(switch) == "0" else DecoderChoice(model)

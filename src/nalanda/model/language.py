@@ -72,7 +72,7 @@ class LanguageModel(NalandaPreTrainedModel):
     def _logits_for_loss(self, h: Tensor, targets: Tensor | None) -> Tensor | None:
         """The head's logits of all columns of h `[B, T, D]`; None where no loss needs them.
 
-        It does where the head is more than a matrix in memory (an adapter, a hook, a quantised or an offloaded
+        A loss does where the head is more than a matrix in memory (an adapter, a hook, a quantised or an offloaded
         weight), and where somebody set a `loss_function`.
         """
         needs_logits = matrix_of(self.lm_head) is None or self.has_other_loss
@@ -389,8 +389,8 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
     ) -> tuple[Tensor | None, ...]:
         """Reads all but the last `keep` columns of (input_ids, inputs_embeds, …), marks, returns the rest.
 
-        `crop` may remove only positions after the first one with requested logits. keep: 0, or positions, for
-        all columns.
+        `crop` may remove only positions after the first one with requested logits. keep: a number of columns; 0, or a
+        tensor of positions, stands for all.
         """
         if isinstance(keep, int) and keep:
             ids, embeddings = (None if x is None else x[:, :-keep] for x in columns[:2])
@@ -524,9 +524,10 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         cache: NalandaCache | None,
         *beside: NalandaCache | Tensor | bool | None,
     ) -> CausalLMOutput | None:
-        """The output for one token of each row by a decoder, in `generate`; None if no decoder serves the call.
+        """One token of each row, by a decoder of whole tokens (`decoding.py`); None if none serves the call.
 
-        beside: what else the call gives or asks for. Decoders have buffers for tokens, lengths and states alone.
+        beside: other inputs and requests of the call; with one of them no decoder serves. Decoders have
+        buffers for tokens, lengths and states alone.
         """
         choice = None if torch.compiler.is_compiling() else current_choice()
         if choice is None or any(x is not None for x in beside):

@@ -147,8 +147,8 @@ def direction(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()  # rounding has no gradient
 def excess(k: Tensor) -> Tensor:
-    """max(1, Σk²) over the last dimension, in fp32 at least: what a step β of keys of length 1 is divided by,
-    so that β‖k‖² ≤ 2 for the rounded ones too."""
+    """max(1, Σk²) over the last dimension, in fp32 at least. A step β divided by it keeps β‖k‖² ≤ 2 for keys that
+    rounding made longer than 1."""
     return at_least_fp32(k).square().sum(-1).clamp_min(1)
 
 

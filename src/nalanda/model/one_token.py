@@ -21,7 +21,7 @@ from .feature_maps import EPS
 from .layers import LayerNorm, RMSNorm, altered, at_least_fp32, excess, rotary_frequencies
 from .ops import by_kernel, has_kernel, l2norm
 from .projections import FusedLinears, apply_linear, matrix_of
-from .recurrent import projected, up_projections
+from .recurrent import project_inputs, up_projections
 from .sequences import Sequences
 
 
@@ -101,7 +101,7 @@ def token_of(layer: Any, dtype: torch.dtype, out: LayerState | None = None) -> T
 def kernel_token(
     layer: Any, dtype: torch.dtype, out: LayerState | None = None
 ) -> dict[str, Any] | None:
-    """The token of a layer for kernels that compute more than `step`; None for a layer that they do not compute.
+    """The token of a layer with its norms, rotations and readouts, for `fused_step` and C++; None for other layers.
 
     Those are the fields of `nalanda_kernels.one_token.Token`, and of `nalanda_kernels.cpu.step.Step`.
     """
@@ -139,7 +139,7 @@ def decode_token(
     """
     if any(map(altered, layer.children())):
         return None
-    # The rule is described in vain where there is no such kernel, as on a CPU.
+    # A CPU has no such kernel: there the description below is all.
     if has_kernel("fused_step", x) and (fused := fused_step(layer, x, seq, state)):
         return fused
     rule = layer.rule
@@ -162,7 +162,7 @@ def decode_token(
             whole, _ = layer.inputs(x, seq, None)
             heads = {name: y for name, y in whole._asdict().items() if y is not None}
         else:
-            heads = projected(layer, x)
+            heads = project_inputs(layer, x)
         if token.denominator:
             heads["positions"] = seq.positions(1, x.device)
         if rule.gated and not rule.by_head:

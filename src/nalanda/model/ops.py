@@ -208,7 +208,7 @@ def _kernel_arguments(call: Call, options: Options) -> tuple[str, tuple[Tensor |
 
 def _run_in_torch(call: Call, options: Options) -> tuple[Tensor, Tensor | None]:
     """`run_recurrence` by the torch form of the options' mode; call without autocast."""
-    # A kernel may map features where none serves the call; `torch` wants none at all.
+    # "auto" may take a kernel for the map alone; "torch" takes none at all.
     map_backend = "torch" if options.backend == "torch" else "auto"
     q, k = map_features(call.q, call.k, options.feature_map, options.qk_norm, backend=map_backend)
     call = call._replace(q=q, k=k)

@@ -51,7 +51,7 @@ class ProgramDecoder(StateBuffers):
     """One token of `batch` sequences as a program, and mixers that it calls in Python."""
 
     def __init__(self, model: Any, cache: NalandaCache, program: Any):
-        self.decoder: Any = model.model
+        self.network: Any = model.model
         self.program, self.lengths = program, program.lengths
         self.one = torch.ones(cache.batch_size, dtype=torch.int64)
         # Each layer's state: tensors that the program writes into, and others, which are replaced.
@@ -68,10 +68,10 @@ class ProgramDecoder(StateBuffers):
         D = model.config.hidden_size
         self.x, self.h = program.array("x", D), program.array("h", D)
         # A draft of the first layers alone runs eagerly.
-        refuse(model.config.num_hidden_layers != len(self.decoder.layers), "a part of the layers")
-        for i, block in enumerate(self.decoder.layers):
+        refuse(model.config.num_hidden_layers != len(self.network.layers), "a part of the layers")
+        for i, block in enumerate(self.network.layers):
             self._add_block(i, block, cache.states[i])
-        self._add_norm(self.decoder.norm, self.x, self.h)
+        self._add_norm(self.network.norm, self.x, self.h)
         # Its output is set for each token: callers keep it.
         program.linear(self.h, model.lm_head, "logits")
         self.vocabulary = model.lm_head.out_features
@@ -207,7 +207,7 @@ class ProgramDecoder(StateBuffers):
         program, start = self.program, 0
         seq = Sequences(None, cache.lengths, None, self.x.device)
         # [batch, D]: an unknown id raises here, before a state changes
-        self.x.copy_(self.decoder.scaled(self.decoder.embed_tokens(tokens), seq)[:, 0])
+        self.x.copy_(self.network.scaled(self.network.embed_tokens(tokens), seq)[:, 0])
         # Their memory is full: C++ needs a new place for the next row.
         if self.attending and int(program.written_rows) == self.room:
             self._show_rows()
@@ -215,7 +215,7 @@ class ProgramDecoder(StateBuffers):
         for i, (end, _) in self.in_python.items():
             # h is the mixer's input then.
             program.run(start, end)
-            mixer = self.decoder.layers[i].mixer
+            mixer = self.network.layers[i].mixer
             y, self.replaced[i] = mixer(self.h[:, None], seq, self.replaced[i])
             self.x.add_(y[:, 0])
             start = end

@@ -4,8 +4,8 @@ For every head, with a state S of [F, V], all of them are
 
     S_t = (I − k_t (e_t ⊙ k_t)⊤) Diag(e^{g_t}) S_{t−1} + k_t (w_t ⊙ v_t)⊤        o_t = scale · S_t⊤ q_t
 
-with e = w = β for the delta rule, e = 0 and w = 1 for linear attention (`minimal.py`). Each function takes a layer,
-its `Inputs` and the state before the first token, and returns o and the state behind the last; see `base.Mixer.mix`.
+with e = w = β for the delta rule, e = 0 and w = 1 for linear attention (`minimal.py`). Each `mix_…` takes a layer, its
+`Inputs` and the state before the first token, and returns o and the state behind the last; see `base.Mixer.mix`.
 """
 
 from collections.abc import Callable
@@ -219,7 +219,10 @@ def _by_one_kernel(
     elif rule.read == "pola":
         options["mirrored"] = True
     served = by_kernel(
-        *("normalized_attention", "auto", q, q, inputs.k, v, inputs.g),
+        "normalized_attention",
+        "auto",
+        q,  # its device
+        *(q, inputs.k, v, inputs.g),
         feature_map=layer.feature_map,
         positions=seq.positions(v.shape[1], v.device),
         initial_state=past.get("recurrent"),
@@ -331,7 +334,7 @@ def up_projections(layer: Any) -> dict[str, nn.Linear]:
     return {"a": layer.a_up_proj} | ({"gate": layer.g_up_proj} if rule.gated else {})
 
 
-def projected(layer: Any, x: Tensor) -> dict[str, Tensor]:
+def project_inputs(layer: Any, x: Tensor) -> dict[str, Tensor]:
     """x `[…, D]` to the outputs of the layer's `linears` and `up_projections`, by name."""
     outputs = layer.project(x)
     for name, up in up_projections(layer).items():

@@ -50,8 +50,8 @@ class Sequences:
     the rows are cut over processes, and first sequences may continue documents of earlier parts. `bidirectional`:
     tokens see those behind them too. `grid`: each row is an image of (rows, columns) patches, row by row.
 
-    `layout` is None while layers hand on what mixers see. Otherwise they hand on the batch's columns `[B, T, D]`,
-    and each mixer packs them behind its projections, and unpacks its outputs before it reads them out.
+    `layout` is None while layers hand on packed tokens. Otherwise they hand on the batch's columns `[B, T, D]`: Linear
+    layers and norms see those, and each mixer packs what `mix` takes and unpacks what it returns.
     """
 
     layout: "Layout | None" = None

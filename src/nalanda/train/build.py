@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
-from nalanda_kernels import take_torch_path
+from nalanda_kernels import keep_fla_off_cpus
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -151,7 +151,7 @@ def check_machine(
     tokenizer: Any,
     resume: Path | None,
 ) -> Needs:
-    """Refuses a run whose model, steps or files this machine cannot hold; decides which chunks a CPU saves.
+    """Refuses a run whose model, steps or files this machine cannot hold. `needs_of` decides which chunks a CPU saves.
 
     Returns what the run needs.
 
@@ -374,7 +374,7 @@ def build_model(config: RunConfig, tokenizer: Any, *, weights: bool = True) -> P
     if path is None or not weights:
         with in_one_line("model"):
             model = language_model(model_config).from_config(model_config, dtype=torch.float32)
-        take_torch_path(sys.modules[type(model).__module__])
+        keep_fla_off_cpus(sys.modules[type(model).__module__])
         return model
 
     with in_one_line(f"model.init_from: {path}"):
@@ -395,5 +395,5 @@ def build_model(config: RunConfig, tokenizer: Any, *, weights: bool = True) -> P
             raise InputError(
                 f"model.init_from: {path}: a checkpoint of another shape: {problem}: {name}"
             )
-    take_torch_path(sys.modules[type(model).__module__])
+    keep_fla_off_cpus(sys.modules[type(model).__module__])
     return model

@@ -73,7 +73,7 @@ def train(config: RunConfig) -> Path:
             checkpoint saved; the same command resumes from it. While the run is set up, it ends at once. So
             does a later signal of the same kind (`guards.Interruptions`).
     """
-    # The checks come first: they need neither processes nor a folder.
+    # Callers from Python come without `load_config`. The checks need neither processes nor a folder.
     config = at_home(config)
     config.check(training=True)
     transformers.logging.disable_progress_bar()  # saving a few files needs none
@@ -148,7 +148,9 @@ def train_steps(run: Run, recipe: RunConfig, changes: dict, resume: Path | None)
 
         while run.at.step < run.config.train.steps:
             validate_if_due(run)  # after the step before, if there was one
-            step = forward_backward(run)  # loss and gradient norm, over all processes
+            step = forward_backward(
+                run
+            )  # loss and gradient norm, over all processes; gradients are clipped
             verdict = judge(run, step)  # good, skip or overflow, with a reason
             apply(run, step, verdict)  # updates the weights of a good step, counts every step
             unsound = check_soundness(run, step)  # None, or why no checkpoint may be saved
@@ -438,7 +440,7 @@ def roll_back(run: Run, step: Step, unsound: str | None) -> None:
         run.carried_states.forget()
     back = run.checkpoint
 
-    # Without a checkpoint the run ends. It saves the weights of its last good step; bad steps changed none.
+    # Without a checkpoint the run ends. It saves its weights, which are those of the last good step.
     if back is None and step.settled and run.saver.unsound(run.model, run.optimizer) is None:
         run.save(run.batches.state_dict(), wait=True)
     # A checkpoint is taken at most `max_rollbacks` times: its weights may lead to the same steps again.

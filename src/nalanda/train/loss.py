@@ -19,8 +19,8 @@ from nalanda.train.distill import Teacher
 def count_labels(batch: dict[str, Tensor], context: Context | None = None) -> int:
     """Counts the tokens of the loss, in this process's part of the rows.
 
-    The model shifts labels by one: a row's first label is no target. (Masked language models do not shift, but
-    have no label there.)
+    The model shifts labels by one: a row's first label is no target. (Masked language models do not shift,
+    and their batches have no label there.)
     """
     # [B, T]: padded at the end as the model pads its targets, so a context cuts both alike
     counted = F.pad(batch["labels"][:, 1:] != -100, (0, 1))
@@ -64,7 +64,7 @@ def summed_loss(
             packing["distillation"] = teacher(tokens, batch)
         if carried_states:
             packing |= carried_states.before(index, batch)
-        # Divided by 1: the model returns the sum of its losses in place of their mean.
+        # The model divides the sum of its losses by `num_items_in_batch`: with 1 it returns the sum.
         out = model(tokens, labels=labels, num_items_in_batch=1, use_cache=False, **packing)
         if carried_states:
             carried_states.after(index, out, batch)

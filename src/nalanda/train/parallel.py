@@ -104,7 +104,7 @@ def parallelize(
 
     train: `TrainConfig`. build: makes the optimizer.
 
-    The order is activation checkpointing, sharding, compilation, autocast, optimizer: sharding replaces the
+    The order is activation checkpointing, sharding, compilation, then optimizer and autocast: sharding replaces the
     parameters and the blocks' classes. `model` stays the bare model; under FSDP2 it is what is called.
     """
     if train.gradient_checkpointing:

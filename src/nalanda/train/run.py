@@ -39,9 +39,9 @@ class TrainerState:
     overflows: int = 0
     """Steps that changed nothing but fp16's loss scale."""
     bad: list[str] = field(default_factory=list)
-    """Reasons of the bad steps since the last good one; an overflow between them neither joins nor ends them."""
+    """Reasons of the bad steps since the last good one. An overflow of fp16 counts as neither."""
     settled: int = 0
-    """The newest step with no bad step since the last good one. A save that falls on later steps waits."""
+    """The last step that no bad step follows. A save that is due behind it waits for the next good step."""
 
 
 @dataclass(kw_only=True)
@@ -51,9 +51,9 @@ class Run:
     config: RunConfig
     accelerator: Accelerator
     model: Any
-    """The bare model."""
+    """The model without DDP, for saving and validation. accelerate patches autocast into its `forward`."""
     wrapped: Any
-    """The model under DDP or autocast: called in training."""
+    """What training calls: the model under DDP; in one process `model` itself."""
     optimizer: torch.optim.Optimizer
     batches: PackedBatches
     validation: dict[str, list[dict[str, Tensor]]]
@@ -84,7 +84,7 @@ class Run:
     rolled_back_to: Path | None = None
     """Checkpoint of the last rollback, until a step after it is good."""
 
-    # Of `loop.watched`: what accompanies the steps.
+    # What accompanies the steps, from `loop.train_together` and `loop.watched`.
     signals: Interruptions = field(init=False)
     watchdog: Watchdog = field(init=False)
     log: RunLog = field(init=False)
