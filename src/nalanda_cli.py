@@ -1,24 +1,21 @@
-"""The `nalanda` command.
+"""The `nalanda` command: each command, below the arguments and options that only it takes.
 
-This module is outside the package, whose import takes seconds: each command imports only what it needs.
+Imports of torch take seconds: each command imports only what it needs.
 """
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 try:
-    import typer
-
-    import nalanda_options as opt
-    from nalanda_typer import (
+    # First: after it, `nalanda` loads no model.
+    from nalanda_typer import (  # isort: skip
         add_version_option,
         allow_options,
         command,
         group,
         loading_torch,
         print_json,
-        print_next,
         resolve_models,
         resolve_runs,
         run_command,
@@ -26,9 +23,35 @@ try:
         set_environment,
         under_way,
     )
+
+    import typer
+    from nalanda_eval.options import EvalOptions, PerplexityOptions
+    from typer import Argument, Option
+
+    from nalanda.common.errors import InputError
+    from nalanda.common.next_steps import print_next_steps
+    from nalanda.data.options import DocumentOptions, TokenizerOptions
+    from nalanda.inference.options import (
+        LoadOptions,
+        PromptFiles,
+        Sampling,
+        check_files,
+        check_loading,
+        sampling_options,
+    )
 except KeyboardInterrupt:  # before `main` can handle it
     sys.stderr.write("nalanda: interrupted\n")
     raise SystemExit(130) from None
+
+PANELS: dict[str, tuple[str, ...]] = {
+    "Train a model": ("recipes", "info", "data", "train"),
+    "Look at runs": ("runs", "report", "plot", "verify"),
+    "Evaluate a model": ("eval", "perplexity"),
+    "Use a model": ("generate",),
+    "Convert a model": ("export", "convert", "linearize"),
+    "Tune the kernels": ("tune",),
+}
+"""The commands by what a person wants to do, in the order of the help."""
 
 app = group(
     """Pretrain linear-attention language models, evaluate them, and generate text.
@@ -37,20 +60,34 @@ app = group(
     nalanda generate runs/demo "def "           continue a text with it
     nalanda COMMAND --help                      examples and options of a command
     """,
-    opt.PANELS,
+    PANELS,
     completion=True,
 )
 data = group("Tokenise a corpus before training, and check the result.")
 app.add_typer(data, name="data")
 add_version_option(app)
 
+AsJson = Annotated[bool, Option("--json", help="print JSON")]
+Overrides = Annotated[
+    list[str] | None, Argument(metavar="[SECTION.KEY=VALUE]...", help="settings to change")
+]
+Runs = Annotated[list[str], Argument(metavar="RUN...", help="folders of runs")]
+
+RecipeOrPattern = Annotated[str | None, Argument(help="recipe file, or the name of one that ships")]
+ListKeys = Annotated[
+    bool, Option("--keys", help="list the keys; RECIPE then filters them: nalanda train --keys lr")
+]
+Rehearse = Annotated[
+    bool, Option("--rehearse", help="train three steps, measure memory and time, leave nothing")
+]
+
 
 @command(app)
 def train(
-    recipe: opt.RecipeOrPattern = None,
-    overrides: opt.Overrides = None,
-    keys: opt.ListKeys = False,
-    rehearse: opt.Rehearse = False,
+    recipe: RecipeOrPattern = None,
+    overrides: Overrides = None,
+    keys: ListKeys = False,
+    rehearse: Rehearse = False,
 ) -> None:
     """Pretrain from a recipe.
 
@@ -66,7 +103,6 @@ def train(
 
         print_keys(recipe or "")
         return
-    from nalanda.common.errors import InputError
     from nalanda.config.load import load_config
 
     if recipe is None:
@@ -81,17 +117,32 @@ def train(
         rehearsal.print_rehearsal(rehearsal.rehearse(config))
         return
     run = train(config)
-    print_next("train", of=run, run=run)
+    print_next_steps("train", of=run, run=run)
+
+
+ModelsOrNone = Annotated[list[str] | None, Argument(help="checkpoint directories or hub ids")]
+Tasks = Annotated[
+    str,
+    Option(
+        help="comma-separated: table4 (the literature's suite), all (and six more), recall (SWDE, FDA, "
+        "SQuAD, …), needles (RULER's), python_docs (of Python's text, without a network), tasks of "
+        "lm-evaluation-harness, task files, directories of task files"
+    ),
+]
+FetchTo = Annotated[str | None, Option(help="only write the tasks' data here, for --data")]
 
 
 @command(app)
 def eval(
-    models: opt.ModelsOrNone = None,
-    tasks: opt.Tasks = "table4",
-    fetch: opt.FetchTo = None,
+    models: ModelsOrNone = None,
+    tasks: Tasks = "table4",
+    fetch: FetchTo = None,
     *,
-    options: opt.EvalOptions,
-    loading: opt.LoadOptions,
+    options: Annotated[
+        EvalOptions,
+        {"num_fewshot": Option(min=0), "batch_size": Option(min=1), "max_length": Option(min=1)},
+    ],
+    loading: LoadOptions,
 ) -> None:
     """Evaluate models on tasks, zero-shot by default.
 
@@ -110,8 +161,6 @@ def eval(
         return
     from nalanda_eval.task_data import find_tasks
 
-    from nalanda.inference.options import check_loading
-
     # Mistakes are reported before torch is imported.
     resolved = resolve_models(models)
     check_loading(loading)
@@ -121,16 +170,26 @@ def eval(
         from nalanda_eval.report import print_results
 
     print_results(evaluate(resolved, names, options, loading))
-    print_next("eval", of=resolved[0], models=models)
+    print_next_steps("eval", of=resolved[0], models=models)
+
+
+Models = Annotated[list[str], Argument(help="checkpoint directories or hub ids")]
+Text = Annotated[
+    str,
+    Option(
+        help="text file, directory or glob of documents, python (the demo's validation part), or a "
+        "recipe, for its validation part"
+    ),
+]
 
 
 @command(app)
 def perplexity(
-    models: opt.Models,
-    text: opt.Text = "python",
+    models: Models,
+    text: Text = "python",
     *,
-    options: opt.PerplexityOptions,
-    loading: opt.LoadOptions,
+    options: Annotated[PerplexityOptions, {"overrides": Option("--set", metavar="KEY=VALUE")}],
+    loading: LoadOptions,
 ) -> None:
     """Measure perplexity by position, for texts of any length.
 
@@ -140,8 +199,6 @@ def perplexity(
     Reads the same tokens in one pass and in windows of the training length, to show whether the model uses
     context beyond its training length.
     """
-    from nalanda.inference.options import check_loading
-
     resolved = resolve_models(models)
     check_loading(loading)
     with loading_torch():
@@ -150,25 +207,27 @@ def perplexity(
     result = perplexity(resolved, text, options, loading)
     if "directory" in result:  # of a launch's processes, the first
         print_perplexity(result)
-        print_next("perplexity", of=resolved[0], models=models, output=options.output)
+        print_next_steps("perplexity", of=resolved[0], models=models, output=options.output)
+
+
+Model = Annotated[str, Argument(help="the folder of a run, a checkpoint or a model, or a hub id")]
+Prompt = Annotated[str | None, Argument(help="text to continue; - reads standard input")]
 
 
 @command(app)
 def generate(
-    model: opt.Model,
-    prompt: opt.Prompt = None,
+    model: Model,
+    prompt: Prompt = None,
     *,
-    files: opt.PromptFiles,
-    sampling: opt.Sampling,
-    loading: opt.LoadOptions,
+    files: PromptFiles,
+    sampling: Sampling,
+    loading: LoadOptions,
 ) -> None:
     """Stream a continuation of a prompt.
 
     nalanda generate runs/demo "def main(" --temperature 0.5
     nalanda generate runs/demo --file book.txt --save-state book.state
     """
-    from nalanda.inference.options import check_files, check_loading, sampling_options
-
     # Mistakes are reported before torch is imported.
     sampling_options(sampling)
     check_loading(loading)
@@ -179,7 +238,7 @@ def generate(
 
     generate(resolved, prompt, files, sampling, loading)
     if files.save_state is not None:
-        print_next("save a state", of=resolved, model=model, state=files.save_state)
+        print_next_steps("save a state", of=resolved, model=model, state=files.save_state)
 
 
 @command(app)
@@ -197,13 +256,22 @@ def recipes() -> None:
     print_recipes(rows)
 
 
+RecipeOrTables = Annotated[str | None, Argument(help="recipe file or name; tables without one")]
+Processes = Annotated[
+    int | None, Option(min=1, help="GPUs, or processes on CPUs; by default train.context_parallel")
+]
+EstimatedDevice = Annotated[
+    str, Option(help="device of each process, for the time: here, cpu, or a GPU such as H100")
+]
+
+
 @command(app)
 def info(
-    recipe: opt.RecipeOrTables = None,
-    overrides: opt.Overrides = None,
-    processes: opt.Processes = None,
-    device: opt.EstimatedDevice = "here",
-    as_json: opt.AsJson = False,
+    recipe: RecipeOrTables = None,
+    overrides: Overrides = None,
+    processes: Processes = None,
+    device: EstimatedDevice = "here",
+    as_json: AsJson = False,
 ) -> None:
     """Estimate a recipe's parameters, FLOPs, memory and time.
 
@@ -229,13 +297,24 @@ def info(
     print_json(figures) if as_json else show(figures)
 
 
+RunOrCheckpoint = Annotated[
+    str, Argument(metavar="RUN_OR_CHECKPOINT", help="folder of a run, or its step-N")
+]
+NewFolder = Annotated[str, Argument(help="the folder to make")]
+Step = Annotated[int | None, Option(help="step of the checkpoint; by default the newest")]
+HubRepository = Annotated[
+    str | None, Option(metavar="OWNER/NAME", help="upload the folder to this repository on the hub")
+]
+Private = Annotated[bool, Option("--private", help="with --push: as a private repository")]
+
+
 @command(app)
 def export(
-    run: opt.RunOrCheckpoint,
-    out: opt.NewFolder,
-    step: opt.Step = None,
-    push: opt.HubRepository = None,
-    private: opt.Private = False,
+    run: RunOrCheckpoint,
+    out: NewFolder,
+    step: Step = None,
+    push: HubRepository = None,
+    private: Private = False,
 ) -> None:
     """Write a checkpoint, sharded or not, as a model folder.
 
@@ -267,16 +346,34 @@ def export(
 
     # A checkpoint that was copied out of its run has no tokenizer.
     if (folder / "tokenizer_config.json").is_file():
-        print_next("write a model", of=out, folder=out)
+        print_next_steps("write a model", of=out, folder=out)
+
+
+ConvertedModel = Annotated[str, Argument(help="a model folder or hub id")]
+NewFolderOrFile = Annotated[str, Argument(help="the folder to make, or the GGUF file")]
+ModelFormat = Annotated[
+    str | None,
+    Option(
+        help="nalanda, fla, llama, qwen3, qwen3_5, kimi_linear, mlx, gguf (also by OUT.gguf); required where "
+        "more fit"
+    ),
+]
+Check = Annotated[bool, Option(help="compute with both models, one at a time in memory")]
+MatrixType = Annotated[
+    str | None,
+    Option(
+        help="of the matrices: gguf fp32 (default), bf16, fp16, q8_0; mlx as they are, fp32, bf16, fp16, q8"
+    ),
+]
 
 
 @command(app)
 def convert(
-    source: opt.ConvertedModel,
-    destination: opt.NewFolderOrFile,
-    to: opt.ModelFormat = None,
-    check: opt.Check = True,
-    dtype: opt.MatrixType = None,
+    source: ConvertedModel,
+    destination: NewFolderOrFile,
+    to: ModelFormat = None,
+    check: Check = True,
+    dtype: MatrixType = None,
 ) -> None:
     """Convert models to and from the formats of other libraries.
 
@@ -311,11 +408,15 @@ def convert(
 
     # What comes next depends on the library that reads the result.
     done = f"convert to {to}" if to in ("fla", "gguf", "mlx") else "convert"
-    print_next(done, of=resolved, folder=result)
+    print_next_steps(done, of=resolved, folder=result)
+
+
+Transformer = Annotated[str, Argument(help="folder or hub id of a Llama, Qwen3 or SmolLM2 model")]
+Recipe = Annotated[str, Argument(help="recipe file, or the name of one that ships")]
 
 
 @command(app)
-def linearize(model: opt.Transformer, recipe: opt.Recipe, overrides: opt.Overrides = None) -> None:
+def linearize(model: Transformer, recipe: Recipe, overrides: Overrides = None) -> None:
     """Put recurrent layers in place of a transformer's attention.
 
     nalanda linearize smollm2 linearize_smollm2_135m
@@ -334,11 +435,16 @@ def linearize(model: opt.Transformer, recipe: opt.Recipe, overrides: opt.Overrid
     folders = fit_layers(config, model)
     for folder in folders:
         print(folder)
-    print_next("linearize", recipe=recipe, model=model, run=config.output_dir, folder=folders[0])
+    print_next_steps(
+        "linearize", recipe=recipe, model=model, run=config.output_dir, folder=folders[0]
+    )
+
+
+RunsFolder = Annotated[str, Argument(metavar="[DIR]", help="directory of the runs")]
 
 
 @command(app)
-def runs(directory: opt.RunsFolder = "runs", as_json: opt.AsJson = False) -> None:
+def runs(directory: RunsFolder = "runs", as_json: AsJson = False) -> None:
     """List the runs of a directory.
 
     nalanda runs
@@ -352,8 +458,11 @@ def runs(directory: opt.RunsFolder = "runs", as_json: opt.AsJson = False) -> Non
     print_json([vars(run) for run in rows]) if as_json else print_runs(rows)
 
 
+Run = Annotated[str, Argument(help="a run's folder")]
+
+
 @command(app)
-def verify(run: opt.Run, as_json: opt.AsJson = False) -> None:
+def verify(run: Run, as_json: AsJson = False) -> None:
     """Check the checkpoints of a run.
 
     nalanda verify runs/demo
@@ -373,8 +482,16 @@ def verify(run: opt.Run, as_json: opt.AsJson = False) -> None:
         raise SystemExit(1)
 
 
+Page = Annotated[
+    str | None, Option(help="file of the page; default: report.html in the run, or beside several")
+]
+Samples = Annotated[
+    int, Option(min=0, max=20, help="texts that each run's model continues for the page")
+]
+
+
 @command(app)
-def report(folders: opt.Runs, output: opt.Page = None, samples: opt.Samples = 0) -> None:
+def report(folders: Runs, output: Page = None, samples: Samples = 0) -> None:
     """Write a page about runs: curves, events, recipes.
 
     nalanda report runs/demo --samples 3
@@ -388,8 +505,17 @@ def report(folders: opt.Runs, output: opt.Page = None, samples: opt.Samples = 0)
     print(write_page(runs, output, sample_texts(runs, samples)))
 
 
+Picture = Annotated[
+    str | None,
+    Option(
+        help="file of the picture, a PDF beside it; default: loss.png in the run, or here for several"
+    ),
+]
+Axis = Annotated[str, Option(help="x axis: tokens, steps or hours (of training)")]
+
+
 @command(app)
-def plot(folders: opt.Runs, output: opt.Picture = None, x: opt.Axis = "tokens") -> None:
+def plot(folders: Runs, output: Picture = None, x: Axis = "tokens") -> None:
     """Draw the loss curves of runs into one picture, for a paper.
 
     nalanda plot runs/demo runs/lr --output losses.png --x hours
@@ -399,18 +525,37 @@ def plot(folders: opt.Runs, output: opt.Picture = None, x: opt.Axis = "tokens") 
     print(plot(resolve_runs(folders), output, x=x))
 
 
+CorpusOrRecipe = Annotated[
+    str,
+    Argument(
+        metavar="SOURCE_OR_RECIPE",
+        help="directory, file, glob, hub dataset or python; a recipe, for its data and tokenizer; "
+        "PREFIX.idx, of Megatron",
+    ),
+]
+NewSet = Annotated[str, Argument(help="directory for the prepared set, to set as data.source")]
+Workers = Annotated[int | None, Option(min=1, help="processes; by default one per core")]
+ShardMb = Annotated[
+    int | None,
+    Option(min=1, help="MiB of input per shard; by default a 64th of the input, 1 to 256"),
+]
+SetFormat = Annotated[
+    str, Option(help="nalanda, or megatron: a prepared set SOURCE as Megatron's .idx and .bin")
+]
+
+
 @command(data)
 def prepare(
     context: typer.Context,
-    source: opt.CorpusOrRecipe,
-    output: opt.NewSet,
-    overrides: opt.Overrides = None,
-    workers: opt.Workers = None,
-    shard_mb: opt.ShardMb = None,
-    format: opt.SetFormat = "nalanda",
+    source: CorpusOrRecipe,
+    output: NewSet,
+    overrides: Overrides = None,
+    workers: Workers = None,
+    shard_mb: ShardMb = None,
+    format: SetFormat = "nalanda",
     *,
-    documents: opt.DocumentOptions,
-    tokenizer: opt.TokenizerOptions,
+    documents: DocumentOptions,
+    tokenizer: Annotated[TokenizerOptions, {"path": Option("--tokenizer")}],
 ) -> None:
     """Tokenise a corpus into token shards.
 
@@ -420,7 +565,6 @@ def prepare(
     Runs in parallel and resumes after an interruption. The number of workers does not change the bytes.
     """
     with under_way("loading"):
-        from nalanda.common.errors import InputError
         from nalanda.data.inspect import print_megatron, print_token_set
         from nalanda.data.make_set import make_token_set, settings_to_train
         from nalanda.data.megatron import write_megatron
@@ -435,8 +579,8 @@ def prepare(
     index = make_token_set(
         source,
         output,
-        data=vars(documents),
-        tokenizer=vars(tokenizer),
+        documents=documents,
+        tokenizer=tokenizer,
         overrides=overrides or [],
         workers=workers,
         shard_bytes=shard_mb and shard_mb << 20,
@@ -448,11 +592,16 @@ def prepare(
     run = Path("runs", Path(output).name)
     if run.resolve() == Path(output).resolve():
         run = run.with_name(f"{run.name}-model")
-    print_next("prepare", set=output, run=run, **training)
+    print_next_steps("prepare", set=output, run=run, **training)
+
+
+PreparedSet = Annotated[str, Argument(help="directory of a prepared set")]
+Sums = Annotated[bool, Option("--verify", help="check SHA-256 sums, not only sizes")]
+Show = Annotated[int, Option(min=0, help="number of documents to print the beginning of")]
 
 
 @command(data)
-def inspect(directory: opt.PreparedSet, verify: opt.Sums = False, show: opt.Show = 0) -> None:
+def inspect(directory: PreparedSet, verify: Sums = False, show: Show = 0) -> None:
     """Summarize and check a prepared set.
 
     nalanda data inspect tokens/python --verify --show 3
@@ -462,8 +611,12 @@ def inspect(directory: opt.PreparedSet, verify: opt.Sums = False, show: opt.Show
     inspect(directory, verify=verify, samples=show)
 
 
+BlocksFile = Annotated[str, Option(metavar="FILE", help="the table to write")]
+Minutes = Annotated[float, Option(help="time limit")]
+
+
 @command(app)
-def tune(json: opt.BlocksFile = "blocks.json", minutes: opt.Minutes = 30.0) -> None:
+def tune(json: BlocksFile = "blocks.json", minutes: Minutes = 30.0) -> None:
     """Choose the kernels' block sizes and backends on this GPU.
 
     nalanda tune --json blocks.json
@@ -474,26 +627,16 @@ def tune(json: opt.BlocksFile = "blocks.json", minutes: opt.Minutes = 30.0) -> N
         import torch
         from nalanda_kernels.tune import choose
 
-        from nalanda.common.errors import InputError
-
     if not torch.cuda.is_available():
         raise InputError("tune: torch sees no GPU; tune on a machine with one")
     choose(json, minutes=minutes)
 
 
-running = False
-"""Whether this process is the `nalanda` command: importing `nalanda` then loads no model, see there."""
-
-
 def main(arguments: list[str] | None = None) -> None:
     """The `nalanda` command; by default with the process's own arguments."""
-    global running
-    running = True
     set_environment()
     run_command(app, "nalanda", sys.argv[1:] if arguments is None else arguments)
 
 
-if __name__ == "__main__":  # python -m nalanda_cli: use the `running` of the imported module
-    import nalanda_cli
-
-    nalanda_cli.main()
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """How functions become commands: options by typer, groups in panels, errors in one line, imports that wait.
 
-Imports of `nalanda` stand inside functions, as the package takes seconds.
+Once this module is imported, `nalanda` loads no model by itself, see there.
 """
 
 import contextlib
@@ -11,14 +11,21 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import partial
-from inspect import Parameter, signature
+from inspect import Parameter, getfile, signature
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, TextIO, get_args, get_origin
 
 import typer
 import typer.core
 import typer.main
 from typer import Option
+
+from nalanda.common.errors import InputError, one_line_errors, report_failure
+from nalanda.common.fields import read_fields
+from nalanda.common.next_steps import choose_prompt
+from nalanda.common.progress import Progress
+from nalanda.common.versions import list_versions, versions
+from nalanda.inference.options import Sampling
 
 UsageError: Any = typer.BadParameter.__mro__[1]
 """typer's base of errors in a command line, which typer does not export."""
@@ -100,7 +107,10 @@ def group(
 
 
 def command(group: typer.Typer) -> Callable[[Callable], Callable]:
-    """Decorator of a command of `group`. Each field of a parameter that is a dataclass is an option."""
+    """Decorator of a command of `group`. Each field of a parameter that is a dataclass is an option.
+
+    typer's options of some fields may stand beside the class: `Annotated[Sampling, {"seed": Option(min=0)}]`.
+    """
 
     def register(function: Callable) -> Callable:
         group.command()(take_apart(function))
@@ -117,15 +127,14 @@ def take_apart(function: Callable) -> Callable:
         if parameter.name == "recipe":
             (argument,) = parameter.annotation.__metadata__
             argument.autocompletion = complete_recipe
-        if not is_dataclass(parameter.annotation):
+        kind, options = parameter.annotation, {}
+        if get_origin(kind) is Annotated:
+            kind, options = get_args(kind)
+        if is_dataclass(kind):
+            objects[parameter.name] = kind
+            parameters += options_of(kind, options)
+        else:
             parameters.append(parameter)
-            continue
-        objects[parameter.name] = parameter.annotation
-        for field in fields(parameter.annotation):
-            option = Parameter(
-                field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
-            )
-            parameters.append(option)
 
     # Builds the dataclasses again, from the keywords that typer passes.
     def call(**values: Any) -> Any:
@@ -139,6 +148,29 @@ def take_apart(function: Callable) -> Callable:
     call.__annotations__ = {}
     call.__signature__ = signature(function).replace(parameters=parameters)  # type: ignore
     return call
+
+
+def options_of(kind: Any, options: dict[str, Any]) -> list[Parameter]:
+    """The fields of a dataclass as keywords. The text below a field is its help.
+
+    options: typer's options of some fields, without help.
+    """
+    parameters = []
+    texts = read_fields(Path(getfile(kind)))[kind.__name__]
+    for field in fields(kind):
+        # Without a name, typer would give each flag a second one that turns it off.
+        flags = [f"--{field.name.replace('_', '-')}"] if field.type is bool else []
+        option = options.get(field.name) or Option(*flags)
+
+        _, text = texts[field.name]
+        option.help = f"{text[:1].lower()}{text[1:].removesuffix('.')}"
+        annotation = Annotated[field.type, option]  # type: ignore[not-a-type]
+        parameters.append(
+            Parameter(
+                field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation
+            )
+        )
+    return parameters
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -158,8 +190,6 @@ def run_command(app: typer.Typer, name: str, arguments: list[str]) -> None:
 
     `help COMMAND` is `COMMAND --help`.
     """
-    from nalanda.common.errors import one_line_errors, report_failure
-
     # An encoding may lack our characters. A caller's own stream has none.
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")  # pyrefly: ignore[missing-attribute]
@@ -216,8 +246,6 @@ def describe_misuse(error: UsageError, name: str) -> str:
 
 def allow_options(context: typer.Context, names: tuple[str, ...], why: str) -> None:
     """Raises `InputError` for a parameter that was typed on the command line and is not one of `names`."""
-    from nalanda.common.errors import InputError
-
     for parameter in context.command.params:
         name = parameter.name or ""
         origin = context.get_parameter_source(name)
@@ -231,19 +259,10 @@ def print_json(figures: Any) -> None:
 
 def under_way(what: str, stream: TextIO | None = None) -> contextlib.AbstractContextManager:
     """Shows that `what` is under way."""
-    from nalanda.common.progress import Progress
-
     return Progress(what, stream=stream)
 
 
 loading_torch = partial(under_way, "loading torch and transformers")
-
-
-def print_next(done: str, **values: Any) -> None:
-    """Prints what to do after `done`; see `next_steps`."""
-    from nalanda.common.next_steps import print_next_steps
-
-    print_next_steps(done, **values)
 
 
 def resolve_models(names: list[str] | None) -> list[str]:
@@ -265,10 +284,8 @@ def sample_texts(runs: list[Path], count: int) -> list[list[tuple[str, str]]]:
     if not count:
         return []
     with loading_torch():
-        from nalanda.common.next_steps import choose_prompt
         from nalanda.inference.generate import generate
         from nalanda.train.resolve import resolve
-        from nalanda_options import Sampling
 
     samples = []
     for run in runs:
@@ -283,8 +300,6 @@ def sample_texts(runs: list[Path], count: int) -> list[list[tuple[str, str]]]:
 def print_versions(wanted: bool) -> None:
     if not wanted:
         return
-    from nalanda.common.versions import list_versions, versions
-
     libraries = versions()
     ours = {"nalanda": libraries.pop("nalanda")}
     print(f"{list_versions([ours])} ({list_versions([libraries])})")

@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "nalanda": "src",
     "nalanda_cli": "src",
-    "nalanda_options": "src",
     "nalanda_typer": "src",
     "nalanda_eval": "eval",
     "nalanda_kernels": "kernels",
@@ -26,7 +25,6 @@ PACKAGES = {
 ROOMS = {
     **{
         "nalanda_kernels": 0,
-        "nalanda_options": 0,
         "nalanda.common": 1,
         "nalanda.model": 2,
         "nalanda": 3,
@@ -148,6 +146,15 @@ def test_imports_point_down(package):
         and ROOMS[room(target)] >= ROOMS[room(module)]
     ]
     assert not bad
+
+
+def test_the_command_line_alone_knows_typer():
+    found = {
+        module
+        for module, file in modules().items()
+        if re.search(r"^\s*(from|import) typer\b", file.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert found == {"nalanda_cli", "nalanda_typer"}
 
 
 def test_model_and_kernels_travel():

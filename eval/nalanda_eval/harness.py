@@ -57,13 +57,14 @@ from nalanda.common.products import product_route
 from nalanda.common.progress import Progress
 from nalanda.common.versions import versions
 from nalanda.inference.load import choose_device, load_model
+from nalanda.inference.options import LoadOptions
 from nalanda.train.resolve import resolve, resolve_all
 from nalanda_eval import report
 from nalanda_eval.cache import AnswerCache
 from nalanda_eval.needles import SAMPLES
+from nalanda_eval.options import EvalOptions
 from nalanda_eval.perplexity import ratio
 from nalanda_eval.task_data import TaskSource, find_tasks
-from nalanda_options import EvalOptions, LoadOptions
 
 CONTEXT_LENGTHS = ("n_positions", "max_position_embeddings", "n_ctx")
 """Keys of configs with the tokens that a model sees at once, as the harness reads them."""

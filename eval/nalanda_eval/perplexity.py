@@ -41,11 +41,12 @@ from nalanda.inference.load import (
     launched_context,
     load_model,
 )
+from nalanda.inference.options import LoadOptions
 from nalanda.model.context import Context
 from nalanda.model.state import fingerprint
 from nalanda.report.figures import GREY, drawing, files, in_panels, log_axis
 from nalanda.train.resolve import resolve_all
-from nalanda_options import LoadOptions, PerplexityOptions
+from nalanda_eval.options import PerplexityOptions
 
 AT_ONCE = 4096
 """Tokens whose logits are in memory at once."""

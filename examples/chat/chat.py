@@ -42,9 +42,8 @@ from nalanda.inference.load import (
     load_model,
     number_check,
 )
-from nalanda.inference.options import sampling_options
+from nalanda.inference.options import Sampling, sampling_options
 from nalanda.model import State
-from nalanda_options import Sampling
 
 HELP = "/save FILE, /load FILE, /reset, /quit; ctrl-C ends an answer"
 

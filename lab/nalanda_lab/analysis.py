@@ -23,9 +23,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from nalanda.common.errors import InputError, output_folder
 from nalanda.common.versions import versions
+from nalanda.config.bounds import check_seed
 from nalanda.config.load import load_config
 from nalanda.config.model import build_model_config
-from nalanda.config.schema import DataConfig, check_seed
+from nalanda.config.schema import DataConfig
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda.inference.load import bos_token, choose_device, load_model
 from nalanda.model import build_feature_map

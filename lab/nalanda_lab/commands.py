@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from nalanda_options import Device, Overrides, RemoteCode
 from nalanda_typer import loading_torch, resolve_models, run_command, under_way
 
 app = typer.Typer(
@@ -19,6 +18,13 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+Device = Annotated[
+    str | None, Option(help="cpu, cuda, cuda:1, …; by default a GPU if there is one")
+]
+Overrides = Annotated[
+    list[str] | None, Argument(metavar="[SECTION.KEY=VALUE]...", help="settings to change")
+]
+RemoteCode = Annotated[bool, Option("--trust-remote-code", help="run code from the checkpoint")]
 Steps = Annotated[int | None, Option(min=1, help="training steps of each run")]
 Quick = Annotated[bool, Option("--quick", help="few models on small tasks, in minutes")]
 Workers = Annotated[int, Option(min=1, help="processes, of one thread each")]

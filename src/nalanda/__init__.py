@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(".model", __name__), name)
 
 
-# Importing the model registers it and takes seconds. The `nalanda` command does not wait for it: each of its
-# functions imports what it needs.
-if not getattr(sys.modules.get("nalanda_cli"), "running", False):
+# Importing the model registers it and takes seconds. A command line does not wait for it: each of its functions
+# imports what it needs.
+if "nalanda_typer" not in sys.modules:
     importlib.import_module(".model", __name__)

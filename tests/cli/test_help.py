@@ -11,7 +11,6 @@ import pytest
 import typer.main
 
 import nalanda_cli
-import nalanda_options
 from nalanda.common.next_steps import NEXT, next_steps, print_next_steps
 from nalanda.common.number_formats import LOADED, STATES
 
@@ -59,11 +58,20 @@ def test_help_fits_80_columns_of_plain_text(helps):
         assert not re.search("[\x1b─│╭╰]", text), path
 
 
+def test_every_argument_and_option_says_what_it_is():
+    """Those of dataclasses too, whose help is the text below the field."""
+    for path, command in COMMANDS.items():
+        for parameter in command.params:
+            assert parameter.help, (path, parameter.name)
+            # The root has some of typer's, with its own words.
+            assert not path or not parameter.help.endswith("."), (path, parameter.name)
+
+
 @pytest.mark.parametrize(
     "path", [path for path, command in COMMANDS.items() if hasattr(command, "commands")]
 )
 def test_every_command_stands_once_in_a_panel_with_a_whole_sentence(helps, path):
-    panels = {"Commands": ("prepare", "inspect")} if path else nalanda_options.PANELS
+    panels = {"Commands": ("prepare", "inspect")} if path else nalanda_cli.PANELS
     listed = [name for names in panels.values() for name in names]
     assert sorted(listed) == sorted(COMMANDS[path].commands)
     text = helps[path]

@@ -11,6 +11,7 @@ from nalanda.config.load import load_config
 from nalanda.config.schema import TokenizerConfig
 from nalanda.data import make_set
 from nalanda.data.loader import validation_batches
+from nalanda.data.options import TokenizerOptions
 from nalanda.data.token_set import read_index
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda_cli import app
@@ -75,7 +76,8 @@ def test_options_change_a_recipes_tokenizer_and_keep_the_rest(
         monkeypatch.setattr(
             make_set, "prepare", lambda data, config, *_, **__: found.append(config)
         )
-        make_set.make_token_set(str(recipe), str(tmp_path / "out"), data={}, tokenizer=asked)
+        options = TokenizerOptions(**asked)
+        make_set.make_token_set(str(recipe), str(tmp_path / "out"), tokenizer=options)
         return found[0]
 
     words = "{train: words, min_count: 3, mask: true}"

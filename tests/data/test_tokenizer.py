@@ -15,6 +15,7 @@ from training import configured
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.make_set import make_token_set
+from nalanda.data.options import TokenizerOptions
 from nalanda.data.python_docs import python_documents
 from nalanda.data.text_bytes import text_bytes
 from nalanda.data.tokenizer import (
@@ -68,9 +69,9 @@ def test_llamas_older_form_is_one_tokenizer_everywhere(
     published, recipe, tmp_path, fresh_accelerate
 ):
     out, run = tmp_path / "set", tmp_path / "run"
-    given = {"data": {}, "tokenizer": {"path": str(published), "train": None, "vocab_size": None}}
+    given = TokenizerOptions(path=str(published))
     for _ in range(2):  # the second time, it is the tokenizer in the folder
-        make_token_set(str(recipe.parent), str(out), **given, say=str)
+        make_token_set(str(recipe.parent), str(out), tokenizer=given, say=str)
 
     settings = [
         f"tokenizer={published}",

@@ -21,6 +21,7 @@ from nalanda_eval import fetch, report
 from nalanda_eval import harness as harness_module
 from nalanda_eval.cache import AnswerCache, model_identity
 from nalanda_eval.harness import _read_earlier, evaluate
+from nalanda_eval.options import EvalOptions, PerplexityOptions
 from nalanda_eval.perplexity import perplexity, print_perplexity
 from nalanda_eval.python_tasks import excerpts, python_tasks, write_python_tasks
 from nalanda_eval.task_data import GROUPS, PACKAGED, TaskSource, find_tasks, read_rows
@@ -33,7 +34,7 @@ from nalanda.common.errors import DiskFull, InputError
 from nalanda.config.schema import DataConfig
 from nalanda.inference.generate import generate
 from nalanda.inference.load import load_model
-from nalanda_options import EvalOptions, LoadOptions, PerplexityOptions, Sampling
+from nalanda.inference.options import LoadOptions, Sampling
 
 SENTENCE = "a river runs under the old stone bridge and the miller counts his sacks before dusk"
 WORDS = SENTENCE.split()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from nalanda_eval import perplexity as module
+from nalanda_eval.options import PerplexityOptions
 from nalanda_eval.perplexity import (
     perplexity,
     perplexity_by_position,
@@ -31,7 +32,6 @@ from nalanda.common import progress
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
 from nalanda.testing import in_threads
-from nalanda_options import PerplexityOptions
 
 V = 320
 

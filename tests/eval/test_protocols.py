@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from nalanda_eval import harness
 from nalanda_eval.cache import AnswerCache
+from nalanda_eval.options import EvalOptions
 from nalanda_eval.perplexity import ratio
 
-from nalanda.inference.options import sampling_options
-from nalanda_options import EvalOptions, LoadOptions, Sampling
+from nalanda.inference.options import LoadOptions, Sampling, sampling_options
 
 TINY = {
     "mixer": "deltanet",

@@ -13,6 +13,7 @@ from nalanda_eval import needles, report
 from nalanda_eval.fetch import fetch_tasks
 from nalanda_eval.harness import evaluate, most_tokens
 from nalanda_eval.needles import KINDS, NEEDLES, NeedleTask, haystack, needle_rows
+from nalanda_eval.options import EvalOptions
 from nalanda_eval.task_data import GROUPS, LOCAL, find_tasks, read_rows
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu import build
@@ -21,7 +22,6 @@ from tiny_models import save
 
 from nalanda.common.errors import InputError
 from nalanda.inference.load import load_model
-from nalanda_options import EvalOptions
 
 COMPLETION = {"text": "Mill: stone. The mill is made of ", "value": "stone"}
 PASSAGE = {

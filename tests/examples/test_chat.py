@@ -18,8 +18,7 @@ from nalanda import NalandaForCausalLM
 from nalanda.common.errors import InputError
 from nalanda.inference.generate import Printer
 from nalanda.inference.load import end_tokens, load_model
-from nalanda.inference.options import sampling_options
-from nalanda_options import Sampling
+from nalanda.inference.options import Sampling, sampling_options
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "chat" / "chat.py"
 spec = importlib.util.spec_from_file_location("chat", SCRIPT)

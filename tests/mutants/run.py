@@ -50,7 +50,7 @@ ROOMS = {
     "convert": ["src/nalanda/convert"],
     "report": ["src/nalanda/report"],
     "eval": ["eval/nalanda_eval"],
-    "cli": ["src/nalanda_cli.py", "src/nalanda_typer.py", "src/nalanda_options.py"],
+    "cli": ["src/nalanda_cli.py", "src/nalanda_typer.py"],
 }
 APART = ("tests/docs", "tests/gpu", "tests/recipes", "tests/torture", "tests/vllm")
 """Folders of tests that run whole commands, or belong to no room."""

@@ -17,6 +17,7 @@ from nalanda.common.files import write_manifest
 from nalanda.common.stores import cache
 from nalanda.config.schema import CheckpointConfig
 from nalanda.data.make_set import make_token_set
+from nalanda.data.options import TokenizerOptions
 from nalanda.data.stores import StoreShard
 from nalanda.train import mirror as copies
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, step_of
@@ -317,7 +318,7 @@ def test_a_server_that_dies_under_a_run(recipe, texts, bucket, tmp_path, monkeyp
 @pytest.mark.slow
 def test_a_token_set_in_a_store_is_trained_on(recipe, texts, bucket, tmp_path, monkeypatch):
     made = make_token_set(
-        "s3://bucket/texts", "s3://bucket/tokens", data={}, tokenizer={"vocab_size": 320}
+        "s3://bucket/texts", "s3://bucket/tokens", tokenizer=TokenizerOptions(vocab_size=320)
     )
     assert made["train"]["documents"] > 1000
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -55,6 +55,12 @@ def check_choice(value: Any, choices: Iterable[Any], key: str) -> None:
     raise InputError(f"{key}: expected one of {', '.join(names)}; got {value!r}")
 
 
+def check_seed(seed: int | None, name: str = "seed") -> None:
+    """Raises `InputError` for a seed that not all of Python, numpy and torch accept."""
+    if seed is not None and not 0 <= seed < 2**32:
+        raise InputError(f"{name}: expected 0 to {2**32 - 1}, got {seed}")
+
+
 @cache
 def annotations(section: type) -> dict[str, Any]:
     """The annotations of a dataclass's fields, with their bounds."""

@@ -23,6 +23,7 @@ from nalanda.config.bounds import (
     between,
     check_bounds,
     check_choice,
+    check_seed,
 )
 
 OPTIMIZERS = ["adamw", "muon"]
@@ -636,12 +637,6 @@ def _several(source: Any) -> list[Any]:
     if isinstance(source, list):
         return source
     return [source] if isinstance(source, str) else []
-
-
-def check_seed(seed: int | None, name: str = "seed") -> None:
-    """Raises `InputError` for a seed that not all of Python, numpy and torch accept."""
-    if seed is not None and not 0 <= seed < 2**32:
-        raise InputError(f"{name}: expected 0 to {2**32 - 1}, got {seed}")
 
 
 def _plain(value: Any) -> Any:

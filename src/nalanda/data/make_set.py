@@ -14,6 +14,7 @@ from nalanda.common.text import local_path
 from nalanda.config.load import is_recipe, load_config
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.megatron import read_megatron
+from nalanda.data.options import DocumentOptions, TokenizerOptions
 from nalanda.data.prepare import prepare
 from nalanda.data.stores import make_in_store
 from nalanda.data.token_set import megatron_splits
@@ -24,8 +25,8 @@ def make_token_set(
     source: str,
     directory: str,
     *,
-    data: Mapping[str, Any],
-    tokenizer: Mapping[str, Any],
+    documents: DocumentOptions = DocumentOptions(),
+    tokenizer: TokenizerOptions = TokenizerOptions(),
     overrides: Sequence[str] = (),
     workers: int | None = None,
     shard_bytes: int | None = None,
@@ -35,7 +36,7 @@ def make_token_set(
 
     Args:
         source: of documents, or a recipe, whose data and tokenizer are taken; or PREFIX.idx of Megatron.
-        data, tokenizer: flags instead of the recipe's settings, or of the defaults; None is not given.
+        documents, tokenizer: in place of the recipe's settings, or of the defaults.
         overrides: settings of the recipe, as `section.key=value`.
         workers: by default one per core.
         shard_bytes, say: as in `prepare`.
@@ -51,7 +52,7 @@ def make_token_set(
             lambda folder: make_token_set(
                 source,
                 folder,
-                data=data,
+                documents=documents,
                 tokenizer=tokenizer,
                 overrides=overrides,
                 workers=workers,
@@ -71,7 +72,7 @@ def make_token_set(
         )
 
     # Flags of the command change the recipe's settings, or the defaults.
-    changes, tokenizer_changes = _without_none(data), _without_none(tokenizer)
+    changes, tokenizer_changes = _without_none(vars(documents)), _without_none(vars(tokenizer))
     data_config = replace(data_config, **changes)
     tokenizer_config = _changed_tokenizer(tokenizer_config, tokenizer_changes)
 
@@ -83,7 +84,8 @@ def make_token_set(
         return read_megatron(data_config, tokenizer_config, directory)
 
     # Without a recipe there are no keys: every message names flags.
-    flags = (changes, tokenizer_changes) if is_recipe(source) else (data, tokenizer)
+    given = (changes, tokenizer_changes)
+    flags = given if is_recipe(source) else (vars(documents), vars(tokenizer))
     with _messages_name(*flags):
         return prepare(
             data_config,

@@ -31,11 +31,18 @@ from nalanda.inference.load import (
     load_model,
     number_check,
 )
-from nalanda.inference.options import read_prompt, sampling_options, state_file, state_format
+from nalanda.inference.options import (
+    LoadOptions,
+    PromptFiles,
+    Sampling,
+    read_prompt,
+    sampling_options,
+    state_file,
+    state_format,
+)
 from nalanda.model import NalandaCache, State
 from nalanda.model.precision import check_state_dtype
 from nalanda.model.state import fingerprint
-from nalanda_options import LoadOptions, PromptFiles, Sampling
 
 PIECE = 4096
 """Tokens of a prompt read between updates of the progress."""

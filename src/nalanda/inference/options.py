@@ -1,14 +1,60 @@
-"""Checks the options of commands that load a model. Imports neither torch nor transformers."""
+"""How a model is loaded and a text continued, and checks of that. Imports neither torch nor transformers."""
 
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nalanda.common.errors import InputError
 from nalanda.common.number_formats import LOADED, STATES, TORCH_NAMES, choose_format
-from nalanda.config.schema import check_seed
-from nalanda_options import LoadOptions, PromptFiles, Sampling
+from nalanda.config.bounds import check_seed
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is loaded; see `nalanda.inference.load.load_model`."""
+
+    device: str | None = None
+    """cpu, cuda, cuda:1, …; by default a GPU if there is one."""
+    dtype: str = "auto"
+    """auto (as saved), fp32, bf16, fp16 or fp64."""
+    trust_remote_code: bool = False
+    """Run code from the checkpoint."""
+
+
+@dataclass(frozen=True)
+class PromptFiles:
+    """Files that a continuation reads and writes."""
+
+    file: str | None = None
+    """Text file to continue; the prompt follows it."""
+    states: str | None = None
+    """Folder that keeps the file's state, so that it is read once."""
+    state: str | None = None
+    """Continue a state that --save-state wrote."""
+    force: bool = False
+    """Continue it though another tokenizer read its text."""
+    save_state: str | None = None
+    """Write the prompt's state to this file."""
+    state_dtype: str | None = None
+    """Keep states in fp32, bf16, int8 or fp8; by default as --state has them."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. top_p and top_k keep the likeliest tokens; 1 and 0 keep all."""
+
+    max_new_tokens: int = 128
+    """Length limit, unless the text ends earlier."""
+    temperature: float = 0.8
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens with this total probability."""
+    top_k: int = 0
+    """Sample from at most this many tokens; 0: all."""
+    seed: int | None = None
+    """Seed of the sampling; by default every call differs."""
 
 
 def sampling_options(sampling: Sampling) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.padding import Padding
 
 from nalanda.common.errors import InputError
+from nalanda.common.fields import Field, read_fields
 
 _PACKAGE = Path(__file__).parents[1]
 _FACTORIES = {"list": "[]", "dict": "{}"}
@@ -23,15 +24,15 @@ def key_rows(pattern: str = "") -> list[dict[str, str]]:
         expression = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
         raise InputError(f"{pattern!r} is not a regular expression: {error}") from None
-    schema = _read_classes(_PACKAGE / "config" / "schema.py")
-    model = _read_classes(_PACKAGE / "model" / "configuration.py")["NalandaConfig"]
+    schema = read_fields(_PACKAGE / "config" / "schema.py")
+    model = read_fields(_PACKAGE / "model" / "configuration.py")["NalandaConfig"]
     rows = [row for row in _list_keys(schema, "RunConfig") if row["key"] != "model"]
 
     # The model's keys stand before those of the tokenizer.
     at = next(i for i, row in enumerate(rows) if row["key"].startswith("tokenizer"))
     # Reversed, since each is inserted before those that came earlier.
-    for field, text in reversed(_read_fields(model)):
-        rows.insert(at, _row(f"model.{ast.unparse(field.target)}", field, text))
+    for name, (field, text) in reversed(model.items()):
+        rows.insert(at, _row(f"model.{name}", field, text))
     return [x for x in rows if expression.search(x["key"]) or expression.search(x["meaning"])]
 
 
@@ -50,25 +51,6 @@ def print_keys(pattern: str = "") -> None:
             console.print(Padding(escape(row["meaning"]), (0, 0, 0, 4)))
 
 
-def _read_classes(path: Path) -> dict[str, ast.ClassDef]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _read_fields(node: ast.ClassDef) -> list[tuple[ast.AnnAssign, str]]:
-    """The annotated fields, each with the text below it."""
-    fields = []
-    for line, after in zip(node.body, [*node.body[1:], None], strict=True):
-        if not isinstance(line, ast.AnnAssign) or "ClassVar" in ast.unparse(line.annotation):
-            continue
-        text = ""
-        # A field's text is the string that stands below it.
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            text = str(after.value.value)
-        fields.append((line, " ".join(text.split())))
-    return fields
-
-
 def _type_of(field: ast.AnnAssign) -> str:
     """The type of a field, without the bounds of `Annotated`."""
     kind = field.annotation
@@ -79,12 +61,12 @@ def _type_of(field: ast.AnnAssign) -> str:
 
 
 def _list_keys(
-    classes: dict[str, ast.ClassDef], name: str, where: str = ""
+    classes: dict[str, dict[str, Field]], name: str, where: str = ""
 ) -> list[dict[str, str]]:
     rows = []
-    for field, text in _read_fields(classes[name]):
+    for field_name, (field, text) in classes[name].items():
         kind = _type_of(field)
-        key = f"{where}{ast.unparse(field.target)}"
+        key = f"{where}{field_name}"
         # A section's class, or that of a list of sections.
         inner = re.search(r"\w+$", kind.removesuffix("]"))
         if inner and inner[0] in classes:
