@@ -1,25 +1,16 @@
 """The table of rules × executors: sequences with every gradient, and tokens one by one, against `minimal.py`."""
 
 from kernel_device import DEVICE  # isort: skip  (before any kernel)
-import functools
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from nalanda_kernels import KERNELS, Unsupported
 from nalanda_kernels.cpu import build as library
-from op_inputs import KINDS, call, make, minimal, run
+from op_inputs import KINDS, LENGTHS, ROWS, call, cases, errors, hold, make, minimal, run
 
 from nalanda.model import one_token
 
-SEQUENCE = {
-    "reference": ("reference", "torch", torch.float64, 1e-10),
-    "recurrent": ("recurrent", "torch", torch.float64, 1e-10),
-    "torch": ("chunk", "torch", torch.float64, 1e-10),
-    "triton": ("chunk", "triton", torch.float32, 3e-5),
-}
-"""Executors: mode, backend, dtype, and the largest error as a share of a tensor's largest entry."""
 TOKEN = {
     "torch": (torch.float64, 1e-12),
     "cpu": (torch.float32, 1e-5),
@@ -28,45 +19,63 @@ TOKEN = {
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def near(found, expected, tolerance):
-    error = (found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-300)
-    assert error <= tolerance, f"off by {float(error):.1e}"
-
-
-def on_device(backend, **inputs):
+def on_device(**inputs):
     there = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
-    o, state = call(**there, backend=backend)
+    o, state = call(**there, backend="triton")
     return o.cpu(), state.cpu()
 
 
-@every_kind
+def near(found, expected, tolerance):
+    [error] = errors({"": found}, {"": expected}).values()
+    assert error <= tolerance, f"off by {error:.1e}"
+
+
+# `test_kernels_chunk` has the other rows on Triton's kernels.
 @pytest.mark.parametrize(
-    ("executor", "length"),
+    ("executor", "row", "kind"),
     [
+        *(("torch", *case) for case in cases()),
         *(
-            (executor, length)
-            for executor in SEQUENCE
-            for length in (1, 67)
-            if executor != "triton"
+            (executor, *case)
+            for executor in ("reference", "recurrent")
+            for case in cases()
+            if case[0] not in LENGTHS
         ),
-        ("triton", 1),
-        pytest.param("triton", 67, marks=pytest.mark.slow),
+        *(("triton", *case) for case in cases(["one_token"])),
     ],
 )
-def test_sequences(kind, executor, length):
-    mode, backend, dtype, tolerance = SEQUENCE[executor]
-    inputs = make(2, length, kind=kind, value_heads=4, k_dim=12, v_dim=10)
-    rounded = {name: x if x is None else x.to(dtype).double() for name, x in inputs.items()}
-    expected = run(rounded, mode, function=lambda mode, output_final_state, **x: minimal(**x))
-    function = call if backend == "torch" else functools.partial(on_device, backend)
-    with warnings.catch_warnings(action="error"):  # such as the one that another backend serves
-        found = run(inputs, mode, dtype, function=function)
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        near(tensor, expected[name], tolerance)
+def test_sequences(executor, row, kind):
+    """Outputs, the last state and every gradient. Executors without chunks have shorter sequences."""
+    sizes = {"length": 70, "heads": 1, "value_heads": 2, "k_dim": 12, "v_dim": 10}
+    if executor == "triton":
+        inputs, options = ROWS[row].make(kind, **sizes)
+        hold(inputs, torch.float32, 3e-5, function=on_device, **options)
+        return
+
+    mode = executor
+    if executor == "torch":
+        mode, sizes = "chunk", sizes | {"length": 130, "v_dim": 120}  # for chunks of 64 on a CPU
+    inputs, options = ROWS[row].make(kind, **sizes)
+    hold(inputs, torch.float64, max(1e-11, ROWS[row].rough), mode, **options)
+    if executor != "reference" or row == "resets":
+        hold(inputs, torch.float32, ROWS[row].exact or 2e-5, mode, **options)
 
 
-def projections(kind, dtype, N=3, T=5, H=2, HV=4, K=12, V=10):
+@every_kind
+@pytest.mark.parametrize("executor", ["reference", "recurrent", "chunk", "triton"])
+def test_nothing_but_empty_sequences(executor, kind):
+    mode, function = ("chunk", on_device) if executor == "triton" else (executor, call)
+    inputs = {
+        n: x if x is None else x.float() for n, x in make(1, 0, kind=kind, sequences=3).items()
+    }
+    bounds = torch.zeros(4, dtype=torch.int64)
+    results = run(inputs, mode, torch.float32, function=function, cu_seqlens=bounds)
+    assert results["o"].shape == inputs["v"].shape
+    assert torch.equal(results["state"], inputs["initial_state"])
+    assert results["initial_state"].abs().sum() > 0  # the gradient passes through
+
+
+def projections(kind, dtype, N=2, T=3, H=2, HV=4, K=12, V=10):
     """What a layer projects for T tokens of N sequences, in float64 rounded to `dtype`, and its rule of a token."""
     generator = torch.Generator().manual_seed(len(kind))
 
@@ -138,7 +147,8 @@ def test_a_reset_costs_no_digits_behind_it():
     """The kernel's cumulative decay is in fp64: in fp32 the weak decays behind a strong one lose digits."""
     inputs = make(1, 40, kind="gated_linear", heads=1, value_heads=1, k_dim=4, v_dim=4)
     inputs["g"][:, 5] = -100.0
-    rounded = {name: x if x is None else x.float().double() for name, x in inputs.items()}
-    expected = run(rounded, "reference")
-    found = run(rounded, "chunk", torch.float32, function=functools.partial(on_device, "triton"))
-    near(found["o"], expected["o"], 1e-6)
+
+    def outputs(*given, **options):
+        return {"o": run(*given, **options)["o"]}
+
+    hold(inputs, torch.float32, 1e-6, function=on_device, run=outputs)

@@ -1,8 +1,10 @@
-"""The recurrences: every mode against the float64 reference, outputs, final state and all gradients."""
+"""The recurrences against other definitions of them, their properties, and how they choose a backend.
+
+`tests/kernels/test_rules.py` has the table of rules × executors × inputs.
+"""
 
 import importlib
 import inspect
-import itertools
 import os
 import subprocess
 import sys
@@ -14,11 +16,10 @@ import nalanda_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import covering, slow_but_for
-from op_inputs import LENGTHS, RESETS, call, make, run, with_resets
+from covering import slow_but_for
+from op_inputs import DECAYS, KINDS, call, doubling_map, make, run, with_resets
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import deterministic
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -29,18 +30,11 @@ from nalanda.model.chunk_forward import Chunk
 
 # Largest error relative to the largest entry of the same tensor.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2}
-# Delta rule and linear attention, without decay, with a decay per head, and with one per key channel; and the
-# delta rule with gates of what is erased and written.
-KINDS = (
-    *("delta", "gated_delta", "linear", "gated_linear", "vector_linear", "vector_delta"),
-    *("gdn2_delta", "gated_gdn2_delta", "vector_gdn2_delta"),
-)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 # Each op, each input, and each shape of a decay occurs among the quick ones.
 some_kinds = pytest.mark.parametrize(
     "kind", slow_but_for(("gated_linear", "vector_delta", "gdn2_delta"), KINDS)
 )
-DECAYS = [kind for kind in KINDS if "gated" in kind or "vector" in kind]
 every_decay = pytest.mark.parametrize("kind", DECAYS)
 
 
@@ -49,17 +43,6 @@ def assert_same(results, expected, dtype=torch.float64, tolerance=None):
     for name, right in expected.items():
         error = (results[name].double() - right).abs().max() / right.abs().max().clamp(min=1e-300)
         assert error <= (tolerance or TOLERANCE[dtype]), f"{name} is off by {error:.1e}"
-
-
-# `test_packed_sequences_are_those_alone` has each kind with about these lengths.
-@covering(
-    strength=1, times=3, kind=KINDS, value_heads=(2, 4), initial=(True, False), length=LENGTHS
-)
-def test_modes_agree_with_the_reference(kind, value_heads, initial, length):
-    inputs = make(2, length, value_heads=value_heads, kind=kind, initial=initial)
-    expected = run(inputs, "reference")
-    for mode, dtype in itertools.product(("chunk", "recurrent"), (torch.float64, torch.float32)):
-        assert_same(run(inputs, mode, dtype), expected, dtype)
 
 
 def test_reference_is_the_recurrence():
@@ -76,11 +59,6 @@ def test_reference_is_the_recurrence():
     results = run(make(1, 5), "reference")
     torch.testing.assert_close(results["o"][0, :, 0], torch.stack(outputs))
     torch.testing.assert_close(results["state"][0, 0], state)
-
-
-def expanded(g, k):
-    """A decay per head as the same one for every key channel."""
-    return g[..., None].expand(*g.shape, k.shape[-1])
 
 
 def against_peer(mode, names, peer, dtype=torch.float32, **sizes):
@@ -144,14 +122,6 @@ def test_steps_between_tokens_are_deltaproduct(mode):
     assert_same({"o": o, "state": state}, {"o": ours[:, n - 1 :: n], "state": final}, torch.float32)
 
 
-@every_mode
-@pytest.mark.parametrize("kind", ["gated_delta", "gated_gdn2_delta", "gated_linear"])
-def test_a_decay_per_head_is_one_per_channel(mode, kind):
-    x = make(2, 70, kind=kind)
-    alike = run(x | {"g": expanded(x["g"], x["k"])}, mode)
-    assert_same(alike | {"g": alike["g"].sum(-1)}, run(x, "reference"))
-
-
 @pytest.mark.parametrize("kind", ["linear", "gated_linear", "vector_linear"])
 def test_linear_attention_is_the_masked_quadratic_form(kind):
     x = make(2, 9, kind=kind, value_heads=4, initial=False)
@@ -166,71 +136,11 @@ def test_linear_attention_is_the_masked_quadratic_form(kind):
 
 @pytest.mark.parametrize("kind", ["gated_delta", "vector_linear", "vector_gdn2_delta"])
 def test_any_chunk_size_gives_the_same(kind):
-    # Wide enough for whole chunks of 64 on a CPU, longer than one of 128.
-    inputs = make(1, 137, kind=kind, k_dim=160, v_dim=96)
+    # Wide enough for whole chunks of 128 on a CPU.
+    inputs = make(1, 137, kind=kind, k_dim=12, v_dim=250)
     expected = run(inputs, "reference")
     for chunk_size in (1, 8, 64, 128):
         assert_same(run(inputs, "chunk", chunk_size=chunk_size), expected)
-
-
-@covering(strength=1, kind=KINDS, value_heads=(2, 4), dtype=(torch.int32, torch.int64))
-def test_packed_sequences_are_those_alone(kind, value_heads, dtype):
-    lengths = torch.tensor([0, 1, 15, 63, 0, 64, 65, 130, 0])
-    bounds = F.pad(lengths.cumsum(0), (1, 0))
-    inputs = make(1, int(bounds[-1]), value_heads=value_heads, kind=kind, sequences=len(lengths))
-    expected = run(inputs, "reference", cu_seqlens=bounds)
-
-    alone = []
-    for n, (start, stop) in enumerate(itertools.pairwise(bounds.tolist())):
-        own = {name: x[:, start:stop] for name, x in inputs.items() if x is not None}
-        own["initial_state"] = inputs["initial_state"][n : n + 1]
-        alone.append(call(**own, mode="chunk", output_final_state=True))
-    outputs, states = zip(*alone, strict=True)
-
-    for mode in ("chunk", "recurrent"):
-        packed = run(inputs, mode, cu_seqlens=bounds.to(dtype))
-        assert_same(packed, expected)
-        torch.testing.assert_close(packed["o"], torch.cat(outputs, 1))
-        torch.testing.assert_close(packed["state"], torch.cat(states))
-
-
-@pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
-@every_kind
-def test_nothing_but_empty_sequences(mode, kind):
-    inputs = make(1, 0, kind=kind, sequences=3)
-    results = run(inputs, mode, cu_seqlens=torch.zeros(4, dtype=torch.int64))
-    assert results["o"].shape == inputs["v"].shape
-    assert torch.equal(results["state"], inputs["initial_state"])
-    assert results["initial_state"].abs().sum() > 0  # the gradient passes through
-
-
-@pytest.mark.parametrize("kind", ["delta", "gated_delta"])
-def test_identical_keys_with_beta_one(kind):
-    inputs = make(1, 200, k_dim=96, v_dim=160, kind=kind)  # chunks of 64
-    inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"])
-    inputs["beta"] = torch.ones_like(inputs["beta"])
-    if inputs["g"] is not None:
-        inputs["g"] = inputs["g"] * 1e-3
-    assert_same(run(inputs, "chunk", torch.float32), run(inputs, "reference"), torch.float32)
-
-
-def test_beta_two_reflects():
-    inputs = make(1, 200, kind="delta", k_dim=96, v_dim=160)
-    inputs["beta"] = torch.full_like(inputs["beta"], 2.0)
-    assert_same(run(inputs, "chunk", torch.float32), run(inputs, "reference"), torch.float32)
-
-
-STRONG = {"all": slice(None), "some": slice(60, 70), "every-7th": slice(0, None, 7)}
-
-
-@covering(strength=1, where=STRONG, kind=DECAYS)
-def test_strong_decay(where, kind):
-    inputs = make(1, 137, kind=kind, k_dim=96, v_dim=160)  # chunks of 64
-    inputs["g"][:, STRONG[where]] = -20.0
-    expected = run(inputs, "reference")
-    # The tiny gradients of decays that are strong everywhere have a small relative error too.
-    for mode in ("chunk", "recurrent"):
-        assert_same(run(inputs, mode, torch.float32), expected, torch.float32)
 
 
 def test_strong_decays_leave_nothing_below_the_normal_numbers():
@@ -241,70 +151,27 @@ def test_strong_decays_leave_nothing_below_the_normal_numbers():
         assert not ((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).any()
 
 
-@covering(strength=1, g=RESETS, kind=DECAYS)
-def test_resets_cost_no_digits(g, kind):
-    """Sums over a chunk would lose the digits of ordinary decays after a strong one."""
-    inputs = with_resets(make(1, 130, kind=kind, k_dim=96, v_dim=160), g)  # chunks of 64
-    expected = run(inputs, "reference")
-    assert all(x.isfinite().all() for x in expected.values())
-    for mode in ("chunk", "recurrent", "reference"):
-        assert_same(run(inputs, mode, torch.float32), expected, tolerance=2e-6)
-    for mode in ("chunk", "recurrent"):
-        assert_same(run(inputs, mode), expected)
-
-
-@pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
 @every_decay
-def test_a_reset_begins_a_sequence(mode, kind):
+def test_a_reset_begins_a_sequence(kind):
     inputs, bounds = make(1, 130, kind=kind, sequences=1), [0, 20, 64, 65, 130]
     inputs["g"][:, bounds[1:-1]] = -torch.inf
-    o, state = call(**inputs, mode=mode, output_final_state=True)
+    o, state = call(**inputs, output_final_state=True)
     start = F.pad(inputs.pop("initial_state"), (0, 0) * 3 + (0, 3))
     separate, states = call(
-        **inputs,
-        initial_state=start,
-        mode=mode,
-        output_final_state=True,
-        cu_seqlens=torch.tensor(bounds),
+        **inputs, initial_state=start, output_final_state=True, cu_seqlens=torch.tensor(bounds)
     )
     torch.testing.assert_close(o, separate)
     torch.testing.assert_close(state, states[-1:])
 
 
-@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
-@every_kind
-def test_zero_rows(mode, kind):
-    inputs = make(2, 65, kind=kind)
-    for name in ("q", "k", "v") + ("beta",) * kind.endswith("delta"):
-        inputs[name][:, 10:30] = 0
-    inputs["k"][:, 40] = 0
-    results, expected = (run(inputs, m, qk_norm="l2") for m in (mode, "reference"))
-    assert all(x.isfinite().all() for x in results.values())
-    assert_same(results, expected)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@every_kind
-def test_nothing_is_read_before_it_is_written(packed, kind):
-    cu_seqlens = torch.tensor([0, 3, 3, 70, 130]) if packed else None
-    inputs = make(1, 130, kind=kind, sequences=4 if packed else 1)
-    expected = run(inputs, "reference", cu_seqlens=cu_seqlens)
-    assert deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
-    try:
-        assert torch.empty(1).isnan().all()
-        results = run(inputs, "chunk", cu_seqlens=cu_seqlens)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert_same(results, expected)
-
-
-@covering(mode=("chunk", "recurrent", "reference"), g=(None, -torch.inf), kind=KINDS)
-def test_a_prefix_does_not_see_what_follows(mode, g, kind):
+@pytest.mark.parametrize(
+    ("kind", "resets"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in DECAYS)]
+)
+def test_a_prefix_does_not_see_what_follows(kind, resets):
     """Outputs of a prefix, and their gradients, are those of the prefix alone."""
     inputs, cut = make(1, 130, kind=kind), 77
-    if g is not None and inputs["g"] is not None:
-        inputs = with_resets(inputs, g)
+    if resets:
+        inputs = with_resets(inputs, -torch.inf)
 
     def prefix(length):
         leaves = {
@@ -312,7 +179,7 @@ def test_a_prefix_does_not_see_what_follows(mode, g, kind):
             for name, x in inputs.items()
             if x is not None
         }
-        o = call(**leaves, mode=mode)[0][:, :cut]
+        o = call(**leaves)[0][:, :cut]
         o.square().sum().backward()
         return {"o": o.detach()} | {name: x.grad for name, x in leaves.items()}
 
@@ -343,12 +210,19 @@ def test_initial_state_is_left_alone():
         assert torch.equal(inputs["initial_state"], before)
 
 
-@covering(
-    kind=["gated_delta", "vector_linear", "vector_gdn2_delta"],
-    modes=[("chunk", "chunk"), ("chunk", "recurrent"), ("recurrent", "chunk")],
-    split=[1, 16, 63, 64, 65, 128],
+MODES = [("chunk", "chunk"), ("chunk", "recurrent"), ("recurrent", "chunk")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "split", "modes"),
+    [
+        # Each pair of two of the three.
+        (kind, split, MODES[(i + j) % 3])
+        for i, kind in enumerate(["gated_delta", "vector_linear", "vector_gdn2_delta"])
+        for j, split in enumerate([1, 16, 63, 64, 65, 128])
+    ],
 )
-def test_state_carries_over(kind, modes, split):
+def test_state_carries_over(kind, split, modes):
     inputs = make(2, 129, kind=kind)
     whole, last = call(**inputs, output_final_state=True)
     state, parts = inputs["initial_state"], []
@@ -383,29 +257,6 @@ def test_autocast_does_not_reach_inside(kind):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         results = run(inputs, "chunk", torch.float32)
     assert all(torch.equal(results[name], expected[name]) for name in expected)
-
-
-def doubling_map(q, k):
-    return tuple(torch.cat((x.cos() * x.abs(), x.sin() * x.abs()), -1) for x in (q, k))
-
-
-@pytest.mark.parametrize("qk_norm", [None, "l2"])
-@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
-def test_feature_map_and_norm_are_applied_inside(qk_norm, mode):
-    inputs = make(1, 65, initial=False)
-    inputs["k"] = inputs["k"] * (0.5 if qk_norm is None else 3.0)
-    inputs["initial_state"] = torch.randn(1, 2, 16, 6, dtype=torch.float64)
-    options = {"feature_map": doubling_map, "qk_norm": qk_norm}
-    results = run(inputs, mode, **options)
-    assert_same(results, run(inputs, "reference", **options))
-
-    q, k = doubling_map(inputs["q"], inputs["k"])
-    if qk_norm:
-        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    mapped = run(
-        inputs | {"q": q, "k": k}, mode, scale=16**-0.5
-    )  # the default scale counts mapped features
-    torch.testing.assert_close(results["o"], mapped["o"])
 
 
 @every_kind
