@@ -153,15 +153,7 @@ def test_the_tiles_of_a_card(monkeypatch):
 PACKED = offsets([3, 0, 66, 1])
 
 
-@pytest.mark.parametrize(
-    ("cu", "with_state"),
-    [
-        (PACKED, True),
-        (None, False),
-        pytest.param(PACKED, False, marks=pytest.mark.slow),
-        pytest.param(None, True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("cu", "with_state"), [(PACKED, True), (None, False)])
 def test_convolutions_of_columns_in_one_launch(with_state, cu, monkeypatch):
     """q, k and v as columns of a product: each as by itself, without copies of inputs or of gradients."""
     sizes, width, silu = [20, 6, 130], 4, [None, None, "silu"]
@@ -400,7 +392,7 @@ def test_steps(name, served):
     ],
 )
 def test_steps_in_bf16(name, served):
-    batch = {"nala": 3, "kda, nala": 8, "mamba2": 8, "pola": 5}.get(name, 1)
+    batch = {"nala": 3, "kda, nala": 2, "mamba2": 2, "pola": 2}.get(name, 1)
     check_steps(name, batch, torch.bfloat16, 2**-6, served)
 
 

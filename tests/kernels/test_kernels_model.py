@@ -50,7 +50,9 @@ SAME_KERNELS = (
     *("soft", "retention", "softmax"),
 )
 # In a training step few mixers are quick: with all their kernels but those that `test_every_mixer` runs.
-STEPPED = ("gated_deltanet", "gla", "diag_attention")
+STEPPED = ("gated_deltanet", "gla", "diag_attention", "nala")
+# In half precision their kernels do the same for gated_deltanet, nala and mamba2; softmax has none of its own.
+ALIKE = ("deltanet", "linear_attention", "soft", "retention", "softmax")
 NORMS = {"norm_write": True, "norm_read": True}
 ROWS = [
     *(
@@ -127,7 +129,9 @@ def test_every_mixer(mixer, options, monkeypatch):
 
 
 @unserved
-@pytest.mark.parametrize("mixer", slow_but_for(STEPPED, MIXERS))
+@pytest.mark.parametrize(
+    "mixer", slow_but_for(STEPPED, [name for name in MIXERS if name not in ALIKE])
+)
 def test_a_training_step(mixer):
     """The trainer's step on packed rows under bf16 autocast is as near to fp32 as torch's is."""
     tokens, bounds = ids(1, sum(LENGTHS)), torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -172,7 +176,7 @@ def test_compiled_blocks_take_the_kernels_without_a_graph_break(mixer):
     # DeltaProduct keeps more digits than its inputs have.
     dtype, slack = (torch.bfloat16, 2e-2) if mixer == "delta_product" else (torch.float32, 2e-5)
     model = build(mixer, dtype=dtype, num_hidden_layers=1).train()
-    tokens, packings = ids(1, 20), ([0, 7, 20], [0, 1, 12, 20], [0, 5, 6, 18, 20])
+    tokens, packings = ids(1, 20), ([0, 7, 20], [0, 5, 6, 18, 20])
 
     def results() -> list[torch.Tensor]:
         found = []
@@ -196,30 +200,6 @@ def test_compiled_blocks_take_the_kernels_without_a_graph_break(mixer):
         torch.testing.assert_close(
             a, b, rtol=50 * slack, atol=slack * max(1.0, float(b.abs().max()))
         )
-
-
-@interpreted_only
-@pytest.mark.parametrize("mixer", slow_but_for(["nala"], ["gated_deltanet", "nala"]))
-def test_training_under_autocast(mixer):
-    """Gradients in bf16 by kernels are about as near to those in fp32 as the torch path's; recomputed too."""
-    model, tokens = build(mixer, dtype=torch.float32, num_hidden_layers=1).train(), ids(2, 13)
-
-    def gradients(backend: str, bf16: bool) -> torch.Tensor:
-        model.zero_grad()
-        with (
-            nalanda_kernels.use_backend(backend),
-            torch.autocast("cpu", torch.bfloat16, enabled=bf16),
-        ):
-            model(tokens, labels=tokens).loss.backward()
-        return torch.cat([x.grad.flatten() for x in model.parameters()])
-
-    exact = gradients("torch", bf16=False)
-    torch.testing.assert_close(gradients("triton", bf16=False), exact, rtol=1e-3, atol=1e-4)
-    errors = [
-        (gradients(backend, bf16=True) - exact).norm() / exact.norm()
-        for backend in ("torch", "triton")
-    ]
-    assert errors[1] < 1.3 * errors[0] < 0.15
 
 
 @interpreted_only
