@@ -298,8 +298,8 @@ def cached_is_uncached(model: Any) -> None:
     """Token by token, and in pieces that split chunk and convolution anywhere; the states are as promised."""
     tokens, layers = ids(2, 70), model.model.layers
     uncached = logits(model, tokens)
-    # One by one, then with pieces of 63 and 66 tokens, about as long as a chunk of 64.
-    for pieces in ([1] * 70, [1, 2, 63, 1, 3], [66, 4]):
+    # One by one from the first token and across token 64, then pieces about as long as a chunk of 64.
+    for pieces in ([1] * 12 + [50] + [1] * 8, [1, 2, 63, 1, 3], [66, 4]):
         cache, out = NalandaCache(len(layers)), []
         for piece in tokens.split(pieces, 1):
             out.append(logits(model, piece, past_key_values=cache))
