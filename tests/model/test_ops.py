@@ -16,7 +16,6 @@ import nalanda_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import slow_but_for
 from op_inputs import DECAYS, KINDS, call, doubling_map, make, run, with_resets
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,10 +30,8 @@ from nalanda.model.chunk_forward import Chunk
 # Largest error relative to the largest entry of the same tensor.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 every_kind = pytest.mark.parametrize("kind", KINDS)
-# Each op, each input, and each shape of a decay occurs among the quick ones.
-some_kinds = pytest.mark.parametrize(
-    "kind", slow_but_for(("gated_linear", "vector_delta", "gdn2_delta"), KINDS)
-)
+# Each op, each input, and each shape of a decay occurs among these.
+some_kinds = pytest.mark.parametrize("kind", ["gated_linear", "vector_delta", "gdn2_delta"])
 every_decay = pytest.mark.parametrize("kind", DECAYS)
 
 

@@ -1,5 +1,7 @@
 """States in bfloat16, int8 and fp8: the error of a rounding, what a text loses, how many bytes it saves."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,7 +54,8 @@ def test_the_error_of_a_rounding(state_dtype, bound, features):
     assert bool((error <= bound * S.abs().amax(-2, keepdim=True)).all())
 
 
-def delta_rule(state_dtype, feedback=True, steps=2000):
+@functools.cache
+def delta_rule(state_dtype, feedback=True, steps=1000):
     """The state of a delta rule that forgets slowly, rounded after each token."""
     generator = torch.Generator().manual_seed(0)
     S = torch.zeros(1, 2, 32, 16)
