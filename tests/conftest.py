@@ -53,6 +53,16 @@ def no_version_is_read_twice():
         yield
 
 
+@pytest.fixture
+def waits(monkeypatch) -> list[float]:
+    """Seconds between two tries, which pass at once."""
+    from nalanda.storage import retry
+
+    found: list[float] = []
+    monkeypatch.setattr(retry, "sleep", found.append)
+    return found
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     """A token for each byte, behind <|endoftext|>, id 0, which is put in front of what is encoded."""

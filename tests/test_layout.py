@@ -26,13 +26,14 @@ ROOMS = {
     **{
         "nalanda_kernels": 0,
         "nalanda.common": 1,
-        "nalanda.model": 2,
-        "nalanda": 3,
-        "nalanda.config": 4,
+        "nalanda.storage": 2,
+        "nalanda.model": 3,
+        "nalanda": 4,
+        "nalanda.config": 5,
     },
-    **{"nalanda.data": 5, "nalanda.train": 6},
-    **{"nalanda.inference": 7, "nalanda.convert": 7, "nalanda.serve": 7},
-    **{"nalanda.report": 8, "nalanda_eval": 9, "nalanda_typer": 10, "nalanda_cli": 11},
+    **{"nalanda.data": 6, "nalanda.train": 7},
+    **{"nalanda.inference": 8, "nalanda.convert": 8, "nalanda.serve": 8},
+    **{"nalanda.report": 9, "nalanda_eval": 10, "nalanda_typer": 11, "nalanda_cli": 12},
 }
 # Imports of ours that stand inside a function, and why.
 DEFERRED = {

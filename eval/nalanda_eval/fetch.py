@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from nalanda.common.errors import InputError, output_folder
-from nalanda.common.retry import persist
 from nalanda.common.text import redact
+from nalanda.storage.retry import persist
 from nalanda_eval.python_tasks import write_python_tasks
 from nalanda_eval.task_data import GROUPS, LOCAL, LocalData, find_official
 

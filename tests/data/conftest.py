@@ -8,7 +8,6 @@ from batches import reading_threads
 from corpora import corpus, ragged_texts, write_jsonl
 from servers import Server
 
-from nalanda.common import retry
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data import packing
 from nalanda.data.prepare import prepare
@@ -26,10 +25,8 @@ def server(tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def waits(monkeypatch):
-    found = []
-    monkeypatch.setattr(retry, "sleep", found.append)
-    return found
+def waits(waits):
+    return waits
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from nalanda.common.errors import InputError
 from nalanda.config.load import load_config
 from nalanda.config.schema import DataConfig
 from nalanda.data.prepare import begin, prepare
-from nalanda.data.stores import open_urls
+from nalanda.data.urls import open_urls
 
 RECIPE = """
 output_dir: runs/x

@@ -13,14 +13,14 @@ from servers import jsonl
 from nalanda.common.errors import DiskFull, InputError, SourceUnavailable
 from nalanda.common.text import is_url, redact, scheme_of
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data import urls
 from nalanda.data.corpus import DocumentStream, open_corpus
 from nalanda.data.hashes import FileHashes
 from nalanda.data.loader import PackedBatches
 from nalanda.data.megatron import read_megatron
 from nalanda.data.prepare import prepare
-from nalanda.data.stores import copy_set, is_stored_set
+from nalanda.data.stored_sets import copy_set, is_stored_set
 from nalanda.data.token_set import TokenSet
+from nalanda.storage.cache import cache
 
 
 def compressed(content: bytes) -> bytes:
@@ -99,6 +99,7 @@ def test_files_patterns_lists_and_several(bucket):
     bucket.put(
         "set/all.list", b"# shards\ntrain-1.jsonl\n\ns3://bucket/set/train-0.jsonl\nval-0.jsonl\n"
     )
+    bucket.put("set/latin.list", "träin-1.jsonl\n".encode("latin-1"))
     root = "s3://bucket/set"
     size = len(jsonl("train-0.jsonl", 2))
     first, second = (f"{root}/train-{i}.jsonl:{size}" for i in (0, 1))
@@ -113,6 +114,7 @@ def test_files_patterns_lists_and_several(bucket):
         f"{root}/none.jsonl": "s3://bucket/set/none.jsonl: cannot be read: it does not exist",
         "s3://missing/set": "s3://missing/set: cannot be read: it does not exist",
         f"{root}/none-*.jsonl": f"{root}/none-*.jsonl: no documents; files may end in .txt",
+        f"{root}/latin.list": f"{root}/latin.list: cannot be read: UnicodeDecodeError: ",
         "foo://bucket/x": "data.source: foo://bucket/x: foo:// cannot be read; there are file://, http://",
         "gs://bucket/x.jsonl": "gs://bucket/x.jsonl: needs gcsfs; pip install 'nalanda[gs]'",
         "az://box/x.jsonl": "az://box/x.jsonl: needs adlfs; pip install 'nalanda[az]'",
@@ -126,7 +128,13 @@ def test_memory_and_schemes(tmp_path, monkeypatch):
     monkeypatch.setenv("NALANDA_CACHE", str(tmp_path / "cache"))
     with fsspec.open("memory://set/train/a.jsonl", "wb") as file:
         file.write(jsonl("a", 3))
-    assert len(texts(DataConfig(source="memory://set"))) == 3
+    for source in ("memory://set", "memory://set/*/*.jsonl", "memory://set/train/[a-c].jsonl"):
+        assert len(texts(DataConfig(source=source, validation_share=1e-9))) == 3
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NALANDA_CACHE", str(tmp_path / "file"))
+    message = "^memory://set/train/a.jsonl: cannot be downloaded: FileExistsError"
+    with pytest.raises(InputError, match=message):  # so that a run saves before it ends
+        texts(DataConfig(source="memory://set", validation_share=1e-9))
     assert is_url("s3://b/*.jsonl")
     assert is_url(["hf://datasets/a/b/c.parquet", "https://h/x"])
     assert not is_url("a/b")
@@ -166,7 +174,7 @@ def test_a_shard_that_changes_is_noticed(bucket, tokenizer):
         (batch["input_ids"].tolist(), json.loads(json.dumps(batches.state_dict())))
         for batch in batches
     ]
-    for file in urls.cache().iterdir():
+    for file in cache().iterdir():
         file.unlink()  # as on another node
     resumed = new()
     resumed.load_state_dict(whole[1][1])
@@ -212,7 +220,7 @@ def test_a_server_that_dies_is_asked_again_a_bounded_number_of_times(bucket, wai
     assert said.count("try ") == 2
     assert SECRET not in said
     assert len([*DocumentStream(corpus, seed=0, buffer_size=0, epochs=1)]) == 6
-    assert [path.name for path in urls.cache().glob(".*")] == []
+    assert [path.name for path in cache().glob(".*")] == []
 
 
 # ------------------------------ token sets

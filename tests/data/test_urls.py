@@ -1,27 +1,32 @@
-"""Shards with a URL from a failing server, errors of the Hub, and messages without secrets."""
+"""Shards with a URL from a failing server, datasets of the Hub, and messages without secrets."""
 
 import gzip
 import hashlib
 import json
 import os
 import threading
-from collections import Counter
 
 import pytest
 from servers import jsonl
 
 from nalanda.common.errors import InputError, SourceUnavailable
-from nalanda.common.retry import Incomplete, persist, persistent, transient
-from nalanda.common.text import redact
+from nalanda.common.text import digest, redact
 from nalanda.config.schema import DataConfig
-from nalanda.data import urls as remote
 from nalanda.data.corpus import DocumentStream, open_corpus
 from nalanda.data.documents import Fields
 from nalanda.data.hub import HubShard
 from nalanda.data.loader import PackedBatches
-from nalanda.data.urls import UrlShard
+from nalanda.data.urls import RemoteShard, identity_of
+from nalanda.storage import cache as caching
+from nalanda.storage import http as downloads
+from nalanda.storage.cache import cache
+from nalanda.storage.remote import RemoteFile
 
 FIELDS = Fields("text", "meta.redpajama_set_name")
+
+
+def url_shard(url: str, retries: int = 8) -> RemoteShard:
+    return RemoteShard(RemoteFile(url), identity_of(url), FIELDS, retries)
 
 
 def texts(shard, cursor=None):
@@ -31,11 +36,11 @@ def texts(shard, cursor=None):
 @pytest.mark.parametrize("ranges", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", ["503", "429", "half", "wrong", "stall"])
 def test_a_failing_server_still_gives_its_bytes(server, monkeypatch, waits, capsys, fault, ranges):
-    monkeypatch.setattr(remote, "TIMEOUT", (2.0, 0.2))
+    monkeypatch.setattr(downloads, "TIMEOUT", (2.0, 0.2))
     server.ranges = ranges
     server.files["a.jsonl"] = body = jsonl("a", 15000)
     server.faults["a.jsonl"] = [fault] * 3
-    shard = UrlShard(server.url("a.jsonl"), FIELDS, retries=3)
+    shard = url_shard(server.url("a.jsonl"), retries=3)
     assert texts(shard) == [json.loads(line)["text"] for line in body.splitlines()]
     starts = [asked for _, asked in server.asked]
     assert len(starts) == 4
@@ -56,15 +61,15 @@ def test_a_failing_server_still_gives_its_bytes(server, monkeypatch, waits, caps
     assert all(line.startswith(f"nalanda: {server.url('a.jsonl')}: ") for line in said)
     assert texts(shard) == [json.loads(line)["text"] for line in body.splitlines()]
     assert len(server.asked) == 4  # the second reading is from the cache
-    assert [path.name for path in (remote.cache()).iterdir() if path.suffix == ".partial"] == []
+    assert [path.name for path in cache().iterdir() if path.suffix == ".partial"] == []
 
 
 @pytest.mark.parametrize("fault", ["503", "wrong", "stall"])
 def test_a_server_that_keeps_failing_stops_the_run(server, monkeypatch, waits, fault):
-    monkeypatch.setattr(remote, "TIMEOUT", (2.0, 0.05))
+    monkeypatch.setattr(downloads, "TIMEOUT", (2.0, 0.05))
     server.files["a.jsonl"], server.ranges = jsonl("a", 50), False
     server.faults["a.jsonl"] = [fault] * 99
-    shard = UrlShard(server.url("a.jsonl") + "?sig=geheim", FIELDS, retries=4)
+    shard = url_shard(server.url("a.jsonl") + "?sig=geheim", retries=4)
     with pytest.raises(
         SourceUnavailable, match=r"a\.jsonl\?\*\*\*: failed 5 times in a row"
     ) as caught:
@@ -72,16 +77,16 @@ def test_a_server_that_keeps_failing_stops_the_run(server, monkeypatch, waits, f
     assert caught.value.exit_code == 75
     assert "geheim" not in str(caught.value)
     assert (len(server.asked), len(waits)) == (5, 4)
-    assert not [path for path in remote.cache().iterdir() if path.suffix in (".jsonl", ".partial")]
+    assert not [path for path in cache().iterdir() if path.suffix in (".jsonl", ".partial")]
 
 
 def test_new_bytes_reset_the_retries(server):
     server.files["a.jsonl"] = body = jsonl("a", 400)
     server.faults["a.jsonl"] = ["half"] * 6  # more failures than retries, each after new bytes
-    assert len(texts(UrlShard(server.url("a.jsonl"), FIELDS, retries=1))) == 400
+    assert len(texts(url_shard(server.url("a.jsonl"), retries=1))) == 400
     assert len(server.asked) == 7
     assert (
-        hashlib.md5(next(remote.cache().glob("*.jsonl")).read_bytes()).digest()
+        hashlib.md5(next(cache().glob("*.jsonl")).read_bytes()).digest()
         == hashlib.md5(body).digest()
     )
 
@@ -93,28 +98,15 @@ def test_an_etag_that_is_no_md5_is_not_compared(server, monkeypatch):
     monkeypatch.setattr(servers, "MD5_HEADER", "x-other")
     server.faults["a.jsonl"] = ["wrong"]
     with pytest.raises(InputError, match=r"a\.jsonl, line 1: "):  # the bytes are read as they came
-        texts(UrlShard(server.url("a.jsonl"), FIELDS))
+        texts(url_shard(server.url("a.jsonl")))
     assert len(server.asked) == 1
-
-
-def test_waits_grow_with_jitter_and_end_at_a_minute(waits):
-    def fail():
-        raise ConnectionResetError("reset")
-
-    with pytest.raises(SourceUnavailable):
-        persist(fail, "it", 200)
-    assert len(waits) == 200
-    assert all(0 <= wait <= min(60, 2.0 ** (i + 1)) for i, wait in enumerate(waits))
-    assert max(waits) > 50
-    assert min(waits[6:]) < 10
-    assert len(set(waits)) == 200
 
 
 @pytest.mark.parametrize("status", [404, 401, 403, 410])
 def test_permanent_errors_are_not_retried(server, waits, status):
     server.files["a.jsonl"], server.faults["a.jsonl"] = b"x", [str(status)]
     with pytest.raises(InputError, match=f"a.jsonl: cannot be downloaded .*{status}") as caught:
-        texts(UrlShard(server.url("a.jsonl"), FIELDS))
+        texts(url_shard(server.url("a.jsonl")))
     assert not isinstance(caught.value, SourceUnavailable)
     assert waits == []
     assert len(server.asked) == 1
@@ -123,7 +115,7 @@ def test_permanent_errors_are_not_retried(server, waits, status):
 def test_a_corrupt_shard_is_named_and_not_kept(server, waits):
     whole = gzip.compress(jsonl("a", 50))
     server.files["a.jsonl.gz"] = whole[:-20]  # corrupt on the server, so length and MD5 agree
-    shard = UrlShard(server.url("a.jsonl.gz"), FIELDS)
+    shard = url_shard(server.url("a.jsonl.gz"))
     with pytest.raises(
         InputError, match=r"^http://127.*/a\.jsonl\.gz, line \d+: corrupt or truncated"
     ):
@@ -135,30 +127,30 @@ def test_a_corrupt_shard_is_named_and_not_kept(server, waits):
 
 def test_reading_resumes_at_a_cursor_of_the_same_shard_only(server):
     server.files["a.jsonl"] = jsonl("a", 30)
-    shard = UrlShard(server.url("a.jsonl"), FIELDS)
+    shard = url_shard(server.url("a.jsonl"))
     pairs = [
         (document.text, json.loads(json.dumps(cursor))) for document, cursor in shard.read(None)
     ]
     for i in (0, 7, 29):
         assert texts(shard, pairs[i][1]) == [text for text, _ in pairs[i + 1 :]]
     server.files["a.jsonl"] = jsonl("a", 31)
-    next(remote.cache().glob("*.jsonl")).unlink()
+    next(cache().glob("*.jsonl")).unlink()
     with pytest.raises(InputError, match=r"bytes, and \d+ when the run stopped in it"):
         texts(shard, pairs[7][1])
 
 
 def test_few_shards_and_no_stale_partial_downloads_stay_on_disk(server, monkeypatch):
-    monkeypatch.setattr(remote, "CACHED_SHARDS", 3)
-    folder = remote.cache()
+    monkeypatch.setattr(caching, "CACHED_FILES", 3)
+    folder = cache()
     folder.mkdir(parents=True)
     old, new = (f".0123456789abcdef-{name}.1.partial" for name in ("old", "new"))
     for name in (old, new, "own.jsonl", "own.partial"):
         (folder / name).write_text("x")
-        time = os.stat(folder).st_mtime - (0 if name == new else 2 * remote.STALE)
+        time = os.stat(folder).st_mtime - (0 if name == new else 2 * caching.STALE)
         os.utime(folder / name, (time, time))
     for i in range(6):
         server.files[f"{i}.jsonl"] = jsonl(str(i), 2)
-        assert len(texts(UrlShard(server.url(f"{i}.jsonl"), FIELDS))) == 2
+        assert len(texts(url_shard(server.url(f"{i}.jsonl")))) == 2
         for path in folder.glob("*.jsonl"):  # as if each was used a minute after the other
             time = path.stat().st_mtime - 60
             os.utime(path, (time, time))
@@ -173,9 +165,7 @@ def test_a_download_of_several_processes_is_one(server):
     server.files["a.jsonl"] = jsonl("a", 100)
     found = []
     threads = [
-        threading.Thread(
-            target=lambda: found.append(texts(UrlShard(server.url("a.jsonl"), FIELDS)))
-        )
+        threading.Thread(target=lambda: found.append(texts(url_shard(server.url("a.jsonl")))))
         for _ in range(4)
     ]
     for thread in threads:
@@ -185,6 +175,22 @@ def test_a_download_of_several_processes_is_one(server):
     assert len(found) == 4
     assert all(len(part) == 100 for part in found)
     assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [
+        (RemoteFile("https://me:geheim@h/a.jsonl?sig=1"), "https://h/a.jsonl"),
+        (
+            RemoteFile("s3://b/a.jsonl", 9, "ETag:c0"),
+            "StoreFile(url='s3://b/a.jsonl', size=9, content='ETag:c0')",
+        ),
+    ],
+)
+def test_a_copy_of_an_earlier_start_is_read(file, key, tmp_path, monkeypatch):
+    monkeypatch.setenv("NALANDA_CACHE", str(tmp_path))
+    (tmp_path / f"{digest(key)}-a.jsonl").write_bytes(jsonl("a", 3))
+    assert len(texts(RemoteShard(file, identity_of(file.url), FIELDS))) == 3
 
 
 # ------------------------------ as data.source
@@ -275,7 +281,7 @@ def test_a_shuffled_run_from_urls_resumes_exactly(server, tokenizer):
     whole = [(batch, json.loads(json.dumps(batches.state_dict()))) for batch in batches]
     assert len(whole) > 8
     for step in range(0, len(whole), 5):
-        for path in remote.cache().glob("*.jsonl"):
+        for path in cache().glob("*.jsonl"):
             path.unlink()  # as on another node
         server.faults = {f"{i}.jsonl": ["503", "half"] for i in range(3)}
         resumed = new()
@@ -286,99 +292,7 @@ def test_a_shuffled_run_from_urls_resumes_exactly(server, tokenizer):
         ]
 
 
-# ------------------------------ retries
-
-
-@pytest.mark.parametrize("error", [ConnectionResetError("x"), TimeoutError(), Incomplete("x")])
-def test_an_iterator_is_reopened_after_the_last_item(error, waits):
-    fails = Counter({3: 2, 7: 3})
-
-    def read(cursor):
-        for i in range(cursor or 0, 10):
-            if fails[i]:
-                fails[i] -= 1
-                raise error
-            yield i, i + 1
-
-    assert [item for item, _ in persistent(read, None, "it", retries=3)] == list(range(10))
-    assert len(waits) == 5
-    fails[5] = 4
-    given = persistent(read, 4, "it", retries=3)
-    assert next(given) == (4, 5)
-    with pytest.raises(SourceUnavailable, match=r"it: failed 4 times in a row"):
-        next(given)
-
-
-def test_transient_errors():
-    import aiohttp
-    import httpx2
-    import requests
-    import urllib3
-    from fsspec.exceptions import FSTimeoutError
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    request = httpx2.Request("GET", "https://h/x")
-
-    def hub(status):
-        return HfHubHTTPError("x", response=httpx2.Response(status, request=request))
-
-    def behind(outer, inner):
-        try:
-            try:
-                raise inner
-            except Exception as error:
-                raise outer from error
-        except Exception as error:
-            return error
-
-    def meanwhile(outer, inner):
-        try:
-            try:
-                raise inner
-            except Exception:
-                raise outer  # noqa: B904  like a library that hides the cause
-        except Exception as error:
-            return error
-
-    def status(code):
-        reply = requests.Response()
-        reply.status_code = code
-        return requests.HTTPError("x", response=reply)
-
-    yes = [
-        httpx2.ReadTimeout("x"),
-        httpx2.RemoteProtocolError("x"),
-        httpx2.ConnectError("x"),
-        aiohttp.ClientPayloadError("x"),
-        aiohttp.ServerDisconnectedError(),
-        requests.exceptions.ChunkedEncodingError("x"),
-        requests.exceptions.ConnectionError("x"),
-        urllib3.exceptions.ProtocolError("x"),
-        urllib3.exceptions.ReadTimeoutError(None, "u", "x"),
-        FSTimeoutError(),
-        ConnectionError("Server Disconnected"),
-        *[hub(code) for code in (408, 429, 500, 502, 503, 504)],
-        *[status(code) for code in (429, 503)],
-        behind(FileNotFoundError("https://h/x"), aiohttp.ServerDisconnectedError()),
-        behind(ValueError("x"), hub(503)),
-        meanwhile(FileNotFoundError("https://h/x"), aiohttp.ServerDisconnectedError()),
-    ]
-    no = [
-        *[hub(code) for code in (400, 401, 403, 404, 416)],
-        *[status(code) for code in (401, 404)],
-        OfflineModeIsEnabled("x"),
-        ConnectionError("Couldn't reach 'a/b' on the Hub (OfflineModeIsEnabled)"),  # of datasets
-        FileNotFoundError("x"),
-        ValueError("x"),
-        EOFError("x"),
-        InputError("x"),
-        SourceUnavailable("x"),
-        requests.exceptions.InvalidURL("x"),
-        behind(ConnectionError("x"), hub(404)),
-        behind(FileNotFoundError("x"), status(404)),
-    ]
-    assert [error for error in yes if not transient(error)] == []
-    assert [error for error in no if transient(error)] == []
+# ------------------------------ datasets of the Hub
 
 
 class Dataset:
@@ -463,7 +377,7 @@ def test_messages_have_no_password_and_no_signature():
 
 def test_identity_is_the_same_when_a_link_is_signed_anew():
     def identity(url):
-        return UrlShard(url, FIELDS).identity
+        return url_shard(url).identity
 
     first = identity("https://me:pass@host/a.jsonl?X-Amz-Signature=1&X-Amz-Date=2&part=3")
     assert first == identity("https://host/a.jsonl?part=3&X-Amz-Signature=9")
@@ -474,4 +388,4 @@ def test_identity_is_the_same_when_a_link_is_signed_anew():
             f"https://host/a.jsonl?{name}=2"
         ), name
     assert "pass" not in first
-    assert "pass" not in repr(UrlShard("https://me:pass@host/a.jsonl", FIELDS))
+    assert "pass" not in repr(url_shard("https://me:pass@host/a.jsonl"))

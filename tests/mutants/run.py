@@ -42,6 +42,7 @@ HERE = Path(__file__).parent
 ROOMS = {
     "kernels": ["kernels/nalanda_kernels"],
     "common": ["src/nalanda/common"],
+    "storage": ["src/nalanda/storage"],
     "model": ["src/nalanda/model"],
     "config": ["src/nalanda/config"],
     "data": ["src/nalanda/data"],

@@ -134,14 +134,15 @@ if ORDERS.get("clock"):
 
 import torch  # noqa: E402
 
-from nalanda.data import hashes, packing, urls  # noqa: E402
+from nalanda.data import hashes, packing  # noqa: E402
+from nalanda.storage import http  # noqa: E402
 from nalanda.train import build, checkpoint, log, loss  # noqa: E402
 
 around(hashes, "hash_file", "hash", lambda path, *_: path)
 if "group" in ORDERS:
     packing.STREAM_GROUP = ORDERS["group"]
 if "timeout" in ORDERS:
-    urls.TIMEOUT = (ORDERS["timeout"],) * 2
+    http.TIMEOUT = (ORDERS["timeout"],) * 2
 
 rows: list[list] = []  # of the step that is under way
 batches: list[dict] = []

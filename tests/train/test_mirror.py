@@ -11,14 +11,13 @@ from buckets import SECRET
 from servers import jsonl
 from training import configured, outcome
 
-from nalanda.common import retry
 from nalanda.common.errors import InputError, SourceUnavailable
 from nalanda.common.files import write_manifest
-from nalanda.common.stores import cache
 from nalanda.config.schema import CheckpointConfig
 from nalanda.data.make_set import make_token_set
 from nalanda.data.options import TokenizerOptions
-from nalanda.data.stores import StoreShard
+from nalanda.data.urls import RemoteShard
+from nalanda.storage.cache import cache
 from nalanda.train import mirror as copies
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, step_of
 from nalanda.train.loop import train
@@ -28,10 +27,8 @@ URL = "s3://bucket/run"
 
 
 @pytest.fixture(autouse=True)
-def waits(monkeypatch):
-    found: list[float] = []
-    monkeypatch.setattr(retry, "sleep", found.append)
-    return found
+def waits(waits):
+    return waits
 
 
 def save(folder: Path, step: int, content: str = "weights") -> Path:
@@ -95,7 +92,7 @@ def test_whenever_a_copy_is_cut_short_the_records_fit_the_checkpoints(
 ):
     sent = []
     monkeypatch.setattr(
-        copies, "upload_file", lambda file, url, retries: sent.append(url.removeprefix(URL))
+        copies, "upload", lambda file, url, retries: sent.append(url.removeprefix(URL))
     )
     save(tmp_path, 5)
     mirror(tmp_path).copy(1)
@@ -283,7 +280,7 @@ def test_a_server_that_dies_under_a_run(recipe, texts, bucket, tmp_path, monkeyp
     bucket.clear()
     for i in range(3):
         bucket.put(f"texts/{i}.jsonl", jsonl(str(i), 100))
-    opened, whole_shard = [], StoreShard.read
+    opened, whole_shard = [], RemoteShard.read
 
     def read(shard, cursor):
         opened.append(shard.name)
@@ -303,7 +300,7 @@ def test_a_server_that_dies_under_a_run(recipe, texts, bucket, tmp_path, monkeyp
     AcceleratorState._reset_state(reset_partial_state=True)
     config = configured(recipe, tmp_path / "run", texts, *small)
     with monkeypatch.context() as patch:
-        patch.setattr(StoreShard, "read", read)
+        patch.setattr(RemoteShard, "read", read)
         with pytest.raises(SourceUnavailable, match="failed 2 times in a row, gave up"):
             train(config)
     bucket.start()

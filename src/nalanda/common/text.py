@@ -1,4 +1,4 @@
-"""Text for messages: the nearest name, sizes, durations, URLs without their secrets."""
+"""Text for messages: the nearest name, sizes, durations, URLs without their secrets. A short hash of text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import re
 import textwrap
 from collections.abc import Iterable
+from hashlib import blake2b
 from typing import Any
 
 
@@ -37,6 +38,11 @@ def local_path(source: Any) -> Any:
     if not isinstance(source, str):
         return source
     return re.sub(r"(?i)^file://(localhost(?=/))?", "", source)
+
+
+def digest(text: str) -> str:
+    """64 bits of BLAKE2b in hexadecimal."""
+    return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def closest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:

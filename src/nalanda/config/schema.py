@@ -12,7 +12,6 @@ import yaml
 
 from nalanda.common.errors import InputError
 from nalanda.common.plugins import import_plugins
-from nalanda.common.stores import check_output, check_source
 from nalanda.common.text import is_url, local_path, redact
 from nalanda.config.bounds import (
     BETWEEN_0_AND_1,
@@ -25,6 +24,7 @@ from nalanda.config.bounds import (
     check_choice,
     check_seed,
 )
+from nalanda.storage.remote import check_output, check_source
 
 OPTIMIZERS = ["adamw", "muon"]
 """Names that `optim.name` takes; `register_optimizer` adds to them."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from nalanda.common.errors import InputError
-from nalanda.common.text import is_url, redact
+from nalanda.common.text import digest, is_url, redact
 from nalanda.config.schema import DataConfig
 from nalanda.data.documents import (
     EMPTY,
@@ -31,7 +31,6 @@ from nalanda.data.documents import (
     Left,
     Shard,
     TextShard,
-    digest,
     files_of,
     hash_text,
     is_single,
@@ -46,8 +45,8 @@ from nalanda.data.hub import is_hub_id, open_hub
 from nalanda.data.python_docs import python_splits
 from nalanda.data.readers import documents_among, refuse_two_kinds
 from nalanda.data.records import describe_left, left_out
-from nalanda.data.stores import StoreShard, open_urls
 from nalanda.data.token_set import SPLITS, is_token_set, megatron_splits
+from nalanda.data.urls import RemoteShard, identity_of, open_urls
 
 LARGE = 64 << 20
 """Bytes of the largest file that is hashed whole; larger ones are sampled."""
@@ -191,8 +190,8 @@ def _location_of(shard: Shard) -> str | None:
     """The path or URL of a shard, by which two names of a file are one; None for a text of this Python."""
     if isinstance(shard, FileShard):
         return str(shard.path.resolve())
-    if isinstance(shard, StoreShard):
-        return redact(shard.url)
+    if isinstance(shard, RemoteShard):
+        return identity_of(shard.url)
     return None if isinstance(shard, TextShard) else shard.identity
 
 
@@ -525,7 +524,7 @@ class Corpus:
         names = []
         seen: Counter[str] = Counter()
         for shard in self.shards:
-            has_name = isinstance(shard, (FileShard, StoreShard, TextShard))
+            has_name = isinstance(shard, (FileShard, RemoteShard, TextShard))
             name = shard.name if has_name else shard.identity
             seen[name] += 1
             names.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
@@ -533,11 +532,11 @@ class Corpus:
 
     @functools.cached_property
     def sizes(self) -> list[int]:
-        """The size of each shard; 0 for a remote one."""
+        """The size of each shard; 0 for one of http(s) or the hub."""
         sizes = []
         for shard in self.shards:
-            has_size = isinstance(shard, (FileShard, StoreShard))
-            sizes.append(shard.size if has_size else len(getattr(shard, "text", "")))
+            has_size = isinstance(shard, (FileShard, RemoteShard))
+            sizes.append(shard.size or 0 if has_size else len(getattr(shard, "text", "")))
         return sizes
 
     @functools.cached_property
@@ -564,7 +563,7 @@ class Corpus:
             like: an earlier hash of the shard. This one is then made the same way, so they can be compared.
         """
         shard = self.shards[number]
-        if isinstance(shard, StoreShard):
+        if isinstance(shard, RemoteShard):
             return shard.content
         if not isinstance(shard, FileShard):
             return digest(shard.text) if isinstance(shard, TextShard) else ""

@@ -6,11 +6,11 @@ import functools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from nalanda.common.errors import InputError
+from nalanda.common.text import digest
 from nalanda.data.readers import (
     BLOCK,
     READERS,
@@ -76,11 +76,6 @@ class Shard(Protocol):
 
 def not_blank(text: str) -> bool:
     return bool(text) and not text.isspace()
-
-
-def digest(text: str) -> str:
-    """64 bits of BLAKE2b in hexadecimal."""
-    return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def hash_text(text: str) -> int:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nalanda.common.errors import InputError, SourceUnavailable, first_line
-from nalanda.common.retry import describe_error, persist, persistent
 from nalanda.common.text import redact
 from nalanda.config.schema import DataConfig
 from nalanda.data.documents import Document, Fields, Left, Shard, document_of, suffix_of
+from nalanda.storage.retry import describe_error, persist, persistent
 
 DOWNLOADED_SHARDS = 256
 """Shards into which a downloaded dataset is cut, so that their order can be shuffled."""

@@ -9,16 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 from nalanda.common.errors import InputError
-from nalanda.common.stores import check_output, is_store
 from nalanda.common.text import local_path
 from nalanda.config.load import is_recipe, load_config
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.megatron import read_megatron
 from nalanda.data.options import DocumentOptions, TokenizerOptions
 from nalanda.data.prepare import prepare
-from nalanda.data.stores import make_in_store
+from nalanda.data.stored_sets import make_in_store
 from nalanda.data.token_set import megatron_splits
 from nalanda.data.workers import processors
+from nalanda.storage.remote import check_output, is_store
 
 
 def make_token_set(

@@ -20,10 +20,9 @@ from nalanda.common.errors import DiskFull, InputError, first_line, local_output
 from nalanda.common.files import write_atomically
 from nalanda.common.plugins import imported
 from nalanda.common.progress import Progress
-from nalanda.common.text import duration, redact
+from nalanda.common.text import digest, duration, redact
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.corpus import Corpus, check_apart, describe_files, open_corpora
-from nalanda.data.documents import digest
 from nalanda.data.hashes import FileHashes
 from nalanda.data.hold_out import CutFile
 from nalanda.data.inspect import ByteProgress, check_set

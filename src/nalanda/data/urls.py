@@ -1,61 +1,53 @@
-"""Shards of http(s) URLs, and what fsspec lacks for them: resumed downloads, and links without their secrets.
-
-A shard is downloaded as a whole, kept in a small cache, then read as a file. A download that fails is resumed
-a bounded number of times. URLs and servers' answers may hold a password or a signature, so messages pass
-through `redact`.
-"""
+"""Documents that have a URL: a file, folder or pattern of a store, a shard of http(s), a list of any of them."""
 
 from __future__ import annotations
 
-import hashlib
-import os
+import itertools
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urljoin, urlsplit
 
 from nalanda.common.errors import InputError
-from nalanda.common.retry import Incomplete, Patience, persist
-from nalanda.common.stores import (
-    cache,
-    file_at,
-    has_magic,
-    is_store,
-    list_folder,
-    match,
-    reachable,
-    read_bytes,
-)
-from nalanda.common.text import is_url, redact
+from nalanda.common.text import digest, is_url, redact
+from nalanda.config.schema import DataConfig
 from nalanda.data.documents import (
+    EMPTY,
     NAMES,
     Document,
     Fields,
     FileShard,
     Left,
-    digest,
+    Shard,
+    files_of,
     is_single,
     split_of,
     suffix_of,
     suffixes,
 )
-
-FAILS = "cannot be downloaded"
+from nalanda.data.readers import documents_among, refuse_two_kinds
+from nalanda.storage.cache import cached
+from nalanda.storage.remote import (
+    AT_ONCE,
+    RemoteFile,
+    ask,
+    download,
+    file_at,
+    files_at,
+    has_magic,
+    is_store,
+    one_line,
+)
 
 LISTS = (".urls", ".list")
 """Suffixes of a text file with one URL a line."""
 
-TIMEOUT = (10.0, 60.0)
-"""Seconds to connect, and seconds without a byte after which a download has failed."""
-
-CACHED_SHARDS = 16
-"""Downloaded shards that stay on disk; the next download removes the least recently used."""
-
-STALE = 3600.0
-"""Seconds after which a partial download belongs to a killed process."""
+RESTORE = "restore it, or start a new run from the checkpoint's weights with model.init_from"
+"""What to do about a file that is another one now."""
 
 _SECRET = re.compile(
     r"x-(amz|goog)-.*|sig|signature|(access_|auth_|id_)?token|secret|password|credentials?|expires|policy"
@@ -67,34 +59,268 @@ _SECRET = re.compile(
 _SHARED_ACCESS = re.compile(r"s[a-z]|srt|skoid|sktid|spr|sip", re.I)
 """The same in Azure's links, which have a `sig`."""
 
-_CACHED = re.compile(r"\.?[0-9a-f]{16}-")
-"""Beginning of the names that the cache gives."""
+
+def path_of(url: str) -> str:
+    """A URL without its query. In a store, ? and # belong to the path."""
+    return url if is_store(url) else urlsplit(url).path
 
 
-def list_urls(source: str | list[str], retries: int) -> list[str]:
-    """The shards' URLs in order. Those in a list may be relative to it; a folder or pattern of a store is
+def is_list(url: str) -> bool:
+    """Whether a URL is that of a list of URLs."""
+    return path_of(url).endswith(LISTS)
+
+
+def identity_of(url: str) -> str:
+    """The URL without password and signature. It stays the same when a link is signed anew."""
+    if is_store(url):
+        return redact(url)
+    parts, query = urlsplit(url), parse_qsl(urlsplit(url).query)
+    azure = any(key.lower() == "sig" for key, _ in query)
+    # The parts of the query that sign nothing, in a fixed order.
+    lasting = []
+    for key, value in sorted(query):
+        if not (_SECRET.fullmatch(key) or (azure and _SHARED_ACCESS.fullmatch(key))):
+            lasting.append((key, value))
+    suffix = f"?{digest(repr(lasting))}" if lasting else ""
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}{suffix}"
+
+
+def _name_of(source: str | list[str]) -> str:
+    """The source in messages."""
+    return redact(source if isinstance(source, str) else f"{source[0]} and others")
+
+
+# ------------------------------ shards
+
+
+@dataclass(frozen=True)
+class RemoteShard:
+    """A file with a URL, downloaded as a whole, then read.
+
+    A file of a store has the name, the size and the cursor (rows read) of a local one in the same place, so a
+    corpus may move between the two. A shard of http(s) has no size, since asking a server for ten thousand
+    sizes delays the start too long. Its cursor is [bytes, rows read], so that a resume inside it is checked.
+    """
+
+    file: RemoteFile = field(repr=False)
+    name: str
+    """Its path in the source's folder, or its URL, without password and signature."""
+    fields: Fields = field(repr=False)
+    retries: int = 8
+
+    @property
+    def url(self) -> str:
+        return self.file.url
+
+    @property
+    def size(self) -> int | None:
+        return self.file.size
+
+    @property
+    def identity(self) -> str:
+        return self.name if self.size is None else f"{self.name}:{self.size}"
+
+    @property
+    def content(self) -> str:
+        """A checksum that the store states; "" if nothing does."""
+        return self.file.content
+
+    @property
+    def single(self) -> bool:
+        return is_single(path_of(self.url))
+
+    def read(self, cursor: Any) -> Iterator[tuple[Document | Left, Any]]:
+        with one_line(self.url, "cannot be downloaded"):
+            path = cached(self._key(), path_of(self.url).rpartition("/")[2], self._download)
+
+        size, start = path.stat().st_size, cursor
+        if cursor and self.size is None:
+            before, start = cursor
+            if size != before:
+                raise InputError(
+                    f"{self.name}: {size} bytes, and {before} when the run stopped in it; {RESTORE}"
+                )
+        try:
+            for document, row in FileShard(path, self.name, self.fields).read(start):
+                yield document, [size, row] if self.size is None else row
+        except InputError as error:
+            path.unlink(missing_ok=True)  # so that a repaired one is downloaded
+            raise InputError(str(error).replace(str(path), identity_of(self.url))) from None
+
+    def _key(self) -> str:
+        """The key of the copy in the cache. It never changes: copies on disks are found by it."""
+        if self.size is None:
+            return self.identity
+        return f"StoreFile(url={self.url!r}, size={self.size!r}, content={self.content!r})"
+
+    def _download(self, path: Path) -> None:
+        if file_at(self.url, self.retries) != self.file:
+            raise InputError(f"{redact(self.url)}: changed while in use; {RESTORE}")
+        download(self.file, path, self.retries)
+
+
+# ------------------------------ sources
+
+
+class Named(NamedTuple):
+    """A file of a source."""
+
+    name: str
+    """As of a `RemoteShard`."""
+    file: RemoteFile
+    """Without its size where its store was not asked."""
+
+
+def open_urls(
+    data: DataConfig, source: str | list[str], split: str
+) -> tuple[list[Shard], Counter[str]]:
+    """The shards of `split`, and the number of files by split, "" for none, and of those left out by suffix.
+
+    `source` is the URL of a shard or of a list of shards (`LISTS`), a folder or pattern of a store, or
+    several of them. As with a local directory, folders and files' names tell the split.
+
+    Raises:
+        InputError: a shard's suffix has no reader, a list is empty, or something does not exist; a URL of
+            several belongs to no split.
+        SourceUnavailable: a server or store keeps failing.
+    """
+    splits, counts = _list_splits(source, data.retries)
+    files = files_of(splits, split)
+    if not files:
+        raise InputError(
+            f"{_name_of(source)}: no shard for {split}; add some, or name another source"
+        )
+
+    if isinstance(source, list):  # each was named, so each must be read
+        others = [] if data.validation_source else ["train", "validation"]
+        read = {*files, *(file for name in others for file in files_of(splits, name))}
+        for named in itertools.chain(*splits.values()):
+            if named not in read:
+                raise InputError(
+                    f"{redact(named.file.url)}: by its name and those of the other URLs neither a training nor a "
+                    "validation shard, so it would not be read; leave it out, or list it apart as "
+                    "data.validation_source"
+                )
+
+    fields = Fields.of(data)
+
+    def shard_of(named: Named) -> Shard:
+        name, file = named
+        if file.size is None:
+            file = file_at(file.url, data.retries)
+        if file is None:
+            raise InputError(
+                f"{redact(named.file.url)}: a folder; name it alone as data.source, or name its files"
+            )
+        return RemoteShard(file, name, fields, data.retries)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return [*pool.map(shard_of, files)], counts
+
+
+def _list_splits(
+    source: str | list[str], retries: int
+) -> tuple[dict[str, list[Named]], Counter[str]]:
+    """A source's files by split, and `Corpus.counts`."""
+    counts: Counter[str] = Counter()
+    splits: dict[str, list[Named]] = {split: [] for split in (*NAMES, "")}
+    # Lists, http(s) or several URLs: the innermost folder or else the name tells the split of each, unless
+    # it is alone.
+    if not isinstance(source, str) or not is_store(source) or is_list(source):
+        named = _list_urls(source, retries)
+        for each in named:
+            *folders, name = path_of(each.file.url).split("/")
+            splits[split_of(reversed(folders), name) if len(named) > 1 else ""].append(each)
+    # A pattern or a file that was named is read, whatever its folders are called.
+    elif has_magic(source):
+        splits[""] = [
+            _check_suffix(file) for file in files_at(source, retries, pattern=True).values()
+        ]
+    elif not source.endswith("/") and (file := file_at(source, retries)):
+        splits[""] = [_check_suffix(file)]
+    else:
+        _list_folder(source, retries, splits, counts)
+    counts.update({split: len(files) for split, files in splits.items()})
+    if not any(splits.values()):
+        raise InputError(
+            f"{_name_of(source)}: no documents; files may end in {', '.join(suffixes())}"
+        )
+    return splits, counts
+
+
+def _check_suffix(file: RemoteFile) -> Named:
+    if not suffix_of(file.url):
+        raise InputError(
+            f"{redact(file.url)}: no reader for this suffix; files may end in {', '.join(suffixes())}"
+        )
+    return Named(file.url, file)
+
+
+def _list_folder(
+    source: str, retries: int, splits: dict[str, list[Named]], counts: Counter[str]
+) -> None:
+    """Adds a folder's files to their splits, as of a local one: the outermost folder that names one decides."""
+    files = files_at(source, retries)
+    if "index.json" in files and any(name.endswith(".tokens") for name in files):
+        raise InputError(
+            f"data.source: {redact(source)} is a token set, and texts are needed here; to train "
+            "on it, set tokenizer to the one that it was prepared with"
+        )
+    if not files:
+        raise InputError(f"{redact(source)}: it does not exist, or has no file")
+
+    # As in a local folder: no hidden names, and no files without documents or content.
+    visible = [name for name in files if not any(step[:1] == "." for step in name.split("/"))]
+    with_documents = documents_among(visible)
+    for name in visible:
+        *folders, last = name.split("/")
+        if name not in with_documents:
+            counts[Path(last).suffix or "."] += 1
+        elif not files[name].size and not is_single(last):
+            counts[EMPTY] += 1
+        else:
+            splits[split_of(folders, last)].append(Named(name, files[name]))
+    refuse_two_kinds(redact(source), (named.name for named in itertools.chain(*splits.values())))
+
+
+def _list_urls(source: str | list[str], retries: int) -> list[Named]:
+    """The files of URLs in order. Those in a list may be relative to it; a folder or pattern of a store is
     replaced by its files."""
-    named: list[str] = []
+    urls: list[str] = []
     for url in [source] if isinstance(source, str) else source:
         if "***" in url:
             raise InputError(
                 f"{redact(url)}: the password or query was never stored; give data.source as it was"
             )
-        lines = _fetch_text(url, retries).splitlines() if is_list(url) else [url]
-        named += [
-            _join_url(url, line.strip())
-            for line in lines
-            if line.strip() and line.strip()[0] != "#"
-        ]
+        lines = [url]
+        if is_list(url):
+            lines = ask(lambda fs, path: fs.cat_file(path).decode(), url, retries).splitlines()
+        for line in map(str.strip, lines):
+            if line and line[0] != "#":
+                urls.append(_join_url(url, line))
 
     # What a list names may itself be a folder or a pattern of a store.
-    urls: list[str] = []
-    for url in named:
-        urls += _files_at(url, retries) if is_store(url) else [url]
-    if not urls:
-        raise InputError(f"{name_of(source)}: lists no shard; give one URL a line")
-    _check_urls(urls)
-    return urls
+    named = [named for url in urls for named in _files_of_url(url, retries)]
+    if not named:
+        raise InputError(f"{_name_of(source)}: lists no shard; give one URL a line")
+    _check_urls([each.file.url for each in named])
+    return named
+
+
+def _join_url(beside: str, line: str) -> str:
+    if is_url(line) or line.startswith("/") or not is_store(beside):
+        return urljoin(beside, line)
+    return f"{beside.rpartition('/')[0]}/{line}"
+
+
+def _files_of_url(url: str, retries: int) -> list[Named]:
+    if not is_store(url):
+        return [Named(identity_of(url), RemoteFile(url))]
+    if not has_magic(url) and (suffix_of(url) or file_at(url, retries)):
+        return [Named(url, RemoteFile(url))]
+    pattern = has_magic(url)
+    files = files_at(url, retries, pattern=pattern)
+    return [Named(file.url, file) for name, file in files.items() if pattern or suffix_of(name)]
 
 
 def _check_urls(urls: list[str]) -> None:
@@ -117,240 +343,3 @@ def _check_urls(urls: list[str]) -> None:
                 how = "listed twice"
             raise InputError(f"{redact(url)}: {how}; name a file once")
         by_identity[identity] = url
-
-
-def is_list(url: str) -> bool:
-    """Whether a URL is that of a list of URLs."""
-    return path_of(url).endswith(LISTS)
-
-
-def path_of(url: str) -> str:
-    """A URL without its query. In a store, ? and # belong to the path."""
-    return url if is_store(url) else urlsplit(url).path
-
-
-def _join_url(beside: str, line: str) -> str:
-    if is_url(line) or line.startswith("/") or not is_store(beside):
-        return urljoin(beside, line)
-    return f"{beside.rpartition('/')[0]}/{line}"
-
-
-def _files_at(url: str, retries: int) -> list[str]:
-    """The URLs of the files that a URL of a store names."""
-    if has_magic(url):
-        return [stored.url for stored in match(url, retries)]
-    if suffix_of(url) or file_at(url, retries):
-        return [url]
-    return [stored.url for name, stored in list_folder(url, retries).items() if suffix_of(name)]
-
-
-def split_urls(urls: list[str]) -> dict[str, list[str]]:
-    """URLs by the split that the innermost folder or else the file's name tells, "" for none. A lone URL has
-    none, since nothing is beside it."""
-    splits: dict[str, list[str]] = {split: [] for split in (*NAMES, "")}
-    for url in urls:
-        *folders, file = path_of(url).split("/")
-        split = split_of(reversed(folders), file) if len(urls) > 1 else ""
-        splits[split].append(url)
-    return splits
-
-
-def identity_of(url: str) -> str:
-    """The URL without password and signature. It stays the same when a link is signed anew."""
-    if is_store(url):
-        return redact(url)
-    parts, query = urlsplit(url), parse_qsl(urlsplit(url).query)
-    azure = any(key.lower() == "sig" for key, _ in query)
-    # The parts of the query that sign nothing, in a fixed order.
-    lasting = []
-    for key, value in sorted(query):
-        if not (_SECRET.fullmatch(key) or (azure and _SHARED_ACCESS.fullmatch(key))):
-            lasting.append((key, value))
-    suffix = f"?{digest(repr(lasting))}" if lasting else ""
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}{suffix}"
-
-
-def name_of(source: str | list[str]) -> str:
-    """The source in messages."""
-    return redact(source if isinstance(source, str) else f"{source[0]} and others")
-
-
-def _fetch_text(url: str, retries: int) -> str:
-    if is_store(url):
-        return read_bytes(url, retries).decode()
-    import requests
-
-    def get() -> str:
-        reply = requests.get(url, timeout=TIMEOUT)
-        reply.raise_for_status()
-        return reply.content.decode()
-
-    return reachable(lambda: persist(get, redact(url), retries), url, FAILS)
-
-
-@dataclass(frozen=True)
-class UrlShard:
-    """A shard that is downloaded as a whole, then read. The cursor is its size and the rows read.
-
-    The identity has no size, since asking a server for the sizes of ten thousand shards delays the start too
-    long. The size is checked when reading resumes inside the shard.
-    """
-
-    url: str = field(repr=False)
-    fields: Fields
-    retries: int = 8
-
-    @property
-    def identity(self) -> str:
-        return identity_of(self.url)
-
-    @property
-    def single(self) -> bool:
-        return is_single(urlsplit(self.url).path)
-
-    def read(self, cursor: list[int] | None) -> Iterator[tuple[Document | Left, list[int]]]:
-        name = urlsplit(self.url).path.rpartition("/")[2]
-
-        def fetch(file: Path) -> None:
-            download(self.url, file, self.retries)
-
-        path = reachable(lambda: cached(self.identity, name, fetch), self.url, FAILS)
-        size = path.stat().st_size
-        if cursor and cursor[0] != size:
-            raise InputError(
-                f"{self.identity}: {size} bytes, and {cursor[0]} when the run stopped in it; "
-                "restore it, or start a new run from the checkpoint's weights with model.init_from"
-            )
-        file = FileShard(path, self.identity, self.fields)
-        for document, row in read_copy(file, self.identity, cursor[1] if cursor else None):
-            yield document, [size, row]
-
-
-def read_copy(
-    file: FileShard, location: str, row: int | None
-) -> Iterator[tuple[Document | Left, int]]:
-    """Reads a downloaded file on behind `row`. Its errors name `location`, where it came from."""
-    try:
-        yield from file.read(row)
-    except InputError as error:
-        file.path.unlink(missing_ok=True)  # so that a repaired one is downloaded
-        raise InputError(str(error).replace(str(file.path), location)) from None
-
-
-def cached(identity: str, name: str, get: Callable[[Path], None]) -> Path:
-    """The shard's file in the cache, which `get` downloads in one of the processes that ask for it."""
-    from filelock import FileLock
-
-    folder = cache()
-    path = folder / f"{digest(identity)}-{name}"
-    folder.mkdir(parents=True, exist_ok=True)
-    # One process downloads; the others wait, and then find the file.
-    with FileLock(f"{path}.lock"):
-        if not path.exists():
-            get(path)
-            _prune_cache(folder, path)
-        # The time of the last use, by which the cache is pruned.
-        os.utime(path)
-    return path
-
-
-def _prune_cache(folder: Path, newest: Path) -> None:
-    # A process that reads a removed file has it open and is not disturbed.
-    ages = {}
-    for path in folder.iterdir():
-        if path != newest and _CACHED.match(path.name):
-            ages[path] = _age_of(path)
-    shards = [path for path in ages if suffix_of(path.name) and path.name[0] != "."]
-    oldest = sorted(shards, key=ages.__getitem__)[CACHED_SHARDS - 1 :]
-    stale = [path for path in ages if path.name.endswith(".partial") and ages[path] > STALE]
-    for path in [*oldest, *stale]:
-        path.unlink(missing_ok=True)
-
-
-def _age_of(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:  # another process removed it
-        return 0.0
-
-
-def download(url: str, path: Path, retries: int) -> None:
-    """Downloads `url` to `path`, which appears once its length and the server's checksum, if any, agree.
-
-    After a failure it resumes where it stopped, if the server supports that.
-
-    Raises:
-        SourceUnavailable: after `retries` tries in a row without a new byte.
-        Exception: of requests, urllib3 or the system, if another try cannot help.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    patience, validator, furthest = Patience(redact(url), retries), "", 0
-
-    def receive() -> None:
-        import requests
-
-        nonlocal validator
-        # What came before is continued only where a validator shows that the file is the same.
-        start = partial.stat().st_size if validator and partial.exists() else 0
-        headers = {"Accept-Encoding": "identity"}
-        if start:  # the server sends all if the file is another one now
-            headers |= {"Range": f"bytes={start}-", "If-Range": validator}
-        with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply:
-            if reply.status_code == 416:
-                validator = ""
-                raise Incomplete("the server cannot resume the download")
-            reply.raise_for_status()
-            # Any other answer has the whole file, which replaces what came before.
-            if reply.status_code != 206:
-                start = 0
-            elif not reply.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
-                validator = ""
-                raise Incomplete("the server resumed at another byte")
-            # A weak ETag, W/"…", does not promise the same bytes.
-            etag = reply.headers.get("ETag", "")
-            validator = etag if etag[:1] == '"' else reply.headers.get("Last-Modified", "")
-            with partial.open("ab" if start else "wb") as file:
-                # Small chunks, since a stall loses one; stored bytes, so that .gz stays .gz.
-                for chunk in reply.raw.stream(1 << 16, decode_content=False):
-                    file.write(chunk)
-                size, length = file.tell(), reply.headers.get("Content-Length")
-            # Content-Length counts what this answer sends.
-            if length and size != start + int(length):
-                raise Incomplete(f"{size} of {start + int(length)} bytes came")
-            # A wrong sum does not tell which byte is wrong, so the next try begins anew.
-            if checksum := _stated_checksum(reply.headers):
-                kind, stated = checksum
-                with partial.open("rb") as file:
-                    digest = hashlib.file_digest(file, kind).hexdigest()
-                if digest != stated:
-                    validator = ""
-                    raise Incomplete(f"the bytes do not have the server's {kind}")
-
-    try:
-        while True:
-            try:
-                receive()
-                break
-            except Exception as error:
-                size = partial.stat().st_size if partial.exists() else 0
-                if size > furthest:
-                    patience.failures, furthest = 0, size
-                patience.failed(error)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _stated_checksum(headers: Any) -> tuple[str, str] | None:
-    """(algorithm, hexadecimal digest) of the whole file, if the server states them."""
-    for kind in ("sha256", "md5"):
-        if value := headers.get(f"x-checksum-{kind}"):
-            return kind, value.lower()
-    # Other servers' ETags look the same and are hashes of other things.
-    etag = "x-amz-request-id" in headers and re.fullmatch(
-        r'"([0-9a-f]{32})"', headers.get("ETag", "")
-    )
-    encrypted = "kms" in headers.get("x-amz-server-side-encryption", "") or any(
-        "server-side-encryption-customer" in name.lower() for name in headers
-    )  # S3's ETag is then not the MD5 of the content
-    return ("md5", etag[1]) if etag and not encrypted else None

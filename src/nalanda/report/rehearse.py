@@ -18,11 +18,11 @@ from nalanda.common.errors import InputError, NothingTrained
 from nalanda.common.files import missing_folders, remove_new_folders
 from nalanda.common.processes import peak_resident
 from nalanda.common.progress import first_process
-from nalanda.common.stores import is_store, staging
 from nalanda.common.text import duration, size
 from nalanda.config.load import at_home
 from nalanda.config.schema import RunConfig
 from nalanda.report.verify import verify
+from nalanda.storage.remote import is_store, staging
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, step_of
 from nalanda.train.estimate import meta_model, time_left
 from nalanda.train.log import read_facts, read_metrics
@@ -49,10 +49,8 @@ def rehearse(config: RunConfig) -> dict[str, Any]:
     """
     config = at_home(config)
     config.check()
-    local = Path(config.output_dir)
-    if is_store(config.output_dir):
-        local = staging(config.output_dir)
-    else:
+    local = staging(config.output_dir)
+    if not is_store(config.output_dir):
         refuse_other_files(local)
         refuse_other_recipe(local, config)
 
@@ -134,8 +132,7 @@ def measured(config: RunConfig, folder: Path, before: int) -> dict[str, Any]:
 
 def saved_steps(config: RunConfig) -> list[int]:
     """Steps of the checkpoints that the run has already."""
-    local = staging(config.output_dir) if is_store(config.output_dir) else Path(config.output_dir)
-    return [step_of(path) for path in checkpoint_folders(local / "checkpoints")]
+    return [step_of(p) for p in checkpoint_folders(staging(config.output_dir) / "checkpoints")]
 
 
 def folder_bytes(folder: Path) -> int:

@@ -15,12 +15,12 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from nalanda.common.errors import InputError, SourceUnavailable, first_line
 from nalanda.common.files import new_folder, refuse_existing, update_json
-from nalanda.common.retry import transient
 from nalanda.common.text import redact
 from nalanda.config.load import load_config
 from nalanda.config.model import in_one_line, is_encoder, language_model
 from nalanda.data.hub import is_hub_id
 from nalanda.model.state import fingerprint
+from nalanda.storage.retry import transient
 from nalanda.train import tensor_files
 from nalanda.train.card import model_card
 from nalanda.train.checkpoint_dir import find_checkpoint, step_of

@@ -25,7 +25,7 @@ from nalanda.common.progress import Progress
 from nalanda.common.text import size
 from nalanda.config.load import at_home
 from nalanda.config.schema import RunConfig
-from nalanda.data.stores import with_local_sets
+from nalanda.data.stored_sets import with_local_sets
 from nalanda.model.executors import recurrences
 from nalanda.train import parallel
 from nalanda.train.build import finish_sums, set_up

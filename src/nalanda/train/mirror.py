@@ -19,18 +19,17 @@ from pathlib import Path
 
 from nalanda.common.errors import InputError
 from nalanda.common.files import verify_manifest, write_atomically
-from nalanda.common.stores import (
-    StoreFile,
-    download_file,
-    is_store,
-    list_folder,
-    read_bytes,
-    remove_file,
-    remove_folder,
-    staging,
-    upload_file,
-)
 from nalanda.config.schema import CheckpointConfig, RunConfig
+from nalanda.storage.remote import (
+    RemoteFile,
+    download,
+    files_at,
+    is_store,
+    read_bytes,
+    remove,
+    staging,
+    upload,
+)
 from nalanda.train.checkpoint_dir import MARK, checkpoint_folders, step_of
 
 RETRIES = 3
@@ -41,7 +40,7 @@ RECORDS = ("config.yaml", "run.json", "metrics.jsonl", "tracker.json")
 
 MANIFEST = "manifest.json"
 
-Files = dict[str, StoreFile]
+Files = dict[str, RemoteFile]
 """Files of the store by their names in the run's folder."""
 
 
@@ -98,7 +97,7 @@ class Mirror:
             InputError: the store cannot be read, or has other files than a run.
         """
         self.say(f"{self.url}: the run works in {self.folder} and is copied from there")
-        stored = list_folder(self.url, self.retries)
+        stored = files_at(self.url, self.retries)
         if stored and not {"config.yaml", "run.json", "metrics.jsonl"} & stored.keys():
             raise InputError(
                 f"{self.url} has files that are no run of Nalanda's; choose another output_dir"
@@ -106,14 +105,15 @@ class Mirror:
         checkpoints = self.folder / "checkpoints"
         newest = max((step_of(path) for path in checkpoint_folders(checkpoints)), default=-1)
         # A checkpoint without its manifest is still on its way, or being removed.
-        ahead = [step for step in _steps(stored) if step > newest and _manifest(step) in stored]
-        # From the newest on, until one is whole.
-        fetched = any(self._fetch_checkpoint(step, stored) for step in sorted(ahead, reverse=True))
+        whole = {step for step in _steps(stored) if f"checkpoints/step-{step}/{MANIFEST}" in stored}
+        # From the newest on, until one is undamaged.
+        ahead = sorted((step for step in whole if step > newest), reverse=True)
+        fetched = any(self._fetch_checkpoint(step, stored) for step in ahead)
         # Records belong to the checkpoint: without a newer one, those of the folder stay.
         if fetched or not (self.folder / "config.yaml").is_file():
             for name, file in stored.items():
                 if name in RECORDS or name.startswith("tokenizer/"):
-                    download_file(file, self.folder / name, self.retries)
+                    download(file, self.folder / name, self.retries)
 
     def _fetch_checkpoint(self, step: int, stored: Files) -> bool:
         """Downloads a checkpoint; returns whether it is whole."""
@@ -122,7 +122,7 @@ class Mirror:
         shutil.rmtree(temporary, ignore_errors=True)
         for name, file in stored.items():
             if name.startswith(prefix):
-                download_file(file, temporary / name.removeprefix(prefix), self.retries)
+                download(file, temporary / name.removeprefix(prefix), self.retries)
 
         if problem := verify_manifest(temporary):
             self.say(f"{self.url}/{prefix}: damaged, passed over: {problem}")
@@ -167,7 +167,7 @@ class Mirror:
 
         model: whether final/ is copied too. Checkpoints that are not kept are removed in the store.
         """
-        stored = list_folder(self.url, retries)
+        stored = files_at(self.url, retries)
         folders = checkpoint_folders(self.folder / "checkpoints")
         names = [name for name in RECORDS if (self.folder / name).is_file()]
         names += self._new_files("tokenizer", stored)
@@ -208,7 +208,7 @@ class Mirror:
             file = self.folder / ".mirrored" / name
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, recipe)
-        upload_file(file, f"{self.url}/{name}", retries)
+        upload(file, f"{self.url}/{name}", retries)
 
     def _copy_checkpoint(self, path: Path, stored: Files, retries: int) -> None:
         """Copies a checkpoint that the store lacks, has in part, or has with other bytes."""
@@ -226,10 +226,10 @@ class Mirror:
                 # Since then a mark may have come or gone.
                 names = [name for name in names if f"{folder}/{name}" not in stored]
                 if f"{folder}/{MARK}" in stored and not (path / MARK).exists():
-                    remove_file(f"{self.url}/{folder}/{MARK}", retries)
+                    remove(f"{self.url}/{folder}/{MARK}", retries)
             elif any(name.startswith(f"{folder}/") for name in stored):
                 # Another checkpoint of this step, from before a rollback, or one that was cut short.
-                remove_folder(f"{self.url}/{folder}", MANIFEST, retries)
+                self._remove(path.name, retries)
                 complete = False
 
             for name in names:
@@ -250,11 +250,12 @@ class Mirror:
         for step in sorted(others):
             for_good = self.keep.keep_every and step % self.keep.keep_every == 0
             if step > newest or (count >= self.keep.keep_last and not for_good):
-                remove_folder(f"{self.url}/checkpoints/step-{step}", MANIFEST, retries)
+                self._remove(f"step-{step}", retries)
 
-
-def _manifest(step: int) -> str:
-    return f"checkpoints/step-{step}/{MANIFEST}"
+    def _remove(self, checkpoint: str, retries: int) -> None:
+        folder = f"{self.url}/checkpoints/{checkpoint}"
+        remove(f"{folder}/{MANIFEST}", retries)
+        remove(folder, retries)
 
 
 def _steps(stored: Files) -> set[int]:

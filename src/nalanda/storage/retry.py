@@ -115,47 +115,24 @@ def _status_of(error: BaseException) -> int | None:
     return None
 
 
-class Patience:
-    """Counts failures in a row and waits a random time after each, with a limit that doubles. Random, because
-    many processes that fail together should not return together."""
+def persist(do: Callable[[], T], what: str, retries: int, kept: Callable[[], int] = lambda: 0) -> T:
+    """`do()`, tried again after `transient` errors.
 
-    def __init__(self, what: str, retries: int):
-        self.what, self.retries, self.failures = what, retries, 0
+    kept: bytes that the next try need not bring. More than ever before begin the count of failures anew.
 
-    def failed(self, error: Exception) -> None:
-        """Returns when it is time to try again.
-
-        Raises:
-            SourceUnavailable: after `retries` failed retries in a row.
-            Exception: `error` itself, if another try cannot help.
-        """
-        if not transient(error):
-            raise error
-        self.failures += 1
-        if self.failures > self.retries:
-            raise SourceUnavailable(
-                f"{self.what}: failed {self.failures} times in a row, gave up ({describe_error(error)}); "
-                "run the same command again later to resume, or raise data.retries"
-            ) from None
-        wait = random.uniform(0, min(LONGEST_WAIT, 2.0**self.failures))
-        if first_process():
-            again = f"try {self.failures} of {self.retries} in {wait:.0f} s"
-            print(
-                f"nalanda: {self.what}: {describe_error(error)}; {again}",
-                file=sys.stderr,
-                flush=True,
-            )
-        sleep(wait)
-
-
-def persist(do: Callable[[], T], what: str, retries: int) -> T:
-    """`do()`, tried again after `transient` errors. Raises as in `Patience.failed`."""
-    patience = Patience(what, retries)
+    Raises:
+        SourceUnavailable: after `retries` failed retries in a row.
+        Exception: that of `do`, if another try cannot help.
+    """
+    failures = most = 0
     while True:
         try:
             return do()
         except Exception as error:
-            patience.failed(error)
+            if (now := kept()) > most:
+                failures, most = 0, now
+            failures += 1
+            _wait_after(error, failures, what, retries)
 
 
 def persistent(
@@ -163,14 +140,32 @@ def persistent(
 ) -> Iterator[tuple[T, Any]]:
     """`read(cursor)`, pairs of an item and the cursor after it, reopened at the last cursor after a failure.
 
-    Each item resets the count of failures. Raises as in `Patience.failed`.
+    Each item begins the count of failures anew. Raises as `persist`.
     """
-    patience = Patience(what, retries)
+    failures = 0
     while True:
         try:
             for item, cursor in read(cursor):  # noqa: B020  the next reading resumes there
-                patience.failures = 0
+                failures = 0
                 yield item, cursor
             return
         except Exception as error:
-            patience.failed(error)
+            failures += 1
+            _wait_after(error, failures, what, retries)
+
+
+def _wait_after(error: Exception, failures: int, what: str, retries: int) -> None:
+    """Returns when it is time to try again. Raises as `persist`. failures: how many came in a row."""
+    if not transient(error):
+        raise error
+    if failures > retries:
+        raise SourceUnavailable(
+            f"{what}: failed {failures} times in a row, gave up ({describe_error(error)}); "
+            "run the same command again later to resume, or raise data.retries"
+        ) from None
+    # Random, because many processes that fail together should not return together.
+    wait = random.uniform(0, min(LONGEST_WAIT, 2.0**failures))
+    if first_process():
+        again = f"try {failures} of {retries} in {wait:.0f} s"
+        print(f"nalanda: {what}: {describe_error(error)}; {again}", file=sys.stderr, flush=True)
+    sleep(wait)
