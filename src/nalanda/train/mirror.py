@@ -212,30 +212,28 @@ class Mirror:
 
     def _copy_checkpoint(self, path: Path, stored: Files, retries: int) -> None:
         """Copies a checkpoint that the store lacks, has in part, or has with other bytes."""
-        folder = f"checkpoints/{path.name}"
+        prefix = f"checkpoints/{path.name}/"
+        there = {name.removeprefix(prefix) for name in stored if name.startswith(prefix)}
         try:
             manifest = (path / MANIFEST).read_bytes()
             names = [f.relative_to(path).as_posix() for f in sorted(path.rglob("*")) if f.is_file()]
             # It goes last, see the top.
             names.remove(MANIFEST)
-            complete = f"{folder}/{MANIFEST}" in stored
-            if complete and path.name not in self._sent:
+            names.append(MANIFEST)
+            if MANIFEST in there and path.name not in self._sent:
                 # Read once: later this process knows what it has sent.
-                self._sent[path.name] = read_bytes(f"{self.url}/{folder}/{MANIFEST}", retries)
-            if complete and self._sent[path.name] == manifest:
+                self._sent[path.name] = read_bytes(f"{self.url}/{prefix}{MANIFEST}", retries)
+            if MANIFEST in there and self._sent[path.name] == manifest:
                 # Since then a mark may have come or gone.
-                names = [name for name in names if f"{folder}/{name}" not in stored]
-                if f"{folder}/{MARK}" in stored and not (path / MARK).exists():
-                    remove(f"{self.url}/{folder}/{MARK}", retries)
-            elif any(name.startswith(f"{folder}/") for name in stored):
+                names = [name for name in names if name not in there]
+                if MARK in there and not (path / MARK).exists():
+                    remove(f"{self.url}/{prefix}{MARK}", retries)
+            elif there:
                 # Another checkpoint of this step, from before a rollback, or one that was cut short.
                 self._remove(path.name, retries)
-                complete = False
 
             for name in names:
-                self._upload(f"{folder}/{name}", retries)
-            if not complete:
-                self._upload(f"{folder}/{MANIFEST}", retries)
+                self._upload(prefix + name, retries)
             self._sent[path.name] = manifest
         except (OSError, InputError):
             if path.exists():  # else it was removed meanwhile, and is needed no more
