@@ -564,7 +564,7 @@ class Corpus:
         """
         shard = self.shards[number]
         if isinstance(shard, RemoteShard):
-            return shard.content
+            return shard.file.content
         if not isinstance(shard, FileShard):
             return digest(shard.text) if isinstance(shard, TextShard) else ""
 

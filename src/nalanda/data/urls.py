@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qsl, urljoin, urlsplit
 
 from nalanda.common.errors import InputError
@@ -121,11 +121,6 @@ class RemoteShard:
         return self.name if self.size is None else f"{self.name}:{self.size}"
 
     @property
-    def content(self) -> str:
-        """A checksum that the store states; "" if nothing does."""
-        return self.file.content
-
-    @property
     def single(self) -> bool:
         return is_single(path_of(self.url))
 
@@ -151,7 +146,7 @@ class RemoteShard:
         """The key of the copy in the cache. It never changes: copies on disks are found by it."""
         if self.size is None:
             return self.identity
-        return f"StoreFile(url={self.url!r}, size={self.size!r}, content={self.content!r})"
+        return f"StoreFile(url={self.url!r}, size={self.size!r}, content={self.file.content!r})"
 
     def _download(self, path: Path) -> None:
         if file_at(self.url, self.retries) != self.file:
@@ -162,13 +157,8 @@ class RemoteShard:
 # ------------------------------ sources
 
 
-class Named(NamedTuple):
-    """A file of a source."""
-
-    name: str
-    """As of a `RemoteShard`."""
-    file: RemoteFile
-    """Without its size where its store was not asked."""
+Files = dict[str, RemoteFile]
+"""Files of a source by `RemoteShard.name`. Of one whose store was not asked the URL alone is known."""
 
 
 def open_urls(
@@ -193,24 +183,23 @@ def open_urls(
 
     if isinstance(source, list):  # each was named, so each must be read
         others = [] if data.validation_source else ["train", "validation"]
-        read = {*files, *(file for name in others for file in files_of(splits, name))}
-        for named in itertools.chain(*splits.values()):
-            if named not in read:
+        read = {*files, *(name for each in others for name in files_of(splits, each))}
+        for name, file in itertools.chain(*(each.items() for each in splits.values())):
+            if name not in read:
                 raise InputError(
-                    f"{redact(named.file.url)}: by its name and those of the other URLs neither a training nor a "
+                    f"{redact(file.url)}: by its name and those of the other URLs neither a training nor a "
                     "validation shard, so it would not be read; leave it out, or list it apart as "
                     "data.validation_source"
                 )
 
     fields = Fields.of(data)
 
-    def shard_of(named: Named) -> Shard:
-        name, file = named
-        if file.size is None:
-            file = file_at(file.url, data.retries)
+    def shard_of(name: str) -> Shard:
+        listed = files[name]
+        file = file_at(listed.url, data.retries) if listed.size is None else listed
         if file is None:
             raise InputError(
-                f"{redact(named.file.url)}: a folder; name it alone as data.source, or name its files"
+                f"{redact(listed.url)}: a folder; name it alone as data.source, or name its files"
             )
         return RemoteShard(file, name, fields, data.retries)
 
@@ -218,26 +207,22 @@ def open_urls(
         return [*pool.map(shard_of, files)], counts
 
 
-def _list_splits(
-    source: str | list[str], retries: int
-) -> tuple[dict[str, list[Named]], Counter[str]]:
+def _list_splits(source: str | list[str], retries: int) -> tuple[dict[str, Files], Counter[str]]:
     """A source's files by split, and `Corpus.counts`."""
     counts: Counter[str] = Counter()
-    splits: dict[str, list[Named]] = {split: [] for split in (*NAMES, "")}
+    splits: dict[str, Files] = {split: {} for split in (*NAMES, "")}
     # Lists, http(s) or several URLs: the innermost folder or else the name tells the split of each, unless
     # it is alone.
     if not isinstance(source, str) or not is_store(source) or is_list(source):
-        named = _list_urls(source, retries)
-        for each in named:
-            *folders, name = path_of(each.file.url).split("/")
-            splits[split_of(reversed(folders), name) if len(named) > 1 else ""].append(each)
+        files = _list_urls(source, retries)
+        for name, file in files.items():
+            *folders, last = path_of(file.url).split("/")
+            splits[split_of(reversed(folders), last) if len(files) > 1 else ""][name] = file
     # A pattern or a file that was named is read, whatever its folders are called.
     elif has_magic(source):
-        splits[""] = [
-            _check_suffix(file) for file in files_at(source, retries, pattern=True).values()
-        ]
+        splits[""] = _by_url(files_at(source, retries, pattern=True).values())
     elif not source.endswith("/") and (file := file_at(source, retries)):
-        splits[""] = [_check_suffix(file)]
+        splits[""] = _by_url([file])
     else:
         _list_folder(source, retries, splits, counts)
     counts.update({split: len(files) for split, files in splits.items()})
@@ -248,17 +233,17 @@ def _list_splits(
     return splits, counts
 
 
-def _check_suffix(file: RemoteFile) -> Named:
-    if not suffix_of(file.url):
-        raise InputError(
-            f"{redact(file.url)}: no reader for this suffix; files may end in {', '.join(suffixes())}"
-        )
-    return Named(file.url, file)
+def _by_url(files: Iterable[RemoteFile]) -> Files:
+    """Files of a store by their URLs. Raises `InputError` for one without a reader."""
+    for file in files:
+        if not suffix_of(file.url):
+            raise InputError(
+                f"{redact(file.url)}: no reader for this suffix; files may end in {', '.join(suffixes())}"
+            )
+    return {file.url: file for file in files}
 
 
-def _list_folder(
-    source: str, retries: int, splits: dict[str, list[Named]], counts: Counter[str]
-) -> None:
+def _list_folder(source: str, retries: int, splits: dict[str, Files], counts: Counter[str]) -> None:
     """Adds a folder's files to their splits, as of a local one: the outermost folder that names one decides."""
     files = files_at(source, retries)
     if "index.json" in files and any(name.endswith(".tokens") for name in files):
@@ -279,11 +264,11 @@ def _list_folder(
         elif not files[name].size and not is_single(last):
             counts[EMPTY] += 1
         else:
-            splits[split_of(folders, last)].append(Named(name, files[name]))
-    refuse_two_kinds(redact(source), (named.name for named in itertools.chain(*splits.values())))
+            splits[split_of(folders, last)][name] = files[name]
+    refuse_two_kinds(redact(source), itertools.chain(*splits.values()))
 
 
-def _list_urls(source: str | list[str], retries: int) -> list[Named]:
+def _list_urls(source: str | list[str], retries: int) -> Files:
     """The files of URLs in order. Those in a list may be relative to it; a folder or pattern of a store is
     replaced by its files."""
     urls: list[str] = []
@@ -300,11 +285,11 @@ def _list_urls(source: str | list[str], retries: int) -> list[Named]:
                 urls.append(_join_url(url, line))
 
     # What a list names may itself be a folder or a pattern of a store.
-    named = [named for url in urls for named in _files_of_url(url, retries)]
-    if not named:
+    files = [file for url in urls for file in _files_of_url(url, retries)]
+    if not files:
         raise InputError(f"{_name_of(source)}: lists no shard; give one URL a line")
-    _check_urls([each.file.url for each in named])
-    return named
+    _check_urls([file.url for file in files])
+    return {file.url if is_store(file.url) else identity_of(file.url): file for file in files}
 
 
 def _join_url(beside: str, line: str) -> str:
@@ -313,14 +298,12 @@ def _join_url(beside: str, line: str) -> str:
     return f"{beside.rpartition('/')[0]}/{line}"
 
 
-def _files_of_url(url: str, retries: int) -> list[Named]:
-    if not is_store(url):
-        return [Named(identity_of(url), RemoteFile(url))]
-    if not has_magic(url) and (suffix_of(url) or file_at(url, retries)):
-        return [Named(url, RemoteFile(url))]
+def _files_of_url(url: str, retries: int) -> list[RemoteFile]:
     pattern = has_magic(url)
+    if not is_store(url) or (not pattern and (suffix_of(url) or file_at(url, retries))):
+        return [RemoteFile(url)]
     files = files_at(url, retries, pattern=pattern)
-    return [Named(file.url, file) for name, file in files.items() if pattern or suffix_of(name)]
+    return [file for name, file in files.items() if pattern or suffix_of(name)]
 
 
 def _check_urls(urls: list[str]) -> None:
