@@ -389,10 +389,7 @@ class OptimConfig:
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
-        if self.name not in OPTIMIZERS:
-            raise InputError(
-                f"optim.name: expected one of {', '.join(OPTIMIZERS)}; got {self.name!r}"
-            )
+        check_choice(self.name, OPTIMIZERS, "optim.name")
         for i, group in enumerate(self.groups):
             group.check(f"optim.groups[{i}]")
         check_bounds(self, "optim")
