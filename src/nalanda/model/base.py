@@ -382,7 +382,8 @@ class Mixer(FusedLinears):
 
         # k is q where one projection has both: [B, T, H, K], [B, T, HK, K] and [B, T, HV, V].
         *qk, v = heads
-        q, k = (y.unflatten(-1, (-1, self.K)) for y in (qk[0], qk[-1]))
+        q, *others = (y.unflatten(-1, (-1, self.K)) for y in qk)
+        k = others[0] if others else q
         v = v.unflatten(-1, (-1, self.V))
         if rule.write == "delta" and rule.value_silu and not rule.conv:
             v = F.silu(v)
