@@ -20,7 +20,7 @@ from .call import FeatureMap, Inputs
 from .feature_maps import EPS
 from .layers import LayerNorm, RMSNorm, altered, at_least_fp32, excess, rotary_frequencies
 from .ops import by_kernel, has_kernel, l2norm
-from .projections import FusedLinears, apply_linear, matrix_of
+from .projections import apply_linear, matrix_of
 from .recurrent import project_inputs, up_projections
 from .sequences import Sequences
 
@@ -174,12 +174,10 @@ def decode_token(
     if served is None and torch.is_autocast_enabled(x.device.type):
         return None
     o, new = step(inputs, state, token) if served is None else served
-    y = (
-        apply_linear(layer.o_proj, o.flatten(-2))
-        if rule.by_head
-        else layer.read_out(o, Inputs(o, o, o, **rest), x)
-    )
-    return y, new
+    if rule.by_head:
+        return apply_linear(layer.o_proj, o.flatten(-2)), new
+    # Behind a norm over all heads `read_out` reads the gate alone.
+    return layer.read_out(o, Inputs(o, o, o, gate=rest.get("gate")), x), new
 
 
 def fused_step(
@@ -201,7 +199,7 @@ def fused_step(
         return None
 
     def inputs() -> dict[str, Tensor]:
-        heads = FusedLinears.project(layer, x)
+        heads = layer.project(x)
         for name, second in up_projections(layer).items():
             weight = matrix_of(second, biased=True)
             # Each program reads its rows of the matrix: with many, a product of its own is faster.
