@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nalanda.config.schema import RunConfig
 from nalanda.model import Mixer, NalandaForCausalLM
+from nalanda.model.call import Inputs
 from nalanda.model.feature_maps import EPS, NaLa
 from nalanda.model.layers import Fp32Module
 from nalanda.train.loss import count_bytes, count_labels
@@ -84,9 +85,9 @@ def held_norms(model: nn.Module, means: list[Tensor]):
 def changed_betas(model: nn.Module, changes: list[Callable[[Tensor], Tensor]]):
     """Replaces β `[B, T, HV]` of each layer by the layer's `change(β)`. Decays stay."""
 
-    def gates(original: Callable, change: Callable, heads: Any) -> dict[str, Tensor]:
-        tensors = original(heads)
-        return tensors | {"beta": change(tensors["beta"])}
+    def gates(original: Callable, change: Callable, *args: Any) -> Inputs:
+        inputs = original(*args)
+        return inputs._replace(beta=change(inputs.beta))
 
     mixers = mixers_of(model)
     for mixer, change in zip(mixers, changes, strict=True):

@@ -7,19 +7,21 @@ from typing import Any
 
 from torch import Tensor
 
+from nalanda.model.call import Inputs
+
 
 @contextlib.contextmanager
 def changed_norms(mixers: Sequence[Any], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Replaces ‖q‖ `[B, T, H, 1]`, as `mix` gets q, by `change(‖q‖)`. Directions stay."""
 
-    def inputs(original: Callable, *args: Any) -> tuple[Any, dict[str, Tensor]]:
-        tensors, convs = original(*args)
-        norm = tensors.q.norm(dim=-1, keepdim=True)
-        q = tensors.q * (change(norm) / norm.clamp_min(1e-12))
-        return tensors._replace(q=q), convs
+    def changed(original: Callable, *args: Any) -> tuple[Inputs, Any]:
+        inputs, new = original(*args)
+        norm = inputs.q.norm(dim=-1, keepdim=True)
+        q = inputs.q * (change(norm) / norm.clamp_min(1e-12))
+        return inputs._replace(q=q), new
 
     for mixer in mixers:
-        mixer.inputs = partial(inputs, mixer.inputs)
+        mixer.inputs = partial(changed, mixer.inputs)
     try:
         yield
     finally:

@@ -287,8 +287,8 @@ def betas(run: fork.Fork) -> list[torch.Tensor]:
     """β of each layer on the last batch, `[B·T, HV]`."""
     seen = []
     for mixer in mixers_of(run.model):
-        mixer.mix = lambda heads, *args, mix=mixer.mix: (
-            seen.append(heads["beta"]) or mix(heads, *args)
+        mixer.mix = lambda inputs, *args, mix=mixer.mix: (
+            seen.append(inputs.beta) or mix(inputs, *args)
         )
     logits(run)
     for mixer in mixers_of(run.model):
