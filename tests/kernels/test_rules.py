@@ -2,6 +2,8 @@
 
 from kernel_device import DEVICE  # isort: skip  (before any kernel)
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from nalanda_kernels.cpu import build as library
 from op_inputs import KINDS, LENGTHS, ROWS, call, cases, errors, hold, make, minimal, run
 
 from nalanda.model import one_token
+from nalanda.model.rule import Rule
 
 TOKEN = {
     "torch": (torch.float64, 1e-12),
@@ -31,6 +34,7 @@ def near(found, expected, tolerance):
 
 
 # `test_kernels_chunk` has the other rows on Triton's kernels.
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("executor", "row", "kind"),
     [
@@ -76,7 +80,7 @@ def test_nothing_but_empty_sequences(executor, kind):
 
 
 def projections(kind, dtype, N=2, T=3, H=2, HV=4, K=12, V=10):
-    """What a layer projects for T tokens of N sequences, in float64 rounded to `dtype`, and its rule of a token."""
+    """What a layer projects for T tokens of N sequences, in float64 rounded to `dtype`, their state, and the layer."""
     generator = torch.Generator().manual_seed(len(kind))
 
     def draw(*shape):
@@ -97,23 +101,27 @@ def projections(kind, dtype, N=2, T=3, H=2, HV=4, K=12, V=10):
         channels = (K,) if kind.startswith("vector") else ()
         x["g"] = F.logsigmoid(draw(N, T, HV, *channels) + 1).to(dtype).double()
     delta = kind.endswith("delta")
-    scale = 1.0 if gates or not delta else 2.0
-    rule = {"delta": delta, "beta_scale": scale}
-    sizes = {"key_dim": K, "value_dim": V, "num_heads": H, "num_v_heads": HV}
-    return x, draw(N, HV, K, V), one_token.Token(dtype=dtype, **sizes, **rule)
+    rule = Rule(
+        write="delta" if delta else "add",
+        beta_scale=1.0 if gates or not delta else 2.0,
+        value_silu=False,
+        norm=None,
+    )
+    layer = SimpleNamespace(rule=rule, num_heads=H, num_v_heads=HV, K=K, V=V)
+    return x, draw(N, HV, K, V), layer
 
 
-def expected_of(x, state, token):
+def expected_of(x, state, layer):
     """Outputs and the last state by `minimal`."""
     N, T = x["q"].shape[:2]
-    heads = {"q": token.num_heads, "k": token.num_heads, "v": token.num_v_heads}
+    heads = {"q": layer.num_heads, "k": layer.num_heads, "v": layer.num_v_heads}
     inputs = {name: x[name].view(N, T, heads[name], -1) for name in heads}
     if "b" in x:
-        shares = token.beta_scale * x["b"].sigmoid()
-        inputs["beta"] = shares if "w" not in x else torch.ones(N, T, token.num_v_heads).double()
+        shares = layer.rule.beta_scale * x["b"].sigmoid()
+        inputs["beta"] = shares if "w" not in x else torch.ones(N, T, layer.num_v_heads).double()
         if "w" in x:
-            inputs["erase"] = shares.view(N, T, token.num_v_heads, -1)
-            inputs["write"] = x["w"].sigmoid().view(N, T, token.num_v_heads, -1)
+            inputs["erase"] = shares.view(N, T, layer.num_v_heads, -1)
+            inputs["write"] = x["w"].sigmoid().view(N, T, layer.num_v_heads, -1)
     return minimal(**inputs, g=x.get("g"), initial_state=state)
 
 
@@ -127,17 +135,18 @@ def test_tokens(kind, executor):
         except Unsupported as reason:
             pytest.skip(f"no C++ compiler: {reason}")
 
-    x, state, token = projections(kind, dtype)
-    expected, last = expected_of(x, state, token)
+    x, state, layer = projections(kind, dtype)
+    expected, last = expected_of(x, state, layer)
     device = DEVICE if executor == "triton" else "cpu"
     state, outputs = {"recurrent": state.to(device, dtype)}, []
     for t in range(x["q"].shape[1]):
         now = {name: y[:, t : t + 1].to(device, dtype).contiguous() for name, y in x.items()}
         if executor == "torch":
-            o, state = one_token.step(lambda now=now: now, state, token)
+            o, state = one_token.step(lambda now=now: now, state, layer, dtype)
         else:
             step = KERNELS["step"][executor].load()
-            o, state = step(lambda now=now: now, state, **token._asdict())
+            fields = one_token.step_fields(layer, dtype)
+            o, state = step(lambda now=now: now, state, **fields)
         outputs.append(o.cpu())
     near(torch.cat(outputs, 1), expected, tolerance)
     near(state["recurrent"].cpu(), last, tolerance)

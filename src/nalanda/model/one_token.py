@@ -4,50 +4,25 @@ With one token an operator costs as much as its launch, on a CPU too. So the tor
 without the parts that only longer inputs need. It rounds to the model's dtype wherever the chunkwise path does, so
 that in bf16 too generation from a cache equals a new read of the text.
 
-`token_of` reads a layer's `Rule` and weights. The kernels of API 3 take the fields of `Token` as keywords.
+`step` reads a layer's `Rule` and weights. Kernels take them as keywords, the fields of `nalanda_kernels.one_token`.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .call import FeatureMap, Inputs
+from .call import Inputs
 from .feature_maps import EPS
 from .layers import LayerNorm, RMSNorm, altered, at_least_fp32, excess, rotary_frequencies
 from .ops import by_kernel, has_kernel, l2norm
 from .projections import apply_linear, matrix_of
 from .recurrent import project_inputs, up_projections
 from .sequences import Sequences
-
-
-class Token(NamedTuple):
-    """The rule of one token, with the sizes and weights of its layer."""
-
-    dtype: torch.dtype  # of the output
-    key_dim: int
-    value_dim: int
-    num_heads: int
-    num_v_heads: int
-    steps: int = 1
-    delta: bool = False  # the delta rule, or linear attention
-    beta_scale: float = 1.0  # β = beta_scale · σ(b)
-    # (A_log, dt_bias) of `delta.Decay`; None: g of the inputs, or no decay.
-    decay: tuple[Tensor, Tensor] | None = None
-    feature_map: FeatureMap | None = None
-    qk_norm: str | None = None
-    scale: float | None = None  # of the readout; None: F^-½
-    denominator: bool = False
-    silu: bool = False  # whether SiLU precedes the values
-    filters: dict[str, Tensor] | None = None  # of the short convolutions
-    norm: tuple[Tensor, float] | None = None  # weight and ε of the norm of each head
-    gate_activation: str = "silu"
-    out: dict[str, Tensor] | None = None  # memory for the new state
-
 
 LayerState = dict[str, Tensor]
 
@@ -56,7 +31,7 @@ MOST_READ = 2**20
 
 
 def is_described(layer: Any) -> bool:
-    """Whether `token_of` says all that a layer computes between its projections and o_proj."""
+    """Whether `step_fields` says all that a layer computes between its projections and o_proj."""
     rule = layer.rule
     if not layer.follows_rule or rule.shared_qk or rule.norm_write or rule.norm_read:
         return False
@@ -64,51 +39,58 @@ def is_described(layer: Any) -> bool:
     return rule.norm != "head" or isinstance(layer.o_norm, RMSNorm)
 
 
-def token_of(layer: Any, dtype: torch.dtype, out: LayerState | None = None) -> Token:
-    """The token of a layer that follows its rule. dtype: of the output; out: memory for the new state."""
-    rule, halves = layer.rule, 2 if layer.rule.read == "pola" else 1
-    convs = rule.projected if rule.conv else ()
+def decay_of(layer: Any) -> tuple[Tensor, Tensor] | None:
+    """(A_log `[HV]`, dt_bias) of a layer whose decay is exp(−exp(A_log)·softplus(a + dt_bias)); None for others."""
+    if layer.rule.decay not in ("head", "channel", "dt"):
+        return None
+    decay = layer.discretization if layer.rule.decay == "dt" else layer.decay
+    return decay.A_log, decay.dt_bias
+
+
+def filters_of(layer: Any) -> dict[str, Tensor]:
+    """The short convolutions' filters, `[·, W]` or `[·, 1, W]`: of q, k and v, and `local`, of v in the output."""
+    convs = layer.rule.projected if layer.rule.conv else ()
     filters = {name: getattr(layer, f"{name}_conv1d").weight for name in convs}
-    filters |= {"local": layer.dwc.weight} if rule.value_conv else {}
-    decay = None
-    if rule.decay in ("head", "channel"):
-        decay = layer.decay
-    elif rule.decay == "dt":
-        decay = layer.discretization
-    return Token(
-        dtype=dtype,
-        key_dim=layer.K,
+    return filters | ({"local": layer.dwc.weight} if layer.rule.value_conv else {})
+
+
+def step_fields(layer: Any, dtype: torch.dtype, out: LayerState | None = None) -> dict[str, Any]:
+    """What the kernel `step` reads of a layer that follows its rule; `inputs` have its rotations.
+
+    dtype: of the output. out: memory for the new state.
+    """
+    rule = layer.rule
+    return {
+        "dtype": dtype,
+        "key_dim": layer.K,
         # Each half of Pola's v is a head, as in `mix`.
-        value_dim=layer.V // halves,
-        num_heads=layer.num_heads,
-        num_v_heads=layer.num_v_heads * halves,
-        steps=rule.steps,
-        delta=rule.write == "delta",
-        beta_scale=rule.beta_scale,
-        decay=None if decay is None else (decay.A_log, decay.dt_bias),
-        feature_map=None if rule.map is None else layer.feature_map,
-        qk_norm="l2" if rule.qk_norm == "l2" else None,
-        scale=rule.scale,
-        denominator=rule.read != "plain",
-        silu=rule.value_silu and (rule.write == "delta" or bool(rule.conv)),
-        filters=filters or None,
-        norm=(layer.o_norm.weight, layer.o_norm.eps) if rule.norm == "head" else None,
-        gate_activation=rule.gate,
-        out=out,
-    )
+        "value_dim": layer.V // rule.streams,
+        "num_heads": layer.num_heads,
+        "num_v_heads": layer.num_v_heads * rule.streams,
+        "steps": rule.steps,
+        "delta": rule.write == "delta",
+        "beta_scale": rule.beta_scale,
+        "decay": decay_of(layer),
+        "feature_map": None if rule.map is None else layer.feature_map,
+        "qk_norm": "l2" if rule.qk_norm == "l2" else None,
+        "scale": rule.scale,
+        "denominator": rule.read != "plain",
+        "silu": rule.silu_before_write,
+        "filters": filters_of(layer) or None,
+        "norm": (layer.o_norm.weight, layer.o_norm.eps) if rule.norm == "head" else None,
+        "gate_activation": rule.gate,
+        "out": out,
+    }
 
 
 def kernel_token(
     layer: Any, dtype: torch.dtype, out: LayerState | None = None
 ) -> dict[str, Any] | None:
-    """The token of a layer with its norms, rotations and readouts, for `fused_step` and C++; None for other layers.
-
-    Those are the fields of `nalanda_kernels.one_token.Token`, and of `nalanda_kernels.cpu.step.Step`.
-    """
+    """`step_fields` with norms, rotations and readouts, for `fused_step` and C++; None for layers of other rules."""
     rule = layer.rule
     if not is_described(layer):
         return None
-    fields: dict[str, Any] = token_of(layer, dtype, out)._asdict()
+    fields = step_fields(layer, dtype, out)
     fields["gate_first"] = rule.gate_before != "o_proj"
     if rule.write == "rows":
         return fields | layer.token_fields()
@@ -149,8 +131,9 @@ def decode_token(
         return None
 
     # `step` norms heads, not all of them together. A norm over all reads fp32, and o_proj the dtype of x.
-    token = token_of(layer, x.dtype if rule.by_head else torch.float32, getattr(state, "out", None))
-    if any_offloaded(token._asdict()):
+    dtype, out = x.dtype if rule.by_head else torch.float32, getattr(state, "out", None)
+    fields = step_fields(layer, dtype, out)
+    if any_offloaded(fields):
         return None
 
     rest: dict[str, Tensor] = {}
@@ -163,17 +146,17 @@ def decode_token(
             heads = {name: y for name, y in whole._asdict().items() if y is not None}
         else:
             heads = project_inputs(layer, x)
-        if token.denominator:
+        if rule.read != "plain":
             heads["positions"] = seq.positions(1, x.device)
         if rule.gated and not rule.by_head:
             # The gate follows the norm over all heads, which `read_out` computes.
             rest["gate"] = heads.pop("gate")
         return heads
 
-    served = by_kernel("step", "auto", x, inputs, state, **token._asdict())
+    served = by_kernel("step", "auto", x, inputs, state, **fields)
     if served is None and torch.is_autocast_enabled(x.device.type):
         return None
-    o, new = step(inputs, state, token) if served is None else served
+    o, new = step(inputs, state, layer, dtype, out) if served is None else served
     if rule.by_head:
         return apply_linear(layer.o_proj, o.flatten(-2)), new
     # Behind a norm over all heads `read_out` reads the gate alone.
@@ -225,7 +208,11 @@ def any_offloaded(fields: dict[str, Any]) -> bool:
 
 
 def step(
-    inputs: Callable[[], dict[str, Tensor]], state: LayerState, token: Token
+    inputs: Callable[[], dict[str, Tensor]],
+    state: LayerState,
+    layer: Any,
+    dtype: torch.dtype,
+    out: LayerState | None = None,
 ) -> tuple[Tensor, LayerState]:
     """One token of N sequences through the delta rule or linear attention, from projections to o_proj.
 
@@ -233,35 +220,37 @@ def step(
         projected, and as needed b (logits of beta, or of the erase gate), w (of the write gate), a or g (for
         the decay), positions and gate.
     state: recurrent `[N, HV, F, V (+ 1)]` and conv_q, conv_k, conv_v `[N, W−1, ·]`. It is not changed.
+    layer: `rule`, sizes and weights are read. dtype: of the output.
+    out: memory for the new state, of which the recurrent one is filled.
 
-    Of `token.out` only the recurrent state is filled. Returns o `[N, 1, HV, V]` in `token.dtype` or a wider
-    one, and the new state under the same names.
+    Returns o `[N, 1, HV, V]` in `dtype` or a wider one, and the new state under the same names.
     """
-    x = inputs()
+    rule, x = layer.rule, inputs()
     narrow = x["v"].dtype
-    q, k, v, new = _convolve(x, state, token.filters)
-    if token.silu:
+    q, k, v, new = _convolve(x, state, filters_of(layer))
+    if rule.silu_before_write:
         v = F.silu(v)
     if "w" in x:
         v = v * at_least_fp32(x["w"]).sigmoid().to(narrow).view(v.shape)
 
     # [N, 1, H, K], [N, n, H, K] and [N, n, HV, V], for n steps a token
-    q, k = (_split_heads(y, token.num_heads, token.key_dim) for y in (q, k))
-    v = _split_heads(v, token.num_v_heads, token.value_dim)
-    q, k, length = _map(q, k, token, narrow)
-    if token.denominator:
+    q, k = (_split_heads(y, layer.num_heads, layer.K) for y in (q, k))
+    v = _split_heads(v, layer.num_v_heads, layer.V)
+    q, k, length = _map(q, k, layer, narrow)
+    if rule.read == "sum":
         v = torch.cat([v, v.new_ones(*v.shape[:3], 1)], -1)
 
-    S = _update(x, (k, v, length), state["recurrent"], token)
+    S = _update(x, (k, v, length), state["recurrent"], layer, out)
     new["recurrent"] = S
     N, HV = S.shape[:2]
     # [N, 1, HV, V (+ 1)]
     o = torch.bmm(q.reshape(N * HV, 1, -1), S.flatten(0, 1)).view(N, 1, HV, -1)
-    return _read_out(o, x, token, narrow), new
+    o = _read_out(o, x, layer, narrow)
+    return o if o.dtype == torch.float64 else o.to(dtype), new
 
 
 def _convolve(
-    x: dict[str, Tensor], state: dict[str, Tensor], filters: dict[str, Tensor] | None
+    x: dict[str, Tensor], state: dict[str, Tensor], filters: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """q, k and v behind their convolutions, by one product, and the convolutions' new states."""
     if not filters:
@@ -286,28 +275,29 @@ def _split_heads(y: Tensor, heads: int, size: int) -> Tensor:
 
 
 def _map(
-    q: Tensor, k: Tensor, token: Token, narrow: torch.dtype
+    q: Tensor, k: Tensor, layer: Any, narrow: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """q `[N, HV, F]`, scaled, and k `[N, n, HV, F]` behind map and norm.
 
     The third is the squared length of rounded keys `[N, n, HV, 1]`, by which β is divided; None for 1.
     """
-    if token.feature_map is not None:
+    rule = layer.rule
+    if rule.map is not None:
         # A map takes q and k of one shape; q has one step a token, k has n.
-        q, k = token.feature_map(q.expand_as(k), k)
-    if token.qk_norm is not None:
+        q, k = layer.feature_map(q.expand_as(k), k)
+    if rule.qk_norm == "l2":
         q, k = l2norm(torch.stack([q.expand_as(k), k])).unbind()
 
     length = None
     if q.dtype != narrow:
         # Rounded as the chunkwise path rounds features, then wide again for the sums.
         q, k = (at_least_fp32(y.to(narrow)) for y in (q, k))
-        if token.beta_scale > 1:
+        if rule.beta_scale > 1:
             length = excess(k)[..., None]
     # One q a token reads, after its last step.
-    q = q[:, 0] * (q.shape[-1] ** -0.5 if token.scale is None else token.scale)
+    q = q[:, 0] * (q.shape[-1] ** -0.5 if rule.scale is None else rule.scale)
 
-    group = token.num_v_heads // token.num_heads
+    group = layer.num_v_heads // layer.num_heads
     if group > 1:
         q, k = (y.repeat_interleave(group, -2) for y in (q, k))
         length = None if length is None else length.repeat_interleave(group, -2)
@@ -315,27 +305,31 @@ def _map(
 
 
 def _update(
-    x: dict[str, Tensor], written: tuple[Tensor, Tensor, Tensor | None], state: Tensor, token: Token
+    x: dict[str, Tensor],
+    written: tuple[Tensor, Tensor, Tensor | None],
+    state: Tensor,
+    layer: Any,
+    out: LayerState | None,
 ) -> Tensor:
     """The new state `[N, HV, F, V (+ 1)]`. written: k, v and the keys' length, see `_map`."""
-    k, v, length = written
+    rule, (k, v, length) = layer.rule, written
     S = state.flatten(0, 1)  # a head of a sequence is a matrix of a batch
-    decay = _log_decay(x, token)
+    decay = _log_decay(x, layer)
     target = None
     if decay is not None:
         # A copy, which the steps may overwrite: `state` itself must not change.
         S = target = S * decay.to(S.dtype).exp().view(len(S), -1, 1)
-    if token.out is not None:
-        target = token.out["recurrent"].view(S.shape)
+    if out is not None:
+        target = out["recurrent"].view(S.shape)
 
     erased, beta = k, None
-    if token.delta:
-        beta = token.beta_scale * at_least_fp32(x["b"]).sigmoid()
-        beta = beta.view(len(v), token.steps, token.num_v_heads, -1)  # a number, or an erase gate
+    if rule.write == "delta":
+        beta = rule.beta_scale * at_least_fp32(x["b"]).sigmoid()
+        beta = beta.view(len(v), rule.steps, layer.num_v_heads, -1)  # a number, or an erase gate
         beta = beta if length is None else beta / length
         erased = beta * k if "w" in x else k  # with a write gate β is the erase gate, [N, n, HV, F]
 
-    for j in range(token.steps):
+    for j in range(rule.steps):
         k_j, v_j = (y[:, j].reshape(len(S), 1, -1) for y in (k, v))  # [N·HV, 1, F or V]
         if beta is not None:
             # S ← S + k (β (v − (erase ⊙ k)ᵀ S))ᵀ; a write gate is in v already.
@@ -346,27 +340,31 @@ def _update(
     return S.view(state.shape)
 
 
-def _log_decay(x: dict[str, Tensor], token: Token) -> Tensor | None:
-    """g of the inputs `[N, 1, HV (, F)]`, or by `token.decay` `[N, HV, 1 or F]`; None for no decay."""
-    if token.decay is None:
+def _log_decay(x: dict[str, Tensor], layer: Any) -> Tensor | None:
+    """g of the inputs `[N, 1, HV (, F)]`, or by the layer's decay `[N, HV, 1 or F]`; None for no decay."""
+    decay = decay_of(layer)
+    if decay is None:
         return x.get("g")
-    A_log, dt_bias = token.decay
+    A_log, dt_bias = decay
     # g = −exp(A_log) · softplus(a + dt_bias), A_log [HV], dt [N, HV, 1 or F]
     dt = F.softplus(at_least_fp32(x["a"]) + dt_bias)
     return -A_log.exp()[:, None] * dt.view(len(dt), len(A_log), -1)
 
 
-def _read_out(o: Tensor, x: dict[str, Tensor], token: Token, narrow: torch.dtype) -> Tensor:
+def _read_out(o: Tensor, x: dict[str, Tensor], layer: Any, narrow: torch.dtype) -> Tensor:
     """Denominator, norm and gate."""
-    if token.denominator:
+    rule = layer.rule
+    if rule.read == "sum":
         count = (x["positions"] + 1).to(o.dtype)[..., None, None]  # tokens seen, [N or 1, 1, 1, 1]
         o = o[..., :-1] / (o[..., -1:] + EPS * count)
-    elif token.delta or narrow != torch.float16:  # sums may exceed fp16's range before the norm
+    elif (
+        rule.write == "delta" or narrow != torch.float16
+    ):  # sums may exceed fp16's range before the norm
         o = o.to(narrow)
-    if token.norm is not None:
-        weight, eps = token.norm
-        o = F.rms_norm(at_least_fp32(o), (token.value_dim,), at_least_fp32(weight), eps).to(narrow)
+    if rule.norm == "head":
+        weight, eps = layer.o_norm.weight, layer.o_norm.eps
+        o = F.rms_norm(at_least_fp32(o), (layer.V,), at_least_fp32(weight), eps).to(narrow)
     if "gate" in x:
-        activation = F.silu if token.gate_activation == "silu" else torch.sigmoid
+        activation = F.silu if rule.gate == "silu" else torch.sigmoid
         o = o.to(narrow) * activation(x["gate"]).view(o.shape)
-    return o if o.dtype == torch.float64 else o.to(token.dtype)
+    return o

@@ -75,6 +75,11 @@ class Rule:
         return ("q", "v") if self.shared_qk else ("q", "k", "v")
 
     @property
+    def silu_before_write(self) -> bool:
+        """Whether SiLU precedes the values: behind their short convolution, or for a delta rule without one."""
+        return self.value_silu and (self.write == "delta" or bool(self.conv))
+
+    @property
     def by_head(self) -> bool:
         """Whether a head's output needs no other head until o_proj."""
         return self.norm in ("head", None)
