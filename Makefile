@@ -16,8 +16,8 @@ test: .venv/.ready
 smoke: .venv/.ready
 	@$(BIN)/python tests/smoke.py $(if $(RECORD),--record)
 
-# Layout, model, ops, rules, data: about two and a half minutes on 2 cores.
-QUICK = test_layout.py $(patsubst %,model/test_%.py,feature_maps mixers model ops soft) kernels/test_rules.py data/test_data.py
+# Layout, model, ops, rules, data: about a minute on 2 cores.
+QUICK = test_layout.py $(patsubst %,model/test_%.py,feature_maps mixers mixer_properties ops soft) kernels/test_rules.py data/test_data.py
 test-quick: .venv/.ready
 	@$(PYTEST) -m "not slow" $(addprefix tests/,$(QUICK))
 

@@ -4,8 +4,10 @@ import functools
 import gc
 import math
 import os
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from training import ENVIRONMENT, configured, tiny_recipe, write_recipe, write_texts
 
@@ -14,12 +16,28 @@ os.environ |= {**ENVIRONMENT, **os.environ}  # before torch and huggingface_hub 
 import kernel_device  # noqa: F401  before anything imports Triton: its own functions are interpreted too
 import pytest
 
+GOLDEN = (math.sqrt(5) - 1) / 2
+
 # The process that hands tests out to workers loads this file too: fixtures import torch, which takes seconds.
 
 
 def pytest_collection():
     """Collections of garbage pass over what was imported, half a second each."""
     gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Every fifth case of a function that is marked `sampled` is fast, and the others are slow.
+
+    Steps of the golden ratio spread over all parameters, however many values each has.
+    """
+    seen: Counter[Any] = Counter()
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            if seen[item.function] * GOLDEN % 1 >= 1 / 5:
+                item.add_marker(pytest.mark.slow)
+            seen[item.function] += 1
 
 
 def pytest_collection_finish():

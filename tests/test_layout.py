@@ -221,6 +221,7 @@ def run(program: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_import_registers_and_is_light():
     """No kernels, peers, data or evaluation; the Auto classes know us; transformers is not patched."""
     program = """
@@ -296,6 +297,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_commands_that_need_no_torch_do_not_import_it(folder):
     """One process for all of them: it fails at the first that imports torch or transformers."""
     program = f"""

@@ -484,6 +484,7 @@ def test_an_interrupt_while_loading_is_one_line(monkeypatch, capsys, command, hi
     assert found == (130, "nalanda: interrupted\n")
 
 
+@pytest.mark.slow
 def test_a_real_interrupt_while_torch_is_loading(recipe, tmp_path):
     process = subprocess.Popen(
         [sys.executable, PRETRAIN, recipe, f"output_dir={tmp_path / 'run'}"],
@@ -506,6 +507,7 @@ def asks_for_too_much(*_, **__):
     torch.empty(2**60, dtype=torch.uint8)
 
 
+@pytest.mark.slow
 def test_too_little_memory_while_training_says_what_would_fit(
     recipe, tmp_path, monkeypatch, fresh_accelerate
 ):
@@ -596,6 +598,7 @@ def small_files(monkeypatch):
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_a_limit_of_file_sizes_is_a_full_disk(recipe, tmp_path, fresh_accelerate, small_files):
     run = tmp_path / "run"
     loop.train(configured(recipe, run, "train.steps=5"))
@@ -608,6 +611,7 @@ def test_a_limit_of_file_sizes_is_a_full_disk(recipe, tmp_path, fresh_accelerate
     assert not list((run / "checkpoints").glob(".tmp*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -638,6 +642,7 @@ def test_a_limit_of_file_sizes_from_other_commands(
     assert code == 74
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -87,6 +87,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [slow("python"), "one text", slow("two texts"), slow("a list"), slow("lines")]
 )
@@ -106,6 +107,7 @@ def test_text_that_was_trained_on_is_not_scored(tmp_path, hints):
 
 
 # A set may lie where a run of its name would.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "output"), [slow("--bos", "tokens"), ("--no-bos", "runs/tokens")]
 )
@@ -130,6 +132,7 @@ def test_after_commands_that_take_a_model(tmp_path, hints):
         follow(hints, hints(line))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "recipe"),
     [

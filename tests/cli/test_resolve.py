@@ -119,6 +119,7 @@ metric_list: [{metric: byte_perplexity}]
 PARTS = ("runs/done", "runs/done/final", "runs/done/checkpoints/step-2", "done")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but_for(["runs/done/checkpoints/step-2", "done"], PARTS))
 def test_commands_on_runs(name, place, tmp_path, capsys):
     assert run_of(name).resolve() == place / "runs" / "done"

@@ -31,6 +31,7 @@ def pretend(monkeypatch, *, linear: float = 1.0, chunk: float = 1.0, error: floa
     monkeypatch.setattr(products, "multiply", multiply)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("onednn", "route"),
     [

@@ -324,6 +324,7 @@ def logits_of(kind, c, tensors, ids):
     )
 
 
+@pytest.mark.sampled
 @kinds
 def test_ours_computes_what_theirs_does(kind, tmp_path):
     source = write(tmp_path / "theirs", config_of(kind), tensors_of(kind), shards=2)
@@ -340,6 +341,7 @@ def test_ours_computes_what_theirs_does(kind, tmp_path):
     assert (found.double() - expected).abs().max() < 1e-4
 
 
+@pytest.mark.sampled
 @covering(strength=1, kind=KINDS, dtype=(torch.float32, torch.bfloat16))
 def test_there_and_back_bit_for_bit(kind, dtype, tmp_path):
     tensors = {name: t.to(dtype) for name, t in tensors_of(kind).items()}
@@ -367,6 +369,7 @@ def test_tables_of_softmax_layers_are_joined():
     assert ours.to_dict() == joined.to_dict()
 
 
+@pytest.mark.slow
 def test_what_we_train_goes_out_and_comes_back(tmp_path):
     """Sizes that their config expresses differently, such as heads that do not divide the hidden size."""
     for i, fields in enumerate(
@@ -456,6 +459,7 @@ LLAMA = {"vocab_size": N, "hidden_size": D, "intermediate_size": I, "num_hidden_
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -537,6 +541,7 @@ PUBLISHED = {  # settings as in configs of the hub, and the keys among them that
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but_for(["llama 3.1", "qwen3"], PUBLISHED))
 def test_published_configs(name, tmp_path, capsys):
     read_keys, unread = PUBLISHED[name]
@@ -572,6 +577,7 @@ def test_from_one_kind_of_theirs_to_another(tmp_path):
     assert same(read(convert(str(fla), str(tmp_path / "back"), "llama")), read(tmp_path / "llama"))
 
 
+@pytest.mark.slow
 def test_tokenizer_and_generation_config_go_along(tokenizer, tmp_path):
     llama = LlamaForCausalLM(LlamaConfig(**LLAMA))
     llama.generation_config.max_new_tokens = 17
@@ -903,6 +909,7 @@ def evaluated(whole, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_results_that_cannot_be_read_lose_no_model(evaluated, tmp_path, capsys):
     for name, text in (("a", '{"models": [{'), ("b", "[]"), ("c", '{"models": [{"tasks": {}}]}')):
         (evaluated / name).mkdir()
@@ -913,6 +920,7 @@ def test_results_that_cannot_be_read_lose_no_model(evaluated, tmp_path, capsys):
     assert all(f"{name}/results.json: unreadable" in said for name in "abc")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", ["a: [", "- 5"])
 def test_a_recipe_that_cannot_be_read_loses_no_model(evaluated, tmp_path, damaged):
     (evaluated / "config.yaml").write_text(damaged)
@@ -973,6 +981,7 @@ def test_a_run_is_pushed_with_its_card(hub, evaluated, tmp_path, capsys):
     assert "piqa" not in card.content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "kind", "message"),
     [

@@ -412,6 +412,7 @@ TAME = {
 }  # rounding errors grow in a random model, in a trained one they do not
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -455,6 +456,7 @@ WRONG = [
 SMALLEST = (WRONG[0], WRONG[2], WRONG[4])  # of each tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "broken", "change", "files"),
     [
@@ -493,6 +495,7 @@ def test_a_wrong_tensor_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "key", "change", "said"),
     [
@@ -537,6 +540,7 @@ def test_another_end_of_text_leaves_nothing(tokenizer, tmp_path, monkeypatch):
         writing.write_gguf(tmp_path / "m", tmp_path / "m.gguf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "generation", "ends"),
     [(5, None, [5]), ([5, 0, 7], None, [0, 5, 7]), (0, [5, 7], [5, 7]), (None, None, [0])],

@@ -85,6 +85,7 @@ def test_what_transformers_saves(tmp_path):
     assert NalandaConfig.from_pretrained(ours).layer_mixers == ["kda", "kda"]
 
 
+@pytest.mark.slow
 def test_mlx_computes_the_same(tokenizer, tmp_path):
     mlx_lm = pytest.importorskip("mlx_lm")
     torch.manual_seed(0)

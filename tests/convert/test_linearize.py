@@ -181,6 +181,7 @@ def test_a_recipe_may_repeat_the_sizes_of_its_teacher(llama):
         hybrid_config(config, {"norm_eps": 1e-5})
 
 
+@pytest.mark.slow
 def test_a_layer_that_can_represent_the_attention_learns_it(recipe, llama, tmp_path, monkeypatch):
     """Queries and keys of 0 weigh all tokens alike, in both. The layers begin with half the
     values, and have no convolutions, whose SiLU would change them."""
@@ -222,6 +223,7 @@ def outcome(run, arms):
     return {arm: (run / arm / "model.safetensors").read_bytes() for arm in arms}, lines
 
 
+@pytest.mark.slow
 def test_arms_share_a_pass_and_do_not_meet(recipe, llama, tmp_path, monkeypatch):
     # A fit takes one process, so it must not advise several.
     monkeypatch.setattr("nalanda.train.launch.advise_on_threads", None)
@@ -236,6 +238,7 @@ def test_arms_share_a_pass_and_do_not_meet(recipe, llama, tmp_path, monkeypatch)
     assert lines[-1]["error/delta"] < lines[0]["error/delta"]
 
 
+@pytest.mark.slow
 def test_a_killed_fit_resumes_to_the_same_values(recipe, llama, tmp_path):
     config = settings(recipe, llama, tmp_path / "whole", ARMS)
     fit_layers(config, str(llama))
@@ -347,6 +350,7 @@ def distilled(recipe, hybrid, run, *overrides):
     return load_config(recipe, [f"output_dir={run}", *init, *DISTILLED, *overrides])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_hybrid_learns_the_next_tokens_of_its_teacher(precision, recipe, llama, hybrid, tmp_path):
     teacher = f"distill.teacher={llama}", f"distill.precision={precision}", "distill.weight=1.0"
@@ -361,6 +365,7 @@ def test_a_hybrid_learns_the_next_tokens_of_its_teacher(precision, recipe, llama
     assert "kl" not in alone
 
 
+@pytest.mark.slow
 def test_a_distillation_resumes_to_the_same_values(recipe, llama, hybrid, tmp_path):
     teacher = f"distill.teacher={llama}"
     train(distilled(recipe, hybrid, tmp_path / "whole", teacher))

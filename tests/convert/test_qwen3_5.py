@@ -176,6 +176,7 @@ def multimodal(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_text_model_of_a_multimodal_one(multimodal, tmp_path, capsys):
     ours = convert(str(multimodal), str(tmp_path / "ours"))
     assert "tensors that no text needs, model.visual." in capsys.readouterr().err
@@ -305,6 +306,7 @@ def refused(source, to, message):
 # ------------------------------ the certificate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["in_proj_qkv", "q_norm", "dt_bias"])
 def test_a_wrong_tensor_leaves_nothing(broken, monkeypatch, tmp_path):
     """One number of the target is changed after it was written."""
@@ -331,6 +333,7 @@ def test_a_wrong_tensor_leaves_nothing(broken, monkeypatch, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_a_cache_that_goes_wrong_is_found(monkeypatch, tmp_path):
     """Greedy tokens may differ where two are about equal, and nowhere else."""
     ours, load = write(tmp_path / "ours", {}), certificate.compute
@@ -352,6 +355,7 @@ def test_a_cache_that_goes_wrong_is_found(monkeypatch, tmp_path):
     refused(ours, "qwen3_5", "greedy token 6 of 32 with a cache")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "right", "wrong", "message"),
     [
@@ -415,6 +419,7 @@ def test_text_of_the_tokenizer_is_compared(tokenizer, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_pretraining_continues_from_an_import_and_goes_back(recipe, tokenizer, tmp_path):
     """A Qwen3.5 of random weights with a tokenizer of its own: in, ten steps, and out again."""
@@ -458,6 +463,7 @@ def test_pretraining_continues_from_an_import_and_goes_back(recipe, tokenizer, t
 TAME = {"head_dim": 32, "hidden_size": 64, "initializer_range": 0.02, "vocab_size": 272}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "dtype", "stored"),
     [
@@ -490,6 +496,7 @@ def test_mlx_computes_the_same(source, dtype, stored, tokenizer, tmp_path, capfd
     assert not [path for path in out.iterdir() if path.is_dir()]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("inner", ["", pytest.param("rounded", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("dtype", "broken", "change"),
@@ -522,6 +529,7 @@ def test_a_wrong_tensor_of_mlx_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "finer"), [("q8", "fp16"), ("bf16", "fp32")])
 def test_rounding_that_moves_too_much_names_a_finer_dtype(
     dtype, finer, tokenizer, tmp_path, monkeypatch

@@ -12,6 +12,7 @@ from nalanda.data.loader import PackedBatches
 pytestmark = pytest.mark.usefixtures("small_groups", "no_thread_left")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [True, False])
 def test_hub_datasets_resume_exactly(tmp_path, bpe_of_bytes, monkeypatch, streaming):
     import datasets

@@ -85,6 +85,7 @@ def encode(texts: list[str]) -> list[np.ndarray]:
 # ------------------------------ the same rows
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["web", "files", "mixture"])
 def test_rows_and_states_are_those_of_one_process_for_any_number_and_after_a_resume(
     folder, tokenizer, kind
@@ -218,6 +219,7 @@ def test_processes_that_read_other_documents_are_told():
     assert "read 1 documents where this one read 2" in first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_close_ends_the_others_and_each_goes_on_alone(folder, tokenizer, workers):
     expected = list(

@@ -62,6 +62,7 @@ def test_a_shard_that_cannot_be_closed_is_removed(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("place", [1, 2, 3, 4, 5, 6, 7, 24, 38, 39, 40, 50])  # 50: of the index
 def test_resumes_after_a_kill(tmp_path, byte_tokenizer, place, monkeypatch):
     """Shards with a record are kept, the others are made, and the bytes are those of an undisturbed run."""

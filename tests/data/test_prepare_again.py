@@ -87,6 +87,7 @@ def test_a_source_that_changes_at_equal_size_is_refused(tmp_path, byte_tokenizer
     assert sums(out) == sums(tmp_path / "whole")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("change", "words"), CHANGES)
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_changed_source_costs_its_own_shards(
@@ -123,6 +124,7 @@ def test_a_changed_source_costs_its_own_shards(
     assert sums(out) == before
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("place", [1, 2, 3, 5, 8, 9, 10])
 def test_an_update_that_is_killed_goes_on(tmp_path, byte_tokenizer, place):
     """Until the new index is there, the old set opens with its own tokens."""
@@ -171,6 +173,7 @@ def test_a_damaged_file_that_is_mended_costs_its_own_shards(tmp_path, byte_token
     assert content_of(out) == content_of(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_the_recorded_size_of_shards_is_taken(tmp_path, byte_tokenizer, monkeypatch):
     monkeypatch.setattr(prepare_plan, "SMALLEST", 1000)
     source, out = corpus(tmp_path / "in"), tmp_path / "out"

@@ -63,6 +63,7 @@ def test_training_and_preparation_hold_the_same_out(tmp_path, tokenizer, byte_to
         np.testing.assert_array_equal(found.read(0, found.tokens), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_documents_that_are_too_large(tmp_path, byte_tokenizer, capsys, suffix, workers):
@@ -96,6 +97,7 @@ def test_documents_that_are_too_large(tmp_path, byte_tokenizer, capsys, suffix, 
         prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=900)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_corrupt_input_is_named_and_the_rest_prepared(tmp_path, byte_tokenizer, workers, capsys):
     source = corpus(tmp_path / "in")

@@ -40,6 +40,7 @@ def few_documents():
     return without_copies(python_documents(FEW_MODULES))
 
 
+@pytest.mark.slow
 def test_python_corpus_is_prose_without_tests_and_tables():
     names = python_documents().keys()
     assert {"json/decoder.py", "heapq.py", "itertools (C)", "reference/with"} <= names
@@ -125,6 +126,7 @@ def test_a_python_without_its_language_reference(monkeypatch):
         python_documents()
 
 
+@pytest.mark.slow
 def test_documents_in_memory_need_no_buffer():
     """Each is a shard, so a permutation of the shards shuffles them all."""
     documents = corpus.open_corpus(DataConfig(source="python"), "validation")

@@ -174,6 +174,7 @@ def test_a_text_file_is_one_document(tmp_path, compression):
         read(path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("compression", [c for c in COMPRESS if c])
 @pytest.mark.parametrize("form", [".txt", *ROWS])
 def test_a_truncated_file_is_named_in_one_line(tmp_path, form, compression):
@@ -354,6 +355,7 @@ def bomb(form: str, size: int) -> bytes:
     return out.getvalue()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "compression", ["", ".gz", ".bz2", ".xz"]
 )  # test_oversized.py has zstandard's

@@ -160,6 +160,7 @@ def test_every_component_has_its_share_to_within_one_row():
 READERS = [(1, 3, 5), (4, 0, 4), (2, 1, 6), (1, 0, 1), (1, 2, 9), (1, 1, 3)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_order_state_and_batches_for_any_processes_workers_and_interruptions(
     folder, tokenizer, kind

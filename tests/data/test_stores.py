@@ -63,6 +63,7 @@ def fill(bucket: Buckets, folder: Path, files: dict[str, bytes]) -> None:
         file.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_folder_of_a_store_is_read_as_a_local_one(bucket, tmp_path):
     import pyarrow
     from pyarrow import parquet

@@ -42,6 +42,7 @@ def sizes(tokenized):
     return text_bytes(tokenized)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bos", [True, False])
 def test_the_bytes_of_tokens_are_those_of_the_text(tokenized, sizes, bos):
     for tokens, text in zip(encoder(tokenized, DataConfig(bos=bos))(TEXTS), TEXTS, strict=True):
@@ -91,6 +92,7 @@ class Alone:
         return value
 
 
+@pytest.mark.slow
 def test_bits_per_byte_of_validation(tokenized, sizes, tmp_path):
     """The direct computation: predicted bytes are those of all tokens but the first of each segment."""
     (tmp_path / "validation.jsonl").write_bytes(

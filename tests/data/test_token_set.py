@@ -83,6 +83,7 @@ def test_validation_reads_the_same_documents_of_texts_and_of_their_token_set(
         assert all((a["input_ids"] == b["input_ids"]).all() for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_large_vocabularies_have_four_bytes(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -130,6 +131,7 @@ def test_another_eos_of_the_same_vocabulary_is_refused(tmp_path, tokenizer, byte
         TokenSet(tmp_path / "out", "train")
 
 
+@pytest.mark.slow
 def test_more_shards_than_files_may_be_open(tmp_path, byte_tokenizer):
     data = DataConfig(source=str(corpus(tmp_path / "in")))
     prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=200)

@@ -90,6 +90,7 @@ def test_llamas_older_form_is_one_tokenizer_everywhere(
         assert tokenizer("<s>hello").input_ids == built("<s>hello").input_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["trained", "folder", "file", "mistral"])
 def test_what_saving_does_not_change_stays_as_it_is(kind, tokenizer, tmp_path):
     if kind == "mistral":
@@ -166,6 +167,7 @@ WORDS = {"model_type": "bpe", "byte_fallback": True}
 SYMBOLS = {"user_defined_symbols": ["<sep>", "<cls>"], "control_symbols": ["<ctl>"]}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
     [
@@ -293,6 +295,7 @@ def test_mistral_without_its_package(monkeypatch, tmp_path):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_mistral_out_of_its_package(tmp_path):
     pytest.importorskip("mistral_common")
     found = build_tokenizer(TokenizerConfig(path="mistral"), DataConfig(), tmp_path)

@@ -33,6 +33,7 @@ def texts(shard, cursor=None):
     return [document.text for document, _ in shard.read(cursor)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ranges", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", ["503", "429", "half", "wrong", "stall"])
 def test_a_failing_server_still_gives_its_bytes(server, monkeypatch, waits, capsys, fault, ranges):

@@ -779,6 +779,7 @@ def forwards(monkeypatch):
     return counter
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(adapter, checkpoint, data, tmp_path, forwards):
     def run(path=checkpoint):
         forwards.calls = 0

@@ -98,6 +98,7 @@ def test_parts_of_a_pass_are_one_pass(name, monkeypatch):
         np.testing.assert_allclose(found[0], expected(model, text), atol=1e-10)
 
 
+@pytest.mark.slow
 def test_every_token_is_scored_once_behind_its_row(monkeypatch):
     model, many = build(), texts(2, 40, 7, 16, 17)
     for at_once in (4096, 20):
@@ -313,6 +314,7 @@ def test_of_a_character_that_is_cut_the_predicted_bytes_count(tokenizer, tmp_pat
     assert (len(tokens), words, size) == (3, 1, 2)  # the bytes of the predicted tokens
 
 
+@pytest.mark.slow
 def test_progress_is_said_where_there_is_no_terminal(folder, monkeypatch, capsys, blank):
     """In parts of long rows too; a text that takes no time says nothing."""
     seconds = itertools.count(step=6)

@@ -181,6 +181,7 @@ def test_processes_answer_every_other_prompt(checkpoint, monkeypatch):
     assert answers == expected
 
 
+@pytest.mark.slow
 def test_recall_stands_below_the_published_rows(checkpoint, data):
     results = evaluate([checkpoint], ["recall"], EvalOptions(data=str(data), long="whole"))
     scores = results["models"][0]["tasks"]
@@ -296,6 +297,7 @@ def test_the_hay_is_a_text_file_or_pythons_reference(tmp_path):
             haystack(other)
 
 
+@pytest.mark.slow
 def test_needles_are_read_whole_and_shown_by_length(checkpoint, tmp_path, words, monkeypatch):
     (tmp_path / "haystack.txt").write_text("Stones lie still. " * 20)
     results = evaluate(

@@ -89,6 +89,7 @@ def differ(some: list[scoring.Answer], others: list[scoring.Answer], requests) -
     )
 
 
+@pytest.mark.sampled
 @covering(strength=1, share=(True, False), name=(*OURS, *FOREIGN))
 def test_answers_are_those_of_each_request_alone(name, share):
     model, requests = build(name, torch.float64), draw()
@@ -132,6 +133,7 @@ def test_logits_are_computed_only_where_they_are_wanted(monkeypatch):
     assert sizes[-1] == 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["gated_deltanet", "deltanet", "mala", "llama"])
 def test_batch_size_and_order_change_nothing(name):
     model, requests = build(name), draw()

@@ -119,6 +119,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 def test_trains_on_a_folder_and_resumes(tmp_path, capsys):
     """With crops, mirrors, mixup and CutMix. A finished run started again trains nothing more."""
     write_images(tmp_path / "data")
@@ -150,6 +151,7 @@ def test_a_run_is_resumed_under_its_own_settings_only(tmp_path):
         script.check_same_recipe(tmp_path / "mala-0", recipe(learning_rate=0.2), "mala")
 
 
+@pytest.mark.slow
 def test_the_loss_does_not_grow_with_the_processes(tmp_path, monkeypatch):
     """Trainer would multiply a mean by their number."""
     asked = {}

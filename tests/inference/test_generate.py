@@ -68,6 +68,7 @@ def same(a: list[dict], b: list[dict]) -> bool:
 # Left padding, lengths, splits
 
 
+@pytest.mark.sampled
 @every_row
 def test_continued_as_if_alone(model):
     prompts = [ids(1, n, seed=n) for n in (3, 6)]
@@ -79,6 +80,7 @@ def test_continued_as_if_alone(model):
         assert torch.equal(row[6:], alone[0, prompt.shape[1] :])
 
 
+@pytest.mark.sampled
 @covering(strength=1, times=2, row=ROWS, length=[1, 63, 64, 65, 1000])
 def test_prompts_of_any_length(model, length):
     tokens = ids(1, length)
@@ -89,6 +91,7 @@ def test_prompts_of_any_length(model, length):
     assert torch.equal(found[:, length:], greedy)
 
 
+@pytest.mark.sampled
 @covering(strength=1, row=ROWS, at=[1, 13, 64, 69])
 def test_a_prompt_in_two_calls(model, at):
     """A shared prefix, given as a cache with the whole prompt and as a state."""
@@ -123,6 +126,7 @@ def test_prefix_of_a_batch(small):
 # Cropped tokens
 
 
+@pytest.mark.sampled
 @covering(strength=1, row=ROWS, draft=["lookup", "early_exit", "nalanda", "llama"])
 def test_assisted_is_greedy(model, draft):
     drafts = {
@@ -170,6 +174,7 @@ def test_a_state_assisted_and_what_it_leaves(small):
     assert torch.equal(small.generate(state=after, max_new_tokens=4, **GREEDY), plain[:, -4:])
 
 
+@pytest.mark.sampled
 @every_row
 def test_crop_forgets(model):
     tokens, other = ids(2, 9), ids(2, 4, seed=5)
@@ -202,6 +207,7 @@ def test_nothing_is_kept_where_nothing_is_taken_back(small):
     assert (cache.recording, cache.marked, cache.tail) == (False, None, [])
 
 
+@pytest.mark.sampled
 @every_row
 def test_states_are_never_written_to(model):
     """So forks, marks and states can share tensors with their continuations."""
@@ -215,6 +221,7 @@ def test_states_are_never_written_to(model):
 # The state
 
 
+@pytest.mark.sampled
 @every_row
 def test_read_in_any_pieces(model):
     tokens = ids(2, 40)
@@ -238,6 +245,7 @@ def test_read_in_any_pieces(model):
                 close(a[name], b[name])
 
 
+@pytest.mark.sampled
 @every_row
 def test_a_state_is_continued_again_and_again(model):
     tokens, more = ids(1, 20), ids(3, 4, seed=3)
@@ -409,6 +417,7 @@ def test_bos_in_mid_text_is_said(small, recwarn):
         small.read(padded, state=state, attention_mask=mask)
 
 
+@pytest.mark.sampled
 @every_row
 def test_saved_and_loaded(model, tmp_path):
     model.float()
@@ -456,6 +465,7 @@ assert torch.equal(found, torch.load({str(tmp_path / "expected.pt")!r}))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reader", DTYPES)
 @pytest.mark.parametrize("other", DTYPES)
 def test_a_state_is_of_the_weights_at_any_precision(reader, other, tmp_path):
@@ -479,6 +489,7 @@ def test_a_state_is_of_the_weights_at_any_precision(reader, other, tmp_path):
         there.load_state(path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "mixer", slow_but_for(["retention"], ["retention", "gated_deltanet", "mala", "softmax"])
 )
@@ -787,6 +798,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["gated_deltanet", "mala", "diag_attention"])
 def test_long_prompts_take_constant_memory(mixer):
     """For ten times the text no operator creates larger tensors, and nothing is kept."""
@@ -932,6 +944,7 @@ def test_the_code_of_an_older_export_reads_its_state(checkpoint, tokenizer, tmp_
     assert generation.load_state(path, model, tokenizer).notes == load(path).notes
 
 
+@pytest.mark.slow
 def test_a_file_is_read_once_for_all_prompts_behind_it(checkpoint, tmp_path, monkeypatch):
     options = ("--max-new-tokens", "12", "--temperature", "0")
     file, states = tmp_path / "instructions.txt", tmp_path / "states"
@@ -1165,6 +1178,7 @@ def streamed(tokenizer, prompt: list[int], tokens: list[int], capsys) -> list[st
     return [*printed[1:], printed[-1] + capsys.readouterr().out.removesuffix("\n")]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", TOKENIZERS)
 def test_streamed_text_is_the_decoded_text(make, capsys):
     """At every token, except for the bytes of a character that is not whole yet."""

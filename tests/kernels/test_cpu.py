@@ -210,6 +210,7 @@ def test_a_compiler_that_fails(fresh, monkeypatch):
     assert not list((fresh / "libraries").glob("*.so"))
 
 
+@pytest.mark.slow
 def test_a_compiler_without_threads(fresh, monkeypatch):
     """As on macOS: the library is built for one thread."""
     body = '[ "$threads" = -fopenmp ] && { echo no such flag >&2; exit 1; }\n'

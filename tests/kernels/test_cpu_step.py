@@ -95,6 +95,7 @@ def distance(a, b) -> float:
     return float((a.double() - b).abs().max() / b.abs().max().clamp_min(1e-30))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", described())
 @torch.no_grad()

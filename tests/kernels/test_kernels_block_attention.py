@@ -88,6 +88,7 @@ def test_lengths(scores, length):
     assert_matches(draw(1, length, dtype=dtype_for(64)), block_size=64, scores=scores)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("block", [1, 7, 16, 33, 64, 128])
 @every_score
 def test_blocks(scores, block):
@@ -95,6 +96,7 @@ def test_blocks(scores, block):
     assert_matches(draw(batch, 65, heads, dtype=dtype_for(block)), block_size=block, scores=scores)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("block", "lengths"),
     [
@@ -122,6 +124,7 @@ def test_precisions(scores, dtype):
         assert_matches(inputs, block_size=block, scores=scores, cu_seqlens=packing(30, 0, 10))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("k_dim", "v_dim"), [(1, 1), (16, 40), (256, 130), (100, 256)])
 @every_score
 def test_features(scores, k_dim, v_dim):
@@ -254,6 +257,7 @@ def test_bad_calls():
         block_attention(q, k[:, 1:], v, block_size=4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("packed", [False, True])
 @every_score
 def test_compiled_it_is_one_operator(scores, packed):
@@ -285,6 +289,7 @@ def test_the_operators_say_what_they_do():
 # The mixer that uses the kernel
 
 
+@pytest.mark.sampled
 @interpreted_only
 @pytest.mark.parametrize("packed", [False, True])
 @every_score

@@ -122,6 +122,7 @@ def short_conv(x, weight, state=None, *, activation=None, **options):
     return y, None if final is None else final[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("with_state", [False, True])
 def test_packed_convolution(silu, with_state):
@@ -153,6 +154,7 @@ def test_the_tiles_of_a_card(monkeypatch):
 PACKED = offsets([3, 0, 66, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cu", "with_state"), [(PACKED, True), (None, False)])
 def test_convolutions_of_columns_in_one_launch(with_state, cu, monkeypatch):
     """q, k and v as columns of a product: each as by itself, without copies of inputs or of gradients."""
@@ -379,11 +381,13 @@ def test_a_step_of_any_number_of_heads_can_be_launched(monkeypatch):
     assert all(axis <= 65_535 for axis in grids[0][1:])  # CUDA's limit for all but the first
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name, served):
     check_steps(name, 1 if "wide" in name else 2, torch.float32, 5e-6, served)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name",
     [
@@ -467,6 +471,7 @@ def test_a_gate_behind_the_convolution_of_v_is_not_the_kernels(served, monkeypat
         near(module(x[:, 6:], seq, state)[0], expected, 5e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gated_deltanet, nala", "linear_attention, wide", "nala"])
 @torch.no_grad()
 def test_a_step_into_given_buffers(name, served):
@@ -506,6 +511,7 @@ def tiny_model():
     return NalandaForCausalLM(config).eval().to(DEVICE)
 
 
+@pytest.mark.slow
 def test_generation_is_that_of_the_torch_path(served):
     model = tiny_model()
     tokens, mask = (

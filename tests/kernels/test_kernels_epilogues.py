@@ -117,6 +117,7 @@ NORMS = {  # shape of x, whether it has y and a gate; dtypes of x, weight, y or 
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", NORMS)
 def test_rms_norm(case):
     shape, other, *dtypes = NORMS[case]

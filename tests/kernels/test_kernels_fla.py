@@ -92,16 +92,19 @@ SLOW = [
 LINEAR = ("linear", "gated_linear", "vector_linear")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["delta", "gated_delta", *SLOW, *LINEAR])
 def test_outputs_states_and_gradients(kind):
     check(make(kind, 66))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["delta", "gated_delta", *SLOW, *LINEAR])
 def test_packed(kind):
     check(make(kind, 40, sequences=4), cu_seqlens=torch.tensor([0, 1, 20, 20, 40]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["delta", "gated_delta", *SLOW, "gated_linear"])
 def test_grouped_heads(kind):
     check(make(kind, 16, heads=2, value_heads=4))

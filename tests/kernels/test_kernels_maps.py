@@ -105,6 +105,7 @@ def registers_kernel(
     tl.store(dx + t * BK + c, features_backward(raw, m, d1, d2, MAP, IS_Q))
 
 
+@pytest.mark.sampled
 @each_norm
 @pytest.mark.parametrize(("name", "options"), **each)
 def test_in_registers(name, options, qk_norm):

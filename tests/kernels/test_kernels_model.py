@@ -82,6 +82,7 @@ class Operators(TorchDispatchMode):
 unserved = pytest.mark.filterwarnings("ignore:.*feature map Soft")
 
 
+@pytest.mark.sampled
 @unserved
 @pytest.mark.parametrize(("mixer", "options"), ROWS, ids=str)
 def test_every_mixer(mixer, options, monkeypatch):
@@ -128,6 +129,7 @@ def test_every_mixer(mixer, options, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=slack * max(1.0, float(b.abs().max())))
 
 
+@pytest.mark.sampled
 @unserved
 @pytest.mark.parametrize(
     "mixer", slow_but_for(STEPPED, [name for name in MIXERS if name not in ALIKE])

@@ -521,6 +521,7 @@ def test_cached_pieces_of_padded_rows(name):
             close(out[i, T - lengths[i] :], model(row, use_cache=False).logits[0])
 
 
+@pytest.mark.sampled
 @whole_model
 @torch.no_grad()
 def test_half_precision(name, tmp_path):

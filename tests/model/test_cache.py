@@ -138,6 +138,7 @@ class Made(TorchDispatchMode):
         return result
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "softmax"])
 def test_a_decoding_step_makes_nothing_that_grows_with_the_text(mixer):
     options = {"diag_attention": {"block_size": 4}}.get(mixer, {})

@@ -37,6 +37,7 @@ def test_two_ways_to_say_the_same_are_refused(small):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_calls_without_rows_or_without_tokens(mixer):
     model, past = build(mixer=mixer), NalandaCache(2)

@@ -28,6 +28,7 @@ def test_compiles_where_sizes_and_numbers_may_change(feature_map):
         close(mine, right)
 
 
+@pytest.mark.slow
 def test_masked_batches_compile_into_one_graph():
     """Whatever the mask holds: no padding, on the left, the right, in the middle, a row of nothing else."""
     model, tokens = build(["gated_deltanet", "softmax"]), ids(5, 9)

@@ -87,6 +87,7 @@ def every_row() -> list:
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("options", "dtype"), every_row())
 def test_text_is_that_of_eager_decoding(options, dtype, runs):
     batch = 1 if dtype == torch.bfloat16 else 3
@@ -115,6 +116,7 @@ def test_text_is_that_of_eager_decoding(options, dtype, runs):
             near(x, other_state[name])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("batch", range(1, 10))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mixer", ["gated_deltanet", ["softmax", "pola"]])
@@ -137,6 +139,7 @@ def test_threads_do_not_change_a_token(mixer, monkeypatch):
     assert torch.equal(texts[0], texts[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"num_kv_heads": 1}, {"window": 7, "num_kv_heads": 1}, {"window": 5}]
 )
@@ -314,6 +317,7 @@ def check_decoded(model):
     near(torch.stack(out.logits, 1), whole[:, 4:-1])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_a_hook_in_a_mixer_acts_on_every_token(mixer):
     for name, _ in tiny(mixer=mixer).model.layers[0].mixer.named_children():

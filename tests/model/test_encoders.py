@@ -46,6 +46,7 @@ def test_every_mixer_is_in_the_table():
     assert {ROWS[row]["mixer"] for row in ROWS if own_map(row)} == set(MIXERS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("options", "holds"), property_cases())
 def test_property(options, holds):
     holds(build(**options))

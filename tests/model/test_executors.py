@@ -26,6 +26,7 @@ def tiny(**options):
     return build(**{"eos_token_id": None} | options).float().eval()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_a_token_is_computed_by_the_executor_that_is_named(mixer):
     model = tiny(mixer=mixer)

@@ -232,6 +232,7 @@ SOME_PAIRS = covering_cases(PAIRS, strength=1, times=3)
 """Each mixer and each map three times."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mixer", "name"),
     [pytest.param(*pair, marks=() if pair in SOME_PAIRS else pytest.mark.slow) for pair in PAIRS],
@@ -249,6 +250,7 @@ def test_a_layers_equation_depends_on_its_own_name_and_options_alone(mixer, name
             assert first_layer([mixer, neighbour], name) == alone
 
 
+@pytest.mark.sampled
 @covering(strength=1, times=2, before=FEATURE_MAPS, name=["nala", "nala_code", "angle", "silu"])
 def test_another_name_begins_with_the_defaults_of_its_own_map(name, before, tmp_path):
     """Whether it is set on a config, on a saved one as it is loaded, or on the command line."""
@@ -384,6 +386,7 @@ def test_exp_is_finite_in_half_precision():
     assert phi.half().isfinite().all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("holds", MAP_PROPERTIES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_property(name, holds):

@@ -93,6 +93,7 @@ def replays(function):
     return function(), Tape.replays
 
 
+@pytest.mark.sampled
 @covering(strength=1, name=ROWS, sampled=(True, False))
 def test_text_is_that_of_eager_decoding(name, sampled):
     batch, options = (1, SAMPLED) if sampled else (3, GREEDY)
@@ -118,6 +119,7 @@ def test_text_is_that_of_eager_decoding(name, sampled):
     torch.testing.assert_close(held.states, other.states)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
     [
@@ -174,6 +176,7 @@ def test_turns_of_a_conversation_capture_once(tmp_path, monkeypatch):
     assert len(captures) == 4
 
 
+@pytest.mark.slow
 def test_threads_and_states_between_them():
     check_threads(tiny(), eager, **GREEDY)
     assert Tape.replays > 12 * (NEW - 4)

@@ -108,6 +108,7 @@ def test_device_map(small, tmp_path):
 QUICK = ("gated_deltanet", "kda", "delta_product", "mamba2", "pola", "gla", "softmax", "soft")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mixer", slow_but_for(QUICK, MIXERS))
 def test_offloaded_weights(mixer):
     """They are in memory only while the module that has them runs."""

@@ -66,6 +66,7 @@ def logits(model):
     return model.eval()(input_ids=IDS).logits
 
 
+@pytest.mark.sampled
 @every_mixer
 def test_adapters_train_save_load_and_merge(mixer, tmp_path):
     model = adapted(build(mixer))
@@ -163,6 +164,7 @@ def test_half_precision_keeps_fp32_decays_and_adapters_apart():
     assert logits(model.merge_and_unload()).dtype == torch.bfloat16
 
 
+@pytest.mark.sampled
 @every_mixer
 def test_norms_are_tuned(mixer, tmp_path):
     """An adapter around a norm has neither its weight nor its epsilon."""
@@ -188,6 +190,7 @@ def test_prefixes_of_keys_are_refused():
         model(input_ids=IDS, labels=IDS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "targets", ["all-linear", ["q_proj", "o_proj", "up_proj", "down_proj", "lm_head"]], ids=str
 )

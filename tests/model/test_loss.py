@@ -78,6 +78,7 @@ WITHOUT_A_LABEL = {
 """Batches in which no token has a target."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_a_batch_without_a_label_changes_no_weight(mixer):
     model = build(mixer, dtype=torch.float32).train()
@@ -330,6 +331,7 @@ def test_gradient_checkpointing_changes_nothing(small):
         close(a, b, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_the_gradient_beside_a_teacher_is_that_of_the_formula(temperature):
     """(1 − w)·cross-entropy + w·τ²·KL, in blocks; the value stays the cross-entropy."""

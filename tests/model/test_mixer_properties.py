@@ -58,11 +58,13 @@ def test_every_pair_of_a_mixer_a_map_and_a_property_is_quick():
     assert pairs["slow"] <= pairs["quick"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("options", "holds"), property_cases())
 def test_property(options, holds):
     holds(build(**options))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
     [
@@ -157,6 +159,7 @@ def test_negative_eigenvalues_double_beta(monkeypatch):
     assert seen[2].max() > 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", rows())
 def test_no_tokens(options):
     model = build(**options)

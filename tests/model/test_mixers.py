@@ -381,6 +381,7 @@ NORMING = ("angle", "nala_learned", "nala_paper", "nala_released")
 HOMOGENEOUS = ("identity", "relu", "pola", "nala_code", *NORMING)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_whether_norms_move_the_normalised_weights(name):
     """In every mixer that takes the map. Two have another use for norms: MALA, and the norm-aware write."""
@@ -459,6 +460,7 @@ def test_delta_rules_refuse_a_state_that_grows(options, map_options, words):
         build("deltanet", mixer_options=options, feature_map_options=map_options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mixer", "options"),
     [
@@ -530,6 +532,7 @@ EXPORTED = {name: (name, {}) for name in MIXERS} | {
 QUICK = ("gated_deltanet", "window")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in EXPORTED]
 )

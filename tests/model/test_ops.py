@@ -231,6 +231,7 @@ def test_state_carries_over(kind, split, modes):
     torch.testing.assert_close(state, last)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
 @pytest.mark.parametrize("kind", ["gated_delta", "vector_linear", "vector_gdn2_delta"])
@@ -382,6 +383,7 @@ def test_hooks_of_saved_tensors_see_all_that_the_backward_needs(kind):
         assert live.bytes() == loss.nbytes
 
 
+@pytest.mark.sampled
 @every_kind
 def test_gradcheck(kind):
     inputs = make(1, 5, heads=1, value_heads=2, k_dim=3, v_dim=2, kind=kind, sequences=2)
@@ -395,6 +397,7 @@ def test_gradcheck(kind):
     assert torch.autograd.gradcheck(function, tuple(inputs.values()))
 
 
+@pytest.mark.sampled
 @every_kind
 def test_gradients_through_one_output_only(kind):
     inputs = {
@@ -432,6 +435,7 @@ def test_strided_inputs():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 @some_kinds
 def test_torch_compile_sees_one_operator(packed, kind):
@@ -453,6 +457,7 @@ def test_torch_compile_sees_one_operator(packed, kind):
     assert_same(run(inputs, "chunk", function=compiled, **options), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linear", "gated_delta"])
 def test_one_graph_serves_all_lengths(kind):
     torch._dynamo.reset()
@@ -464,6 +469,7 @@ def test_one_graph_serves_all_lengths(kind):
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @some_kinds
 def test_operators_are_declared_as_they_behave(kind):
     inputs = {

@@ -508,6 +508,7 @@ def test_a_config_imports_plugins_only(tmp_path, monkeypatch):
 # ------------------------------ optimizers and readers
 
 
+@pytest.mark.slow
 def test_a_run_with_an_optimizer_and_a_reader(tmp_path, monkeypatch, recipe, fresh_accelerate):
     write(
         tmp_path,

@@ -62,6 +62,7 @@ def nats_a_token(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return logits.double().log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_bf16_is_rounded_alike_with_a_cache_and_without(mixer):
     """Either may be away from the exact result; where both round alike, they are nearer to one another.
@@ -97,6 +98,7 @@ def test_linear_layers_under_autocast_read_its_dtype(mixer):
     assert {x.grad.dtype for x in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.sampled
 @covering(strength=1, mixer=MIXERS, side=("left", "right"))
 def test_likelihoods_in_bf16_do_not_depend_on_the_batch(mixer, side):
     """5e-3 nats a token; with other companions and padding, products round elsewhere."""

@@ -57,6 +57,7 @@ def generated(model) -> torch.Tensor:
 FROZEN = {"nothing": (), "some": ("q_proj", "mlp.up_proj", "a_proj"), "all": ("_proj", "lm_head")}
 
 
+@pytest.mark.sampled
 @covering(strength=1, row=ROWS, frozen=FROZEN)
 def test_one_product_is_one_by_one(row, frozen, monkeypatch):
     model = build(**ROWS[row]).train()
@@ -128,6 +129,7 @@ def shrink_then_replace(weight):
     weight.data = whole
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["mixer.q_proj", "mixer.a_proj", "mixer.g_proj", "mlp.up_proj"])
 @pytest.mark.parametrize(
     "change", [write_into_data, write_without_gradient, replace_data, shrink_then_replace]

@@ -71,6 +71,7 @@ def delta_rule(state_dtype, feedback=True, steps=1000):
     return S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state_dtype", "limit"), [("int8", 0.02), ("fp8", 0.06)])
 def test_a_rounding_that_comes_back_does_not_add_up(state_dtype, limit):
     exact = delta_rule("float32")
@@ -82,6 +83,7 @@ def test_a_rounding_that_comes_back_does_not_add_up(state_dtype, limit):
     assert fed_back < limit
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
 @pytest.mark.parametrize("options", PAIRS)
 def test_a_cache_is_as_small_as_stated_and_decodes(options, state_dtype):
@@ -203,6 +205,7 @@ def test_options_that_round_nothing_are_served():
         model.generate(ids(1, 9), state_dtype="int8", **GREEDY)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_file_keeps_the_precision(tmp_path, state_dtype, dtype):

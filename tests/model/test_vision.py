@@ -74,6 +74,7 @@ def images(B: int = 3, seed: int = 1) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_every_attention_reads_images(name, tmp_path):
     """Rows are independent, what is saved is loaded, and gradients are those of finite differences."""

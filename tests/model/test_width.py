@@ -59,6 +59,7 @@ def against_condition(norm, weight):
 ROWS = [(mixer, None) for mixer in MIXERS] + [("gated_deltanet", name) for name in FEATURE_MAPS]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("mixer", "feature_map"), ROWS)
 def test_matrices_and_updates_keep_the_condition(mixer, feature_map):
     keys = {"mixer": mixer, "feature_map": feature_map}

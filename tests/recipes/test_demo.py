@@ -89,6 +89,7 @@ def test_bigram_sums_to_one():
         assert bigram.probabilities(np.full(11, first), second).sum() == pytest.approx(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [NalandaConfig, LlamaConfig, MambaConfig, GPT2Config, Qwen3NextConfig]
 )

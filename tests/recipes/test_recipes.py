@@ -103,6 +103,7 @@ def one_a_mixer() -> list[Path]:
     return list(first.values())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", slow_but_for(one_a_mixer(), RECIPES), ids=lambda p: p.stem)
 def test_twin_learns_by_its_mixers(recipe):
     model = twin(recipe)

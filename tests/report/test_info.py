@@ -73,6 +73,7 @@ def figures_once(monkeypatch):
     monkeypatch.setattr(estimates, "info", lambda recipe, *_, **__: figures_of(recipe))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
 def test_recipes_build_at_the_literatures_size(recipe):
     figures = figures_of(str(recipe))
@@ -105,6 +106,7 @@ def test_every_340m_recipe_has_its_literature_figure():
     assert wikitext - {"transnormer_t1_mlm_wikitext103"} == set(WIKITEXT)
 
 
+@pytest.mark.slow
 def test_state_is_what_generation_carries():
     figures = info("nala_gated_deltanet_340m", [])
     heads, features, values, channels = 6, 256, 256, 768 + 768 + 1536
@@ -181,6 +183,7 @@ def test_the_block_of_logits_is_no_larger_than_all_logits():
     assert activation_bytes(config, 1, 128, torch.float32, False) < 2 * 4 * 2**26
 
 
+@pytest.mark.slow
 def test_a_context_divides_activations_and_sends_states():
     """U alone over two processes, M and U over more, and three columns of q, k and v for the convolutions."""
     shape = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2}
@@ -202,6 +205,7 @@ def test_a_context_divides_activations_and_sends_states():
     assert whole / 4 < fourth < 0.35 * whole
 
 
+@pytest.mark.slow
 def test_time_is_flops_over_a_share_of_the_peak():
     figures = info("gla_340m", [], 8, memory=False, device="H100")
     low, high = UTILISATION
@@ -300,6 +304,7 @@ def test_a_key_is_printed_with_its_default_or_as_required(capsys):
     assert "optim.groups[].match: str required\n" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("figures_once")
 @pytest.mark.parametrize("page", tables.TABLES)
 def test_the_tables_of_a_page_are_the_codes(page):
@@ -314,6 +319,7 @@ def test_the_tables_of_a_page_are_the_codes(page):
         tables.updated(page, "# Title")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("figures_once")
 def test_the_stored_table_of_recipes_is_the_codes(tmp_path, monkeypatch):
     stored = recipes.STORED.read_text(encoding="utf-8")

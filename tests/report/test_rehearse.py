@@ -88,6 +88,7 @@ def test_a_step_that_a_machine_cannot_hold_is_refused_before_data_are_read(
         assert command is loop.train or not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_it_refuses_the_folder_that_training_refuses(recipe, tmp_path, whole):
     before = contents(whole)
     with pytest.raises(InputError, match="holds another run: seed is 3 there and 4 here"):

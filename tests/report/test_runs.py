@@ -278,6 +278,7 @@ def drawn(monkeypatch) -> list:
     return figures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x", ["tokens", "steps", "hours"])
 def test_several_runs_in_one_picture(tmp_path, x, drawn):
     events = {31: "skipped", 40: "rollback", 50: "interrupted"}
@@ -360,6 +361,7 @@ def test_only_losses_that_compare_are_compared(tmp_path, settings, bits, title):
     )
 
 
+@pytest.mark.slow
 def test_no_run_of_another_length_is_named_the_best(tmp_path):
     """As the tutorial's: a run of all tokens, and one of a quarter of them."""
     runs = [

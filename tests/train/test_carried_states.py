@@ -117,6 +117,7 @@ def by_rows(model, made) -> torch.Tensor:
     return torch.cat(out, 1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("row", [*ROWS, *WINDOWS])
 def test_rows_are_documents_alone(row):
     """And rows that begin a document do not see what their slot holds, NaN here."""
@@ -131,6 +132,7 @@ def test_rows_are_documents_alone(row):
         ) or (row.get("mixer_options") in ({"window": 1}, {"block_size": 16}))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("row", FIRST)
 def test_a_document_over_many_chunks(row):
     model = build(**row)
@@ -151,6 +153,7 @@ def test_a_document_over_many_chunks(row):
     assert not any(x.requires_grad for x in tree_leaves(states.states))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("row", FIRST)
 def test_empty_states_are_no_state(row):
     """Bit for bit, so that what else is in a batch changes no slot."""
@@ -188,6 +191,7 @@ def losses(model, batch, states, labels, **options) -> torch.Tensor:
     return run(model, batch, states, labels=labels, num_items_in_batch=1, **options).loss
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("row", FIRST)
 def test_gradients_end_at_the_border(row):
     """Row by row they are those of its documents, the prefix of one that goes on read without a gradient."""
@@ -246,6 +250,7 @@ def test_gradient_checkpointing_changes_nothing(row, reentrant):
         close(a, b)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("row", FIRST)
 def test_bf16_autocast(row):
     """States keep the precision that the mixer's spec gives them, and are carried in it."""
@@ -265,6 +270,7 @@ def test_bf16_autocast(row):
     assert (found - expected).norm() < 1.2 * (whole - expected).norm()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("row", FIRST)
 def test_the_device_is_not_waited_for(row):
     """On a device that has no data to wait for: only cu_seqlens, carried and counts are looked at."""
@@ -284,6 +290,7 @@ def test_the_device_is_not_waited_for(row):
     assert out.carried_cache.lengths.tolist() == [2 * T, 8, T + 1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*feature map Soft")
 @pytest.mark.parametrize(
     "mixer", slow_but_for(["mala", "diag_attention"], ["deltanet", "kda", "mala", "diag_attention"])

@@ -62,6 +62,7 @@ def assert_same(eager: PreTrainedModel, compiled: PreTrainedModel, step: int, **
         assert close, f"{name}: {(a.grad - b.grad).abs().max():.2g}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", slow_but_for(["mala"], ["mala", "soft", "softmax"]))
 def test_encoders_compile_around_packed_sums(mixer):
     """Those that see both ways at once group packed rows eagerly; no packing compiles anew."""
@@ -73,6 +74,7 @@ def test_encoders_compile_around_packed_sums(mixer):
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", EVERY)
 def test_one_graph_serves_all_packings_and_layers(mixer):
     options = {"mixer_options": {"block_size": 8}} if mixer == "diag_attention" else {}

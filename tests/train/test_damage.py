@@ -40,6 +40,7 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.slow
 @covering(strength=1, harm=HARMS, name=("tokenizer.json", "tokenizer_config.json", "manifest.json"))
 def test_a_damaged_tokenizer_is_made_again(stopped, whole, harm, name, capsys):
     """From the same documents; the checkpoint knows whether it is the same."""
@@ -52,6 +53,7 @@ def test_a_damaged_tokenizer_is_made_again(stopped, whole, harm, name, capsys):
         assert f"tokenizer: damaged, made again: {name}" in capsys.readouterr().out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_damaged_run_json_blocks_nothing(stopped, whole, harm):
     run, config = stopped
@@ -61,6 +63,7 @@ def test_a_damaged_run_json_blocks_nothing(stopped, whole, harm):
     assert read_facts(run)["state"] == "finished"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("harm", ["emptied", "cut", "gone"])
 def test_a_damaged_record_of_the_recipe_is_named(stopped, recipe, whole, harm):
     run, config = stopped

@@ -83,6 +83,7 @@ SOME = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("checkpointing", [False, True], ids=("all", "checkpointing"))
 @pytest.mark.parametrize("options", [row for row in rows() if row.id in SOME])
 def test_the_estimate_is_what_a_model_keeps(options, checkpointing):
@@ -138,6 +139,7 @@ MIXERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_a_step_takes_as_much_memory_as_the_estimate(mixer):
     """The estimate is of all tensors that live at a step's peak, whether autograd or Python holds them."""
@@ -147,6 +149,7 @@ def test_a_step_takes_as_much_memory_as_the_estimate(mixer):
     assert peak_of_a_step(config, 1, 1024) == pytest.approx(estimated + gradients, rel=0.1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", TYPES)
 @pytest.mark.parametrize("heads", [2, 16], ids=("chunks kept", "chunks made again"))
 def test_the_estimate_knows_the_precision_and_what_the_chunk_form_keeps(
@@ -237,6 +240,7 @@ def test_the_disk_of_a_run_is_the_most_that_its_saves_leave_at_a_time(
     assert files.more == files.total - len(saved) * files.checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_checkpoint_and_the_model_have_the_bytes_that_are_estimated(recipe, tmp_path, optimizer):
     config = load_config(

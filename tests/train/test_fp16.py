@@ -153,6 +153,7 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(run / "checkpoints" / f"step-{step}" / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize(
     ("steps", "more"),
@@ -185,6 +186,7 @@ def test_a_run_in_fp16_follows_that_in_fp32(recipe, whole, tmp_path, steps, more
     assert weights(run, steps)["model.embed_tokens.weight"].dtype == torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_an_overflow_changes_the_scale_alone(recipe, tmp_path, monkeypatch):
     """At a scale of 2^40 the first steps overflow. Each is left out, and none is a bad step of the guard."""
@@ -212,6 +214,7 @@ def test_an_overflow_changes_the_scale_alone(recipe, tmp_path, monkeypatch):
     assert any(not torch.equal(x, first[name]) for name, x in weights(run, good).items())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_a_resume_keeps_the_scale_and_its_counter(recipe, tmp_path, monkeypatch):
     scaled(monkeypatch, 2.0**20)
@@ -242,6 +245,7 @@ def test_a_resume_keeps_the_scale_and_its_counter(recipe, tmp_path, monkeypatch)
     assert resumed["files"]["trainer.json"] == expected["files"]["trainer.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_precision_moves_on_resume(recipe, tmp_path):
     run = tmp_path / "run"
@@ -255,6 +259,7 @@ def test_precision_moves_on_resume(recipe, tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_auto_takes_what_the_processor_gains_by(recipe, tmp_path, monkeypatch, capsys):
     """The recipe keeps auto; the run, and a resume on another processor, say their own precision."""

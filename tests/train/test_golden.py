@@ -67,6 +67,7 @@ def rounds_to_bf16() -> bool:
         set_product_route("default")
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("route", products.PRECISIONS)
 def test_a_tiny_run_follows_the_golden_curve(tmp_path, monkeypatch, route):

@@ -202,6 +202,7 @@ def kicked(function, step: int, signum: int):
     return kick
 
 
+@pytest.mark.slow
 def test_a_run_stopped_between_bad_steps_goes_on_as_if_it_had_not(recipe, tmp_path, monkeypatch):
     bad = dict.fromkeys((18, 19, 20), "spike")
     settings = ("guard.max_bad_steps=3", "train.steps=22", *NO_VALIDATION)
@@ -223,6 +224,7 @@ def test_a_run_stopped_between_bad_steps_goes_on_as_if_it_had_not(recipe, tmp_pa
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_bad_steps_in_a_row_go_back_and_past_their_data(recipe, tmp_path, monkeypatch, capsys):
     """Checkpoints lie at 5, 10, 15; steps 17 to 19 are bad, so that 16 is done anew with other rows."""
     read = []
@@ -272,6 +274,7 @@ def test_a_run_that_does_not_get_past_it_stops(recipe, tmp_path, monkeypatch):
     assert "left out" in facts["reason"]
 
 
+@pytest.mark.slow
 def test_where_going_back_does_not_help_it_goes_further_back(recipe, tmp_path, monkeypatch, capsys):
     """Steps 17 to 20 are bad: back to 15 and bad again, back to 10, where the steps are good once more."""
     poisoned(monkeypatch, dict.fromkeys(range(17, 21), "nan loss"))
@@ -307,6 +310,7 @@ def spoil(model, optimizer, kind: str) -> None:
 SPOILT = ["weight nan", "weight inf", "weight 1e30", "moment nan", "moment inf", "moment 1e30"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but_for(["weight nan", "moment 1e30"], SPOILT))
 def test_spoilt_weights_and_moments_are_never_saved(recipe, tmp_path, monkeypatch, kind):
     """A value goes bad between the update of step 6 and its save: only the save can see it."""
@@ -328,6 +332,7 @@ def test_spoilt_weights_and_moments_are_never_saved(recipe, tmp_path, monkeypatc
     assert all(torch.isfinite(t).all() and t.abs().max() < 1e3 for t in tensors(run, 8).values())
 
 
+@pytest.mark.slow
 def test_a_spoilt_checkpoint_is_marked_and_passed_over(recipe, tmp_path, monkeypatch, capsys):
     """One that an older version saved, or that went bad on its way to the disk: its sums fit."""
     run, save = tmp_path / "run", checkpoint.Saver.save
@@ -379,6 +384,7 @@ def test_a_run_that_skipped_every_step_says_so(recipe, tmp_path, monkeypatch):
         assert not (tmp_path / "run" / "final").exists()
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_what_was_learnt_before_bad_steps_is_saved(
     recipe, tmp_path, monkeypatch
 ):
@@ -448,6 +454,7 @@ def test_signals_save(recipe, tmp_path, whole, monkeypatch, capfd, signum):
     assert ("ctrl-C after 3 s ends at once" in capfd.readouterr().err) == (signum == signal.SIGINT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", slow_but_for([signal.SIGINT], [signal.SIGUSR1, signal.SIGINT]))
 def test_a_run_that_a_signal_stopped_goes_on(recipe, tmp_path, whole, monkeypatch, signum):
     interrupt(recipe, tmp_path / "run", monkeypatch, signum)
@@ -467,6 +474,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS)
 def test_two_signals_that_save_together(recipe, tmp_path, monkeypatch, pair):
     """A scheduler and torchrun both send SIGTERM; systemd sends SIGTERM and SIGHUP; the system repeats SIGXCPU
@@ -515,6 +523,7 @@ def test_nohup_keeps_a_run_going():
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", slow_but_for([signal.SIGINT], [signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_while_the_run_is_set_up_ends_it_and_the_next_start_begins_again(
     recipe, tmp_path, whole, monkeypatch, capsys, signum
@@ -582,6 +591,7 @@ def test_the_position_in_the_data_is_only_made_for_a_checkpoint(recipe, tmp_path
     assert len(made) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [10, 24])
 def test_a_run_killed_in_a_validation_has_saved_and_makes_it_up(
     recipe, tmp_path, whole, monkeypatch, step
@@ -610,6 +620,7 @@ def test_a_run_killed_in_a_validation_has_saved_and_makes_it_up(
     assert outcome(run) == outcome(whole)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_falls_on_a_bad_step_is_saved_at_the_next_good_one(
     recipe, tmp_path, monkeypatch
 ):
@@ -676,6 +687,7 @@ def test_unsound_weights_are_not_saved_when_the_data_stops(recipe, tmp_path, mon
     assert [(line["step"], line["reason"]) for line in events] == [(7, "nan weights")]
 
 
+@pytest.mark.slow
 def test_data_that_stops_saves_what_was_learnt(recipe, tmp_path, whole, monkeypatch):
     def failing(batches, count, take=training_step.take_batches):
         taken, error = take(batches, count)
@@ -693,6 +705,7 @@ def test_data_that_stops_saves_what_was_learnt(recipe, tmp_path, whole, monkeypa
     assert outcome(tmp_path / "run") == outcome(whole)
 
 
+@pytest.mark.slow
 def test_a_run_whose_tokeniser_is_killed_saves_and_ends_with_a_line(recipe, tmp_path, monkeypatch):
     """As the system kills one where memory is short."""
     killed, report = [], loop.report
@@ -797,6 +810,7 @@ def test_a_process_that_moves_is_left_alone():
     assert os.getpid()  # still here
 
 
+@pytest.mark.slow
 def test_two_runs_never_share_a_folder(recipe, tmp_path, monkeypatch):
     acquire = FileLock.acquire
     monkeypatch.setattr(FileLock, "acquire", lambda lock, timeout: acquire(lock, timeout=0))

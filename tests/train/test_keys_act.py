@@ -130,6 +130,7 @@ def test_dropout_acts_in_training_alone():
     assert torch.equal(*(model.model(ids, use_cache=False).last_hidden_state for _ in range(2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["bad step", "unsound weights"])
 def test_states_of_what_is_undone_are_forgotten(recipe, tmp_path, monkeypatch, what):
     config = load_config(recipe)

@@ -105,6 +105,7 @@ def test_whenever_a_copy_is_cut_short_the_records_fit_the_checkpoints(
     assert sent[-1] == "/run.json"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_cut_short_is_passed_over_and_replaced(bucket, tmp_path, capsys):
     here = tmp_path / "here"
     for step in (5, 10):
@@ -134,6 +135,7 @@ def test_a_checkpoint_cut_short_is_passed_over_and_replaced(bucket, tmp_path, ca
     assert "run/checkpoints/step-10/unsound.txt" not in bucket.names()
 
 
+@pytest.mark.slow
 def test_what_is_not_kept_here_is_removed_there(bucket, tmp_path):
     here = tmp_path / "here"
     for step in (5, 10, 15):
@@ -164,6 +166,7 @@ def test_what_is_not_kept_here_is_removed_there(bucket, tmp_path):
     assert steps(bucket) == [10, 20]
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_is_told_and_tried_again(bucket, tmp_path, capsys, waits):
     here = tmp_path / "here"
     save(here, 5)

@@ -167,6 +167,7 @@ def test_word_borders_of_other_tokenizers(masked_tokenizer):
             assert np.array_equal(found, np.array(expected, bool)), pieces
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_trains_resumes_and_exports(recipe, tmp_path, capsys):
     config = configured(recipe, tmp_path / "whole", *ENCODER)

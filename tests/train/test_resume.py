@@ -142,6 +142,7 @@ def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(
     assert (tmp_path / "run" / "final" / "model.safetensors").read_bytes() != model
 
 
+@pytest.mark.slow
 def test_a_resume_keeps_the_warmup_that_followed_the_steps(recipe, tmp_path, capsys):
     longer = tmp_path / "recipe.yaml"
     longer.write_text(recipe.read_text().replace("warmup_steps: 2", "warmup_steps: 12"))
@@ -230,6 +231,7 @@ def test_a_run_without_a_usable_checkpoint_is_refused_and_stays_as_it_is(stopped
     assert contents(run) == before
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(recipe, tmp_path, whole):
     run = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
@@ -267,6 +269,7 @@ def test_an_asynchronous_checkpoint_is_whole_when_the_data_fail_behind_it(
     assert latest_checkpoint(run / "checkpoints") == run / "checkpoints" / "step-5"
 
 
+@pytest.mark.slow
 def test_a_person_may_choose_the_checkpoint(stopped, recipe, whole, capsys):
     run, _ = stopped
     chosen = configured(recipe, run, "train.resume=step-10")
@@ -301,6 +304,7 @@ def test_a_person_may_choose_the_checkpoint(stopped, recipe, whole, capsys):
         loop.train(chosen)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_a_thread_are_those_of_the_loop(recipe, tmp_path):
     settings = (
         "train.steps=12",

@@ -42,6 +42,7 @@ def flipped(path: Path) -> bytes:
     return before
 
 
+@pytest.mark.slow
 @covering(
     strength=1,
     verify=["background", "sums", "sizes"],
@@ -101,6 +102,7 @@ def at_step(step: int, act):
     return rate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tokens", "docs"])
 def test_a_shard_that_shrinks_under_a_run_saves_and_stops_it(
     recipe, prepared_set, tmp_path, monkeypatch, kind
@@ -121,6 +123,7 @@ def test_a_shard_that_shrinks_under_a_run_saves_and_stops_it(
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_save_on_a_signal_does_not_wait_for_sums_and_the_next_start_goes_on_with_them(
     recipe, prepared_set, tmp_path, monkeypatch
 ):
@@ -238,6 +241,7 @@ def test_files_that_come_later_may_change(recipe, tmp_path, capsys, monkeypatch)
     assert "resumes from step-6" in said
 
 
+@pytest.mark.slow
 def test_no_file_is_hashed_before_the_first_step(recipe, tmp_path, monkeypatch):
     """At a resume those are that were read, if the record has them not."""
     seen, make = [], hashes.hash_file
@@ -293,6 +297,7 @@ def test_documents_that_are_left_out_are_in_the_log(recipe, tmp_path, capsys):
     assert [event["documents"] for event in events] == [2]
 
 
+@pytest.mark.slow
 def test_the_log_says_when_the_data_begin_again(recipe, tmp_path, capsys):
     settings = ["train.steps=8", "log.every=100", "checkpoint.every=3", "data.shuffle_buffer=1"]
     loop.train(configured(recipe, tmp_path / "run", *settings))

@@ -40,6 +40,7 @@ def test_a_folder_of_another_run_is_refused(recipe, whole, override):
     assert before == {p: p.stat().st_mtime_ns for p in whole.rglob("*")}
 
 
+@pytest.mark.slow
 def test_a_runs_config_yaml_is_its_model_whatever_the_defaults_are(recipe, tmp_path, monkeypatch):
     """Under another default the run is not resumed as another model, and its config.yaml trains its own."""
     run, again = tmp_path / "run", tmp_path / "again"
@@ -91,6 +92,7 @@ def test_a_model_that_a_folder_describes_is_the_runs_own(recipe, tmp_path):
         loop.train(configured(recipe, begun, "train.steps=4", *more))
 
 
+@pytest.mark.slow
 def test_a_run_of_nala_without_exponents_goes_on_as_the_angle(recipe, tmp_path):
     """`nala` meant the angle alone under delta rules, in runs that do not write their model out."""
     run, settings = tmp_path / "run", ["validation.every=0", "schedule.name=constant"]

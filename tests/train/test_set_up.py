@@ -102,6 +102,7 @@ def test_a_run_of_a_mixture(tmp_path, calls):
     assert calls["_open_corpus"] == calls["_find_files"] == calls["is_token_set"] == 2
 
 
+@pytest.mark.slow
 def test_a_run_of_a_token_set(tmp_path, calls):
     config = load_config("demo", [BPE])
     data = DataConfig(source=texts(tmp_path / "a.jsonl"), validation_share=0.1)

@@ -259,6 +259,7 @@ def test_validation_is_the_mean_over_tokens_of_the_final_model(whole):
     assert said in (whole / "final" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_bf16_and_gradient_checkpointing_train_the_same_model(recipe, tmp_path, whole):
     config = configured(
         recipe, tmp_path / "run", "train.precision=bf16", "train.gradient_checkpointing=true"

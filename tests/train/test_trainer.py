@@ -62,6 +62,7 @@ def losses(model, rows, collator, folder, metric=None, **options) -> tuple[list[
     return [line["loss"] for line in trainer.state.log_history if "loss" in line], found
 
 
+@pytest.mark.slow
 def test_smoothed_labels_are_those_of_the_next_token(encoded, tmp_path):
     """Trainer shifts them for the classes of language models that it knows."""
     torch.manual_seed(0)
@@ -75,6 +76,7 @@ def test_smoothed_labels_are_those_of_the_next_token(encoded, tmp_path):
     assert model(row[None]).logits[0, :-1].argmax(-1).tolist() == row[1:].tolist()
 
 
+@pytest.mark.slow
 def test_rows_without_a_label_leave_the_weights_finite(tmp_path):
     """As a collator leaves them that finds no answer in its rows."""
     config = NalandaConfig(
@@ -106,6 +108,7 @@ def pretrained(encoded, tmp_path_factory):
     return folder, found
 
 
+@pytest.mark.slow
 def test_masked_tokens(pretrained):
     _, found = pretrained
     assert found[-1] < 0.7 * found[0]
@@ -118,6 +121,7 @@ def accuracy(predictions):
     return {"accuracy": float((logits.argmax(-1) == labels)[kept].mean())}
 
 
+@pytest.mark.slow
 def test_sequences(encoded, pretrained, tmp_path):
     """As run_glue does: the body of the folder, a new head, padded batches."""
     tokenizer, rows = encoded
@@ -137,6 +141,7 @@ def test_sequences(encoded, pretrained, tmp_path):
     assert again.config.problem_type == "single_label_classification"
 
 
+@pytest.mark.slow
 def test_tokens(encoded, pretrained, tmp_path):
     """Vowels, without the first token's label."""
     tokenizer, rows = encoded
