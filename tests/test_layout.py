@@ -128,6 +128,14 @@ def test_the_page_names_files_that_exist():
     assert names <= files, f"docs/code.md: no such file: {', '.join(sorted(names - files))}"
 
 
+def test_the_quick_tests_are_files_that_exist():
+    command = ["make", "-n", "-o", ".venv/.ready", "test-quick"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = re.findall(r"\btests/\S+\.py", printed)
+    assert len(paths) > 5
+    assert not [path for path in paths if not (ROOT / path).is_file()]
+
+
 def test_no_circle():
     left = {name: set(found) for name, found in imports().items()}
     while ready := [name for name, found in left.items() if not found & left.keys()]:
