@@ -252,43 +252,110 @@ def test_products_of_a_products_transpose(code, count):
     assert hazards.transposed("\n".join(f"    {x}" for x in [LOAD, *code])) == count
 
 
-TILE = "%t = ttg.local_alloc : () -> !ttg.memdesc<{}x64x64xbf16, #shared, #smem, mutable>"
-PLACE = "%p = ttg.memdesc_index %t[%c0_i32]"
-TURN = "%v = ttg.memdesc_trans %p {order = array<i32: 1, 0>}"
-ASYNC = "%s = ttng.warp_group_dot {}, {}, %arg2 {{isAsync = true}} : tensor<64x64xf32, #mma>"
-DONE = "%w = ttng.warp_group_dot_wait %s, %t {{pendings = {} : i32}}"
-FILL = "%f = ttg.async_copy_global_to_local %x, %p mask %m"
+# A loop that copies a later step's tile: in TTGIR the tile, its places and who reads it; in PTX what stands between.
+TTGIR = """
+    %none = arith.constant -1 : i32
+    %first = arith.constant {first} : i32
+    %tile = ttg.local_alloc : () -> !ttg.memdesc<{places}x64x64xbf16, #shared, #smem, mutable>
+    %r = scf.for %i = %a to %b step %c iter_args(%fill = %first, %read = %none) -> (i32, i32) : i32 {{
+      %read_1 = arith.addi %read, %one : i32
+      %read_2 = arith.select %last, %zero, %read_1 : i32
+      %fill_1 = arith.addi %fill, %one : i32
+      %fill_2 = arith.select %end, %zero, %fill_1 : i32
+      %x = ttg.memdesc_index %tile[%read_2] : !ttg.memdesc
+      %v = ttg.memdesc_trans %x {{order = array<i32: 1, 0>}} : !ttg.memdesc
+      {body}
+      scf.yield %fill_2, %read_2 : i32, i32
+    }}
+"""
+FILL = """%y = ttg.memdesc_index %tile[%fill_2] : !ttg.memdesc
+      %t = ttg.async_copy_global_to_local %p, %y mask %m
+      %g = ttg.async_commit_group tokens %t"""
+WARP_GROUP = "%s = ttng.warp_group_dot %q, %v, %sum {isAsync = true} : tensor"
+OTHER_DOT = "%u = ttng.warp_group_dot %q, %q, %sum {isAsync = true} : tensor"
+TCGEN05 = "ttng.tc_gen5_mma %q, %v, %s, %true, %true, %bar[%true] {is_async} : !ttg.memdesc"
+COMMIT = "wgmma.commit_group.sync.aligned;"
+COPY = "@%p3 cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10; cp.async.commit_group;"
+AWAIT, BARRIER = "wgmma.wait_group.sync.aligned {};", "bar.sync 	0;"
+SIGNAL = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r5];"
+AWAIT_SIGNAL = "@!%p1 mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r5], %r6;"
+
+
+def refilled(places: int, code: list[str], products: list[str], ahead: int | None = None) -> int:
+    """ahead: how many steps before its reading a tile is copied, by default into the place of the step before."""
+    first = (places - 1 if ahead is None else ahead) - 1
+    order = [FILL, *products] if code[-1] == COMMIT else [*products, FILL]
+    ttgir = TTGIR.format(places=places, first=first, body="\n".join(order))
+    loop = ["$L__BB0_1:", *code, "@%p2 bra 	$L__BB0_1;", "ret;"]
+    return hazards.refilled(ttgir, "\n".join(loop))
+
+
+@pytest.mark.parametrize("places", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ([COMMIT, AWAIT.format(0), BARRIER, COPY], 0),
+        ([AWAIT.format(0), BARRIER, COPY, COMMIT], 0),  # it ends before the next step's copy
+        ([AWAIT.format(0), COPY, BARRIER, COMMIT], 1),
+        ([COMMIT, AWAIT.format(0), COPY], 1),
+        ([COMMIT, BARRIER, COPY], 1),
+    ],
+)
+def test_a_barrier_stands_between_the_wait_for_a_product_and_the_copy(places, code, count):
+    assert refilled(places, code, [WARP_GROUP]) == count
+
+
+@pytest.mark.parametrize(("places", "count"), [(1, 1), (2, 0), (3, 0)])
+@pytest.mark.parametrize(
+    "code", [[COMMIT, BARRIER, AWAIT.format(0), COPY], [COMMIT, AWAIT.format(0), COPY, BARRIER]]
+)
+def test_the_next_steps_barrier_is_early_enough_for_another_place(places, code, count):
+    assert refilled(places, code, [WARP_GROUP]) == count
 
 
 @pytest.mark.parametrize(
-    ("places", "code", "count"),
-    [
-        (1, [ASYNC.format("%q", "%v"), DONE.format(1), FILL], 1),
-        (1, [ASYNC.format("%p", "%q"), DONE.format(1), FILL], 1),
-        (1, [ASYNC.format("%q", "%v"), DONE.format(0), FILL], 0),
-        (1, [ASYNC.format("%q", "%v"), ASYNC.format("%q", "%q"), DONE.format(1), FILL], 0),
-        (1, [FILL, ASYNC.format("%q", "%v"), DONE.format(0)], 0),
-        (2, [ASYNC.format("%q", "%v"), DONE.format(1), FILL], 0),
-    ],
+    ("places", "ahead", "count"), [(1, 1, 1), (2, 1, 0), (3, 2, 0), (2, 2, 1), (3, 1, 0)]
 )
-def test_tiles_refilled_while_a_product_reads_them(places, code, count):
-    lines = [TILE.format(places), PLACE, TURN, *code]
-    assert hazards.refilled("\n".join(f"    {x}" for x in lines)) == count
+def test_a_product_may_run_on_while_another_place_is_filled(places, ahead, count):
+    code = [COMMIT, AWAIT.format(1), BARRIER, COPY]
+    assert refilled(places, code, [WARP_GROUP], ahead) == count
 
 
+def test_only_products_that_read_the_tile_are_waited_for():
+    code = [COMMIT, COMMIT, AWAIT.format(1), BARRIER, COPY]
+    assert refilled(1, code, [WARP_GROUP, OTHER_DOT]) == 0
+    assert refilled(1, code, [OTHER_DOT, WARP_GROUP]) == 1
+    assert refilled(1, [COMMIT, AWAIT.format(0), COPY], [OTHER_DOT]) == 0
+
+
+@pytest.mark.parametrize("places", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("places", "code", "count"),
+    ("code", "waits", "count"),
     [
-        (1, [ASYNC.format("%q", "%v"), DONE.format(0), FILL], 1),
-        (1, [ASYNC.format("%q", "%v"), DONE.format(0), "%b = ttg.async_wait %f", FILL], 0),
-        (2, [ASYNC.format("%q", "%v"), DONE.format(1), FILL], 1),
-        (2, [ASYNC.format("%q", "%v"), DONE.format(0), FILL], 0),
-        (3, [ASYNC.format("%q", "%v"), DONE.format(1), FILL], 0),
+        ([SIGNAL, AWAIT_SIGNAL, BARRIER, COPY], "%bar", 0),
+        ([SIGNAL, AWAIT_SIGNAL, COPY], "%bar", 1),
+        ([SIGNAL, BARRIER, COPY], "%bar", 1),
     ],
 )
-def test_eight_warps_need_a_barrier_or_another_place(places, code, count):
-    module = 'module attributes {"ttg.num-warps" = 8 : i32} {'
-    assert hazards.refilled("\n".join([module, TILE.format(places), PLACE, TURN, *code])) == count
+def test_products_of_tcgen05(places, code, waits, count):
+    wait = f"ttng.wait_barrier {waits}, %phase : !ttg.memdesc"
+    assert refilled(places, code, [TCGEN05, wait]) == count
+
+
+@pytest.mark.parametrize(("places", "count"), [(1, 1), (2, 0), (3, 0)])
+def test_tcgen05_that_waits_for_the_step_before(places, count):
+    wait = "ttng.wait_barrier %carried, %phase : !ttg.memdesc"
+    assert refilled(places, [SIGNAL, AWAIT_SIGNAL, BARRIER, COPY], [TCGEN05, wait]) == count
+
+
+def test_mma_sync_reads_registers():
+    dot = "%s = tt.dot %q, %w, %sum : tensor<64x64xbf16> * tensor<64x64xbf16> -> tensor<64x64xf32>"
+    mma = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1}, {%r1}, {%r2}, {%f1};"
+    assert refilled(1, [mma, COPY], [dot]) == 0
+
+
+def test_a_tile_counts_where_instructions_and_operations_differ():
+    assert refilled(2, [COMMIT, COMMIT, AWAIT.format(0), BARRIER, COPY], [WARP_GROUP]) == 1
 
 
 # ------------------------------------------------------------------------------------------------- limits

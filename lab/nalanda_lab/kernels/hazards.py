@@ -8,6 +8,7 @@ import itertools
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 
 
 def register_a(ptx: str) -> int:
@@ -181,48 +182,165 @@ def _graph(ttir: str) -> tuple[dict[str, str], dict[str, list[str]]]:
 
 # ------------------------------------------------- tiles refilled while a product reads them
 
-_ALLOC = re.compile(r"(%[\w$.-]+) = ttg\.local_alloc : .*!ttg\.memdesc<([12])x")
-_VIEW = re.compile(r"(%[\w$.-]+) = ttg\.memdesc_\w+ (%[\w$.-]+)")
-_COPY = re.compile(r"ttg\.async_copy_global_to_local %[\w$.-]+, (%[\w$.-]+)")
-_PENDING = re.compile(r"warp_group_dot_wait .*pendings = (\d+)")
-_WARPS = re.compile(r'"ttg\.num-warps" = (\d+)')
-_BARRIERS = ("ttg.async_wait ", "ttg.barrier", "gpu.barrier", "ttg.local_barrier")
+_NAME = r"%[\w$.-]+(?:#\d+)?"
+_ALLOC = re.compile(rf"({_NAME}) = ttg\.local_alloc : .*!ttg\.memdesc<(\d+)x")
+_VIEW = re.compile(rf"({_NAME}) = ttg\.memdesc_\w+ ({_NAME})(?:\[({_NAME}))?")
+_COPY = re.compile(rf"({_NAME}) = ttg\.async_copy_global_to_local {_NAME}, ({_NAME})")
+_BULK = re.compile(r"ttng\.async_tma_copy_global_to_local (.*)")
+_COMMIT = re.compile(r"ttg\.async_commit_group(.*)")
+_PRODUCT = re.compile(r"ttng\.(?:warp_group_dot|tc_gen5_mma) (%[^{]*)")
+_SIGNAL = re.compile(rf"ttng\.wait_barrier ({_NAME})")
+_STEP = re.compile(
+    r"(@!?%p\d+\s+)?\b(bar\.sync|barrier(?:\.cta)?\.sync|cp\.async\.(?:commit_group|c[ag]|bulk\S*shared::c\S*)"
+    r"|wgmma\.(?:commit|wait)_group|tcgen05\.commit|mbarrier\.try_wait|bra|ret)\b([^;]*);"
+)
+_ENDS = ("wgmma.commit_group", "tcgen05.commit")  # one for each product of TTGIR
+Access = tuple[int, dict[str, str], str]
+"""A product or a group of copies: its line, its tiles by the number of their place, the barrier that it signals."""
 
 
-def refilled(ttgir: str) -> int:
+def refilled(ttgir: str, ptx: str) -> int:
     """Tiles that are copied into a place in shared memory where a product may still read the one before.
 
-    The pipeliner gives a tile one place where the program also reads it into registers. It counts the wait for that
-    reading, but not the products' reading, which ends later. Of more than four warps each four wait for their own
-    products alone (triton issue 11047), so only a barrier ends the reading. Two places are too few for them where
-    products of a step still run when it copies: their wait is behind the next step's barrier.
+    Triton's pipeliner copies a later step's tile while products run. Between the product that last read its place
+    and the copy must stand the wait for that product, then a bar.sync: of more than four warps each four wait for
+    their own products alone (triton issue 11047). The pipeliner forgets the wait where the program also reads the
+    tile into registers. TTGIR tells the tiles and places of products and copies; PTX, what stands between.
     """
-    warps = _WARPS.search(ttgir)
-    groups = warps is not None and int(warps[1]) > 4
-    tiles: dict[str, str] = {}  # a view of a tile with one or two places → the tile
-    places: dict[str, int] = {}
-    running: list[set[str]] = []  # of each product that may still run: the tiles that it reads
-    others: set[str] = set()  # tiles that products of other warps may still read
-    found = set()
-    for line in ttgir.splitlines():
-        if alloc := _ALLOC.search(line):
-            tiles[alloc[1]], places[alloc[1]] = alloc[1], int(alloc[2])
-        elif (view := _VIEW.search(line)) and view[2] in tiles:
-            tiles[view[1]] = tiles[view[2]]
-        elif wait := _PENDING.search(line):
-            ended = len(running) - min(int(wait[1]), len(running))
-            others.update(*running[:ended] if groups else ())
-            running = running[ended:]
-        elif any(barrier in line for barrier in _BARRIERS):
-            others.clear()
-        elif "warp_group_dot " in line and "isAsync = true" in line:
-            operands = line.partition("warp_group_dot ")[2].split(" {")[0]
-            running.append({tiles[x] for x in _VALUE.findall(operands) if x in tiles})
-        elif copy := _COPY.search(line):
-            tile = tiles.get(copy[1], "")
-            reads = set().union(*running)
-            if places.get(tile) == 1:
-                found |= {tile} & (reads | others)
-            elif groups:
-                found |= {tile} & reads
+    places, products, copies, signals = _accesses(ttgir)
+    code, labels = _steps(ptx)
+    ends = [i for i, (_, name, _) in enumerate(code) if name in _ENDS]
+    fills = _fills(code)
+    read = {tile for _, tiles, _ in products for tile in tiles}
+    if (len(ends), len(fills)) != (len(products), len(copies)):
+        # Which instruction is which is unknown: any tile may be refilled.
+        return len(read & {tile for _, tiles, _ in copies for tile in tiles})
+
+    number, found = _numbers(ttgir), set()
+    copy_at = dict(zip(fills, copies, strict=True))
+    for (line, reads, barrier), end in zip(products, ends, strict=True):
+        for fill, steps in _uncovered(code, labels, end, barrier in signals):
+            if fill not in copy_at:
+                continue  # not the first of its group
+            above, fresh, _ = copy_at[fill]
+            # A copy above the product in the loop is met in the next step.
+            steps += above < line
+            for tile in reads.keys() & fresh.keys():
+                # The place that is filled was last read so many steps ago.
+                ago = (number(reads[tile]) - number(fresh[tile])) % places[tile]
+                found |= {tile} if steps >= ago else set()
     return len(found)
+
+
+def _accesses(ttgir: str) -> tuple[dict[str, int], list[Access], list[Access], set[str]]:
+    """How many places each tile has; the products; the groups of copies; the barriers that are waited for."""
+    places: dict[str, int] = {}
+    views: dict[str, tuple[str, str]] = {}  # of a view: its tile and place
+    copied: dict[str, tuple[str, str]] = {}  # of a copy's token: the same
+    products, copies, signals = [], [], set()
+    for i, line in enumerate(ttgir.splitlines()):
+        if alloc := _ALLOC.search(line):
+            views[alloc[1]], places[alloc[1]] = (alloc[1], ""), int(alloc[2])
+        elif (view := _VIEW.search(line)) and view[2] in views:
+            tile, place = views[view[2]]
+            views[view[1]] = tile, view[3] or place
+        elif product := _PRODUCT.search(line):
+            values = _VALUE.findall(product[1].partition(" : ")[0])
+            reads = dict(views[x] for x in values[:2] if x in views)
+            barrier = re.search(rf"({_NAME})\[", product[1])
+            products.append((i, reads, barrier[1] if barrier else ""))
+        elif signal := _SIGNAL.search(line):
+            signals.add(signal[1])
+        elif copy := _COPY.search(line):
+            copied[copy[1]] = views.get(copy[2], ("", ""))
+        elif commit := _COMMIT.search(line):
+            tokens = _VALUE.findall(commit[1])
+            copies.append((i, dict(copied[x] for x in tokens if x in copied), ""))
+        elif bulk := _BULK.search(line):
+            filled = [views[x] for x in _VALUE.findall(bulk[1]) if x in views]
+            copies.append((i, dict(filled[:1]), ""))
+    return places, products, copies, signals
+
+
+def _numbers(ttgir: str) -> Callable[[str], int]:
+    """A function that gives the number of a place, which loops count up, in the first step."""
+    operations, starts = {}, {}
+    for line in ttgir.splitlines():
+        if found := _RESULT.match(line):
+            operations[found[1]] = found[3], found[4]
+        starts |= dict(re.findall(rf"({_NAME}) = ({_NAME})", line.partition("iter_args")[2]))
+
+    def number(value: str) -> int:
+        kind, rest = operations.get(value, ("", ""))
+        used = _VALUE.findall(rest)
+        if constant := kind == "arith.constant" and re.match(r"\s*(-?\d+)", rest):
+            return int(constant[1])
+        if kind == "arith.select":  # 0 after the last place, else the next
+            return number(used[2])
+        if kind == "arith.addi":
+            return number(used[0]) + number(used[1])
+        return number(starts[value]) if value in starts else 0
+
+    return number
+
+
+Code = list[tuple[bool, str, str]]  # instructions: whether on a condition, name, operands
+
+
+def _steps(ptx: str) -> tuple[Code, dict[str, int]]:
+    """The instructions of PTX that matter here, and the one after each label."""
+    code: Code = []
+    labels = {}
+    for line in ptx.splitlines():
+        if label := re.match(r"\s*(\$\w+):", line):
+            labels[label[1]] = len(code)
+        code += [(bool(condition), name, args) for condition, name, args in _STEP.findall(line)]
+    return code, labels
+
+
+def _fills(code: Code) -> list[int]:
+    """The first instruction of each group of asynchronous copies; a bulk copy is a group."""
+    fills, first = [], None
+    for i, (_, name, _) in enumerate(code):
+        if name.startswith("cp.async.bulk"):
+            fills.append(i)
+        elif name == "cp.async.commit_group":
+            fills.append(i if first is None else first)
+            first = None
+        elif name.startswith("cp.async") and first is None:
+            first = i
+    return fills
+
+
+def _uncovered(
+    code: Code, labels: dict[str, int], end: int, waited_at_once: bool
+) -> set[tuple[int, int]]:
+    """Copies that a path from a product's end reaches before its wait and a bar.sync, each with the steps between.
+
+    waited_at_once: whether the next wait for a barrier is that of the product; else it is of the step before.
+    """
+    found, seen = set(), set()
+    # An instruction; groups of products begun since; whether the product was waited for; steps begun since.
+    todo = [(end + 1, 0, False, 0)]
+    while todo:
+        i, later, waited, steps = todo.pop()
+        if (i, later, waited, steps) in seen or i >= len(code):
+            continue
+        seen.add((i, later, waited, steps))
+        condition, name, args = code[i]
+        if name.startswith("bar") and waited:
+            continue
+        if name.startswith("cp.async"):
+            found.add((i, steps))
+        if name in _ENDS:
+            later, steps = min(later + 1, 8), min(steps + (i == end), 3)
+        if name == "wgmma.wait_group":
+            waited |= int(re.findall(r"\d+", args)[-1]) <= later
+        if name == "mbarrier.try_wait":
+            waited |= waited_at_once or steps > 0
+        target = re.search(r"\$\w+", args) if name == "bra" else None
+        if target:
+            todo.append((labels[target[0]], later, waited, steps))
+        if condition or name not in ("bra", "ret"):
+            todo.append((i + 1, later, waited, steps))
+    return found

@@ -471,7 +471,7 @@ def _figures(name: str, kernel) -> dict:
         "register_a": hazards.register_a(ptx),
         "overwritten": about.overwritten,
         "transposed": hazards.transposed(kernel.asm["ttir"]),
-        "refilled": hazards.refilled(kernel.asm["ttgir"]),
+        "refilled": hazards.refilled(kernel.asm["ttgir"], ptx),
         "tensor_cores": there[-1] if there else "",
     }
 
