@@ -328,6 +328,11 @@ def measured_backend(op: str, *inputs, **options) -> str | None:
     return covering[0]["backend"] if covering else None
 
 
+def check_blocks() -> None:
+    """Reads the file that NALANDA_BLOCKS names, if it is set. Raises ValueError of one line."""
+    _measured_rows()
+
+
 @_at_compile_time
 def _measured_rows() -> list[dict]:
     """The measured choices for this card, in the file that NALANDA_BLOCKS names."""

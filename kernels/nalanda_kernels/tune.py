@@ -180,10 +180,14 @@ def spread(kernel: str, arch: str, variants: Callable[..., Rows]) -> Rows:
 def improve(
     kernels: dict[str, Rows], jobs_of: Callable[[int, int], list[Job]], late: Callable[[], bool]
 ) -> Iterator[str]:
-    """Changes the rows in place. Yields a line for each change, and one if time runs out.
+    """Changes the rows in place. Yields a line for each change, and one if time runs out. Takes no sizes that are
+    known to be wrong.
 
     jobs_of: for an element's bytes and a head's features, the calls that use such rows.
     """
+    from nalanda_kernels.triton.common import architecture, known_wrong
+
+    arch = architecture()
     order = sorted(
         kernels, key=lambda name: name != "chunk"
     )  # all other sizes depend on the chunk's length
@@ -218,6 +222,8 @@ def improve(
                         return
 
                     row[size] = choice
+                    if known_wrong(name, itemsize, row, arch):
+                        continue
                     try:
                         ms, results = total(jobs) if choice != chosen else (best, expected)
                     except Exception:  # most often too much shared memory

@@ -17,6 +17,7 @@ import huggingface_hub
 import pytest
 import torch
 import yaml
+from nalanda_kernels.triton import common
 from training import PRETRAIN, configured, environment, torchrun
 
 from nalanda import NalandaConfig, NalandaForCausalLM
@@ -388,6 +389,21 @@ def test_bad_input_gets_one_line_and_code_2(
 ):
     monkeypatch.chdir(place)
     code, text = said(capsys, *shlex.split(command))
+    assert re.fullmatch(rf"nalanda[a-z ]*: {line}\n", text), text
+    assert code == 2
+
+
+def test_block_sizes_known_to_be_wrong_get_one_line(
+    place, capsys, monkeypatch, fresh_accelerate, tmp_path
+):
+    row = {"itemsize": 2, "features": 256, "BV": 64, "num_warps": 4, "num_stages": 1}
+    (tmp_path / "blocks.json").write_text(json.dumps({"sm_90": {"input_gradients": [row]}}))
+    monkeypatch.chdir(place)
+    monkeypatch.setenv(common.BLOCKS, str(tmp_path / "blocks.json"))
+    common._table.cache_clear()
+    code, text = said(capsys, "train", "r.yaml")
+    common._table.cache_clear()
+    line = r"NALANDA_BLOCKS=.*: sm_90, input_gradients: 4 warps give wrong gradients; .* to 8"
     assert re.fullmatch(rf"nalanda[a-z ]*: {line}\n", text), text
     assert code == 2
 

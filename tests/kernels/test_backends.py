@@ -34,18 +34,25 @@ def inputs(T: int = 70, K: int = 128, gated: bool = True, dtype=torch.bfloat16):
 
 
 @pytest.fixture
-def chosen(tmp_path, monkeypatch):
-    """Sets the measured choices, as rows of a file of NALANDA_BLOCKS."""
+def blocks(tmp_path, monkeypatch):
+    """Writes a file of NALANDA_BLOCKS; without a text it is not there."""
 
-    def choose(*rows: dict) -> None:
+    def write(text: str | None) -> None:
         file = tmp_path / "blocks.json"
-        file.write_text(json.dumps({common.architecture(): {"backends": rows}}))
+        if text is not None:
+            file.write_text(text)
         monkeypatch.setenv(common.BLOCKS, str(file))
         common._table.cache_clear()
 
-    yield choose
+    yield write
     monkeypatch.undo()
     common._table.cache_clear()
+
+
+@pytest.fixture
+def chosen(blocks):
+    """Sets the measured choices, as rows of such a file."""
+    return lambda *rows: blocks(json.dumps({common.architecture(): {"backends": rows}}))
 
 
 @pytest.fixture
@@ -175,18 +182,6 @@ def test_the_interpreter_sees_no_card():
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_a_file_of_blocks_that_lacks_kernels_takes_the_shipped_ones(chosen):
-    chosen(ROW | {"length": 128, "backend": "b"})
-    shipped = common._shipped()
-    assert common.variants("states", 2, 128) == common.variants("states", 2, 128, "sm_80")
-    common._table.cache_clear()
-    assert shipped["sm_80"]["states"]
-    assert (
-        common.variants("states", 2, 128, "sm_100")[0].items()
-        <= shipped["sm_100"]["states"][0].items()
-    )
-
-
 def test_cards_with_little_shared_memory_take_the_first_table():
     for arch in ("sm_86", "sm_89", "sm_120", "sm_121"):
         assert common.variants("states", 2, 256, arch) == common.variants("states", 2, 256, "sm_80")
@@ -234,6 +229,92 @@ def test_tune_keeps_the_one_stage_of_a_kernel_that_races_with_two():
 
     [*tune.improve({"input_gradients": [row]}, lambda *_: [job], lambda: False)]
     assert (row["num_warps"], row["num_stages"]) == (2, 1)
+
+
+def row(features: int = 256, itemsize: int = 2, **sizes: int) -> dict[str, int]:
+    return {"itemsize": itemsize, "features": features, "num_warps": 8, "num_stages": 1} | sizes
+
+
+ONE_STAGE = r"8 warps with 1 stage and blocks of 32 columns are wrong; set num_stages to 2"
+FOUR_WARPS = r"4 warps give wrong gradients; set num_warps to 8"
+
+
+@pytest.mark.parametrize(
+    ("arch", "kernel", "rows", "reason"),
+    [
+        ("sm_90", "states", [row(BV=32)], ONE_STAGE),
+        ("sm_90", "states", [row(BV=64), row(BV=16)], ONE_STAGE.replace("32", "16")),
+        ("sm_90", "state_gradients", [row(BV=32)], ONE_STAGE),
+        ("sm_90", "input_gradients", [row(BV=64, num_warps=4)], FOUR_WARPS),
+        # Heads of 16 to 512 features in 16 bits, too, take a row of fp32 where no other covers them.
+        ("sm_90", "states", [row(64, BV=64), row(512, itemsize=4, BV=32)], ONE_STAGE),
+        ("sm_90", "states", [row(512, BV=64), row(512, itemsize=4, BV=32)], None),
+        ("sm_90", "states", [row(BV=32, num_stages=2)], None),
+        ("sm_90", "states", [row(BV=32, num_warps=4)], None),
+        ("sm_90", "states", [row(BV=64)], None),
+        ("sm_90", "input_gradients", [row(BV=32)], None),
+        ("sm_80", "state_gradients", [row(BV=32)], None),
+    ],
+)
+def test_block_sizes_that_a_card_found_wrong_are_refused(arch, kernel, rows, reason, blocks):
+    blocks(json.dumps({arch: {kernel: rows}}))
+    if reason is None:
+        nalanda_kernels.check_blocks()
+        return
+    where = rf"^NALANDA_BLOCKS=.*blocks\.json: {arch}, {kernel}: "
+    with pytest.raises(ValueError, match=where + reason + "$"):
+        nalanda_kernels.check_blocks()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"sm_90": 1}', '{"sm_90": {"states": [{"BV": 32}]}}'])
+def test_a_file_that_is_no_table_is_one_line(text, blocks):
+    blocks(text)
+    with pytest.raises(
+        ValueError, match=r": no table of block sizes; name a file that nalanda tune"
+    ):
+        nalanda_kernels.check_blocks()
+
+
+def test_a_file_that_is_not_there_is_one_line(blocks):
+    blocks(None)
+    with pytest.raises(ValueError, match=r": No such file or directory; name a file that nalanda"):
+        nalanda_kernels.check_blocks()
+
+
+def test_shipped_block_sizes_are_not_known_to_be_wrong():
+    assert not [*common._wrong_rows(common._shipped())]
+
+
+def test_kernels_that_a_file_leaves_out_keep_their_cards_sizes(blocks):
+    blocks(json.dumps({arch: {"backends": []} for arch in common._shipped()}))
+    for arch, kernels in common._shipped().items():
+        rows = kernels["states"]
+        assert common.blocks("states", 2, 128, arch).items() <= rows[0].items()
+    sizes = common.blocks("channel_gradients", 2, 128, "sm_90")  # it has none of its own
+    assert sizes.items() <= common._shipped()["sm_80"]["channel_gradients"][0].items()
+
+
+def test_tune_takes_no_size_that_is_known_to_be_wrong(monkeypatch):
+    monkeypatch.setattr(common, "architecture", lambda: "sm_90")
+    tried = []
+    states, gradients = row(BV=64, num_stages=2), row(BV=64)
+    kernels = {"states": [states], "input_gradients": [gradients]}
+
+    def job():
+        tried.append(
+            (states["num_warps"], states["num_stages"], states["BV"], gradients["num_warps"])
+        )
+        return 100.0 / len(tried), [torch.ones(4)]  # the last one tried is the fastest
+
+    def jobs_of(itemsize, features):
+        if (itemsize, features) != (2, 256):
+            raise ValueError("no rows")
+        return [job]
+
+    [*tune.improve(kernels, jobs_of, lambda: False)]
+    assert {x[3] for x in tried} == {2, 8}
+    assert any(x[1] == 1 for x in tried)
+    assert not [x for x in tried if x[0] == 8 and x[1] == 1 and x[2] <= 32]
 
 
 def test_tune_keeps_the_fastest_that_agrees():

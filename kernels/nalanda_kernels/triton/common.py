@@ -5,7 +5,7 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -151,7 +151,50 @@ Table = dict[str, dict[str, list[dict[str, int]]]]
 def _table() -> Table:
     """The shipped table. The cards of a file in NALANDA_BLOCKS replace those of their name."""
     path = os.environ.get(BLOCKS)
-    return _shipped() | json.loads(Path(path).read_text()) if path else _shipped()
+    return _shipped() | _read(path) if path else _shipped()
+
+
+def _read(path: str) -> Table:
+    """A table that a user names. Raises ValueError of one line."""
+    try:
+        table: Table = json.loads(Path(path).read_text())
+        problem = next(_wrong_rows(table), None)
+    except OSError as error:
+        problem = f"{error.strerror}; name a file that nalanda tune wrote"
+    except (ValueError, TypeError, AttributeError, KeyError):
+        problem = "no table of block sizes; name a file that nalanda tune wrote"
+    if problem:
+        raise ValueError(f"{BLOCKS}={path}: {problem}")
+    return table
+
+
+def _wrong_rows(table: Table) -> Iterator[str]:
+    """What is wrong with a table's rows."""
+    for arch, kernels in table.items():
+        for kernel, rows in kernels.items():
+            widest = 0  # of the rows so far
+            for row in rows if kernel != "backends" else ():
+                # A call takes the first row that covers it, so one of fp32 may serve 16 bits too.
+                itemsize = 2 if row["features"] > widest else row["itemsize"]
+                widest = max(widest, row["features"])
+                if reason := known_wrong(kernel, itemsize, row, arch):
+                    yield f"{arch}, {kernel}: {reason}"
+
+
+def known_wrong(kernel: str, itemsize: int, sizes: dict[str, int], arch: str) -> str | None:
+    """Why a kernel may not take these sizes, and what to set; None if nothing speaks against them.
+
+    A Hopper card was wrong with them in 16 bits, or ended in an illegal access: tools/gpu/RESULTS.md.
+    """
+    if arch != "sm_90" or itemsize > 2:
+        return None
+    warps, width = sizes.get("num_warps"), sizes.get("BV", 64)
+    if kernel == "input_gradients" and warps == 4:
+        return "4 warps give wrong gradients; set num_warps to 8"
+    one_stage = sizes.get("num_stages") == 1
+    if kernel in ("states", "state_gradients") and warps == 8 and one_stage and width <= 32:
+        return f"8 warps with 1 stage and blocks of {width} columns are wrong; set num_stages to 2"
+    return None
 
 
 @functools.cache
@@ -195,8 +238,9 @@ def variants(
         small = family == "sm_" and _arch_number(arch) >= 120
         arch = "sm_80" if small else max(older, key=_arch_number, default="sm_80")
 
-    # A card's table may lack a kernel: then the shipped sizes of sm_80 serve.
-    rows = table[arch].get(kernel) or _shipped()["sm_80"][kernel]
+    # A card's table may lack a kernel: then its shipped sizes serve, or those of sm_80.
+    shipped = _shipped()
+    rows = table[arch].get(kernel) or shipped.get(arch, {}).get(kernel) or shipped["sm_80"][kernel]
     for row in rows:
         cover = row["itemsize"], row["features"]
         if itemsize <= cover[0] and features <= cover[1]:

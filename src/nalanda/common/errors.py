@@ -104,6 +104,9 @@ def explained(error: BaseException) -> InputError | None:
     """`error` as an `InputError` of one line; None if only a traceback helps."""
     if isinstance(error, InputError):
         return error
+    # Of an environment variable.
+    if isinstance(error, ValueError) and str(error).startswith("NALANDA_"):
+        return InputError(str(error))
     if out_of_memory(error):
         return OutOfMemory(
             f"{asked_for(error)}; take a smaller model, fewer rows at a time or shorter ones"

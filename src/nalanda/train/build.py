@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
-from nalanda_kernels import keep_fla_off_cpus
+from nalanda_kernels import check_blocks, keep_fla_off_cpus
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -67,8 +67,10 @@ def set_up(
 
     Raises:
         InputError: the data or the model cannot work, or no checkpoint is sound.
+        ValueError: NALANDA_BLOCKS names no table that can be used.
     """
     check_shared(Path(config.output_dir), accelerator)
+    check_blocks()
     sources = Sources(config.data, validation=config.validation.every != 0)
 
     say("preparing the tokenizer")
