@@ -297,11 +297,12 @@ _UNMEASURED = ("erase", "write", "allow_neg_eigval")
 
 
 def measured_backend(op: str, *inputs, **options) -> str | None:
-    """The backend that `nalanda tune` found fastest for a call like this one, if it measured any.
+    """The backend that was measured as the fastest for a call like this one, if any was.
 
-    It measures 16-bit calls without gates by channel and with β up to 1.
+    `nalanda tune` measures 16-bit calls without gates by channel and with β up to 1. The shipped rows are of such
+    calls, too, in a batch of at least "batch" rows.
     """
-    rows = _measured_rows()
+    rows = [row for row in _measured_rows() if row.get("op") == op]
     if not rows:
         return None
     q, _, v, *gates = inputs
@@ -316,13 +317,16 @@ def measured_backend(op: str, *inputs, **options) -> str | None:
     sequences = 1 if bounds is None else max(1, bounds.shape[0] - 1)  # of a row of the batch
     length = q.shape[1] // sequences
     call = {
-        "op": op,
         "gated": g is not None,
         "mapped": feature_map is not None,
         "K": getattr(feature_map, "feature_dim", q.shape[3]),
         "V": v.shape[3],
     }
-    like_it = [row for row in rows if all(row.get(key) == x for key, x in call.items())]
+    like_it = [
+        row
+        for row in rows
+        if all(row.get(key) == x for key, x in call.items()) and q.shape[0] >= row.get("batch", 1)
+    ]
     # Rows rise in length. The first that covers this one decides, else the longest.
     covering = [row for row in like_it if row["length"] >= length] or like_it[-1:]
     return covering[0]["backend"] if covering else None
@@ -335,7 +339,7 @@ def check_blocks() -> None:
 
 @_at_compile_time
 def _measured_rows() -> list[dict]:
-    """The measured choices for this card, in the file that NALANDA_BLOCKS names."""
+    """The measured choices for this card, shipped or in the file that NALANDA_BLOCKS names."""
     from nalanda_kernels.triton.common import measured_backends
 
     return measured_backends()

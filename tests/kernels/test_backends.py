@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import nalanda_kernels
@@ -98,6 +99,49 @@ def test_measured_backend_is_tried_first(T, bounds, options, served, chosen, reg
     with nalanda_kernels.use_backend("a"):  # a backend that the user names comes first
         nalanda_kernels.serve("delta_rule", "auto", "cpu", *inputs(T, **options), cu_seqlens=bounds)
     assert tried == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("change", "served"),
+    [
+        ({}, "flash_qla"),
+        ({"B": 16}, "flash_qla"),
+        ({"T": 8192}, "triton"),  # the rest has no fair record
+        ({"T": 2049}, "triton"),
+        ({"T": 1024}, "triton"),
+        ({"B": 4}, "triton"),
+        ({"B": 1, "T": 16384, "bounds": True}, "triton"),
+        ({"K": 256}, "triton"),
+        ({"V": 256}, "triton"),
+        ({"gated": False}, "triton"),
+        ({"mapped": True}, "triton"),
+        ({"dtype": torch.float32}, "triton"),
+        ({"allow_neg_eigval": True}, "triton"),
+        ({"arch": "sm_100"}, "triton"),
+        ({"installed": False}, "triton"),
+    ],
+    ids=str,
+)
+def test_flash_qla_is_taken_where_an_h200_found_it_faster(change, served, register, monkeypatch):
+    call = {"B": 8, "T": 2048, "K": 128, "V": 128, "gated": True, "dtype": torch.bfloat16} | change
+    tried: list[str] = []
+    functions = {x: lambda *_, x=x, **__: tried.append(x) for x in ("triton", "flash_qla")}
+    register({"delta_rule": functions}, devices=("cuda",))
+    stub = nalanda_kernels.KERNELS["delta_rule"]["flash_qla"]
+    needs = "torch" if call.get("installed", True) else "no_such_module"
+    nalanda_kernels.KERNELS["delta_rule"]["flash_qla"] = replace(stub, needs=needs)
+    monkeypatch.setattr(common, "architecture", lambda: call.get("arch", "sm_90"))
+
+    heads = call["B"], call["T"], 8
+    q, k = (torch.empty(*heads, call["K"], dtype=call["dtype"], device="meta") for _ in range(2))
+    v = torch.empty(*heads, call["V"], dtype=call["dtype"], device="meta")
+    beta, g = (torch.empty(*heads, device="meta") for _ in range(2))
+    options = {"feature_map": SimpleNamespace(feature_dim=128)} if call.get("mapped") else {}
+    options |= {"cu_seqlens": torch.arange(9) * 2048} if call.get("bounds") else {}
+    options |= {"allow_neg_eigval": True} if call.get("allow_neg_eigval") else {}
+    gate = g if call["gated"] else None
+    nalanda_kernels.serve("delta_rule", "auto", "cuda", q, k, v, beta, gate, **options)
+    assert tried == [served]
 
 
 def test_calls_of_kinds_that_are_not_measured(chosen):
