@@ -166,17 +166,42 @@ def load_gamma(g, row, real, h, H, BT: tl.constexpr):
 
 
 @triton.jit
-def load_decays(g, row, real, h, H, GATED: tl.constexpr, BT: tl.constexpr):
-    """e^γ and e^{γ_C − γ} [BT], and e^{γ_C}, in fp32; 1 without gates."""
-    if GATED:
-        gamma = load_gamma(g, row, real, h, H, BT)
-    else:
-        gamma = tl.zeros([BT], tl.float32)
-    last = tl.min(gamma, 0)  # γ never rises, and padding does not change it
-    decay_in = tl.exp(gamma.to(tl.float32))  # from the chunk's start to a token
+def store_decays(decays, gamma, row, real, h, HV, BT: tl.constexpr):
+    """Stores what later passes read of γ [BT]: e^γ, e^{γ_C − γ}, and γ as a sum of two fp32. Returns e^{γ_C − γ}."""
+    at = decays + ((row + tl.arange(0, BT)) * HV + h) * 4
+    high = gamma.to(tl.float32)
     # The difference precedes the cast: γ in fp64 may be far larger than it.
-    decay_out = tl.exp((last - gamma).to(tl.float32))  # from a token to the chunk's end
-    decay_all = tl.exp(last.to(tl.float32))
+    to_end = tl.exp(
+        (tl.min(gamma, 0) - gamma).to(tl.float32)
+    )  # γ never rises: its last is its least
+    tl.store(at, tl.exp(high), mask=real)
+    tl.store(at + 1, to_end, mask=real)
+    tl.store(at + 2, high, mask=real)
+    tl.store(at + 3, (gamma - high).to(tl.float32), mask=real)
+    return to_end
+
+
+@triton.jit
+def load_growth(decays, row, real, h, HV, BT: tl.constexpr):
+    """e^γ [BT], the decay from the chunk's start to each token, as `store_decays` left it."""
+    return tl.load(decays + ((row + tl.arange(0, BT)) * HV + h) * 4, mask=real, other=1.0)
+
+
+@triton.jit
+def load_decays(decays, row, end, h, HV, GATED: tl.constexpr, BT: tl.constexpr):
+    """e^γ and e^{γ_C − γ} [BT], and e^{γ_C}, in fp32; 1 without gates. end: the token behind the last one."""
+    if GATED:
+        t = row + tl.arange(0, BT)
+        at = decays + (t * HV + h) * 4
+        decay_in = tl.load(at, mask=t < end, other=1.0)  # from the chunk's start to a token
+        decay_out = tl.load(at + 1, mask=t < end, other=1.0)  # from a token to the chunk's end
+        # e^γ of the last token.
+        last = tl.minimum(row + BT, end) - 1
+        decay_all = tl.load(decays + (last * HV + h) * 4)
+    else:
+        decay_in = tl.full([BT], 1.0, tl.float32)
+        decay_out = tl.full([BT], 1.0, tl.float32)
+        decay_all = 1.0
     return decay_in, decay_out, decay_all
 
 
@@ -343,11 +368,24 @@ def weigh(den, t, READ: tl.constexpr):
 
 
 @triton.jit
-def decays(gamma, BT: tl.constexpr):
+def pair_decays(gamma, BT: tl.constexpr):
     """exp(γ_i − γ_j) for i ≥ j, else 0. The mask precedes exp, so no factor exceeds 1."""
     t = tl.arange(0, BT)
     exponent = (gamma[:, None] - gamma[None, :]).to(tl.float32)  # [BT, BT]
     return tl.exp(tl.where(t[:, None] >= t[None, :], exponent, float("-inf")))
+
+
+@triton.jit
+def load_pair_decays(decays, row, real, h, HV, BT: tl.constexpr):
+    """`pair_decays` of the γ that `store_decays` left as two fp32, which keep the digits of their difference."""
+    t = tl.arange(0, BT)
+    at = decays + ((row + t) * HV + h) * 4
+    high = tl.load(at + 2, mask=real, other=0.0)
+    low = tl.load(at + 3, mask=real, other=0.0)
+    exponent = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])  # [BT, BT]
+    # Pairs of padding are 0 elsewhere, but must not be infinite here.
+    pairs = (t[:, None] >= t[None, :]) & real[:, None]
+    return tl.exp(tl.where(pairs, exponent, float("-inf")))
 
 
 @triton.jit
@@ -431,6 +469,7 @@ def prepare(
     k,
     beta,
     g,
+    decays,
     inverse,
     scores,
     q_features,
@@ -456,8 +495,8 @@ def prepare(
         P = scale · tril(Δ QK⊤),        (I + L)⁻¹ with L = tril(Δ KK⊤, −1) diag β
 
     L scales columns by β. The A of torch's chunk form and of fla, diag β tril(Δ KK⊤, −1), scales rows.
-    It also stores what later passes read: φ(k), unless k is "stored" already, and the chunk's sum for z. FUSED:
-    also φ(q), for a `states` that computes the outputs.
+    It also stores what later passes read: φ(k), unless k is "stored" already, decays, and the chunk's sum for z.
+    FUSED: also φ(q), for a `states` that computes the outputs.
     """
     i_c, h = tl.program_id(0), tl.program_id(1)
     row, real = load_chunk(start, count, i_c, BT)
@@ -475,18 +514,18 @@ def prepare(
     if MAP.name != "stored" and FUSED:
         store_features(q_features, q1, q2, row, stored, hk, H, K, MAP.halves, BT, BK)
 
+    # Δ_ij = e^{γ_i − γ_j} for i ≥ j, [BT, BT], and e^{γ_C − γ} [BT].
+    if GATED:
+        gamma = load_gamma(g, row, real, h, HV, BT)
+        to_end = store_decays(decays, gamma, row, real, h, HV, BT)
+        delta = pair_decays(gamma, BT)
+    else:
+        to_end = tl.full([BT], 1.0, tl.float32)
+        delta = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
+
     # z after the chunk is e^{γ_C} z + Σ_t e^{γ_C − γ_t} k_t; here the second term.
     if READ.name != "":
-        weights = tl.full([BT], 1.0, tl.float32)
-        if GATED:
-            _, weights, _ = load_decays(g, row, real, h, HV, True, BT)
-        store_sum(z_sums, k1, k2, weights, i_c * HV + h, K, MAP.halves, BK)
-
-    # Δ_ij = e^{γ_i − γ_j} for i ≥ j, [BT, BT].
-    if GATED:
-        delta = decays(load_gamma(g, row, real, h, HV, BT), BT)
-    else:
-        delta = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
+        store_sum(z_sums, k1, k2, to_end, i_c * HV + h, K, MAP.halves, BK)
 
     # QK⊤ [BT, BT]: a row for each reader i, a column for each writer j.
     p = dot_halves(q1, q2, tl.trans(k1), tl.trans(k2), MAP.halves, PREC)
@@ -510,7 +549,7 @@ def states(
     channel_decays,
     v,
     beta,
-    g,
+    decays,
     inverse,
     scores,
     s,
@@ -568,7 +607,7 @@ def states(
     hk = h // (HV // H)
     # The sequence's first token and first chunk.
     bos, chunk = tl.load(bounds + n), tl.load(first + n)
-    length = tl.load(bounds + n + 1) - bos
+    end = tl.load(bounds + n + 1)
 
     # S in fp32, one tile [BK, BV] for each half of the features.
     s1, s2 = load_state(s_start, i_s, K, V, W, MAP.halves, START, i_v, BK, BV)
@@ -602,9 +641,9 @@ def states(
 
         # The keys that write (k) and read (r), and how S decays through the chunk.
         row = bos + i * BT
-        real = row + tl.arange(0, BT) < bos + length
+        real = row + tl.arange(0, BT) < end
         # With CHANNELS these are 1: k and `reads` have their decays already.
-        decay_in, decay_out, decay_all = load_decays(g, row, real, h, HV, GATED, BT)
+        decay_in, decay_out, decay_all = load_decays(decays, row, end, h, HV, GATED, BT)
         total *= decay_all
         k1, k2 = load_features(k, row, real, hk, H, K, MAP, False, BT, BK)
         r1, r2, decay1, decay2 = k1, k2, decay_all, decay_all
@@ -741,7 +780,7 @@ def outputs(
     q,
     e,
     beta,
-    g,
+    decays,
     scores,
     s,
     zs,
@@ -784,8 +823,7 @@ def outputs(
         o_tile = tl.dot(tl.trans(s2), tl.trans(q2), o_tile, input_precision=PREC)
     o_tile *= scale
     if GATED:
-        # fp32 is enough for eᵞ alone: without differences, −∞ gives 0 and no NaN.
-        grown = tl.exp(tl.cumsum(load_gate(g, row, real, h, HV, BT), 0))
+        grown = load_growth(decays, row, real, h, HV, BT)
         o_tile *= grown[None, :]
 
     # Tokens of this chunk: P, and the readout.
@@ -829,7 +867,7 @@ def readout_gradients(
     d_o,
     o,
     v,
-    g,
+    decays,
     us,
     den,
     positions,
@@ -893,7 +931,7 @@ def readout_gradients(
     # The chunk's sum for the gradient of z.
     # z before the chunk reaches token t through e^{γ_t}.
     if GATED:
-        d *= tl.exp(tl.cumsum(load_gate(g, row, real, h, HV, BT), 0))
+        d *= load_growth(decays, row, real, h, HV, BT)
     q1, q2 = load_features(q, row, real, h // (HV // H), H, K, MAP, True, BT, BK, swapped(h, READ))
     store_sum(dz_sums, q1, q2, d, i_c * HV + h, K, MAP.halves, BK)
 
@@ -909,7 +947,7 @@ def state_gradients(
     dz_sums,
     du_sums,
     beta,
-    g,
+    decays,
     inverse,
     scores,
     d_s,
@@ -989,7 +1027,7 @@ def state_gradients(
         real = row + tl.arange(0, BT) < end
         d_out = load_rows(d_o, row, real, h, HV, V, i_v, BT, BV)
         dtype = d_out.dtype
-        decay_in, decay_out, decay_all = load_decays(g, row, real, h, HV, GATED, BT)
+        decay_in, decay_out, decay_all = load_decays(decays, row, end, h, HV, GATED, BT)
         total *= decay_all
 
         # The gradient of what k wrote, [BT, BV].
@@ -1065,7 +1103,7 @@ def pair_gradients(
     d_den,
     d_v,
     beta,
-    g,
+    decays,
     scores,
     d_scores,
     d_keys,
@@ -1112,7 +1150,7 @@ def pair_gradients(
         pairs_o += load_gate(d_den, row, real, h, HV, BT)[:, None]
 
     if GATED:
-        delta = decays(load_gamma(g, row, real, h, HV, BT), BT)
+        delta = load_pair_decays(decays, row, real, h, HV, BT)
     else:
         delta = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
 
@@ -1167,7 +1205,7 @@ def input_gradients(
     d_den,
     d_v,
     beta,
-    g,
+    decays,
     s,
     zs,
     d_s,
@@ -1206,7 +1244,8 @@ def input_gradients(
     h = tl.program_id(1)
     row, real = load_chunk(start, count, i_c, BT)
     hk = h // (HV // H)
-    decay_in, decay_out, decay_all = load_decays(g, row, real, h, HV, GATED, BT)
+    end = row + tl.load(count + i_c)
+    decay_in, decay_out, decay_all = load_decays(decays, row, end, h, HV, GATED, BT)
 
     # [BT, BK], and `state_products`, S·dS' of each feature [BK].
     dq = tl.zeros([BT, BK], tl.float32)

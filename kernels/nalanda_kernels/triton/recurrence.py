@@ -122,6 +122,7 @@ class Saved(NamedTuple):
     s: Tensor  # S before each chunk [chunks, HV, F, V]
     inverse: Tensor  # (I + L)⁻¹ [chunks, HV, BT, BT]
     e: Tensor  # the errors E of the delta rule [B, T, HV, V]
+    decays: Tensor  # e^γ, e^{γ_C − γ}, and γ as a sum of two, in fp32 [B, T, HV, 4]
     zs: Tensor  # z before each chunk [chunks, HV, F]
     us: Tensor  # Σv before each chunk [chunks, HV, V]
     den: Tensor  # the readout's denominators [B, T, HV]
@@ -258,6 +259,7 @@ def _empty_results(
         s=v.new_empty(0 if options.fused else total, HV, F, V),
         inverse=v.new_empty(0) if inverse is None else inverse,
         e=v.new_empty(0) if e is None else e,
+        decays=v.new_empty((*v.shape[:3], 4) if form.gated else (0,), dtype=torch.float32),
         zs=zs,
         us=us,
         den=v.new_empty(v.shape[:3] if form.mean else (0,), dtype=torch.float32),
@@ -437,7 +439,7 @@ def _forward(inputs: ChunkInputs, options: ChunkOptions) -> tuple[States, Saved]
         "H": features.heads,
         "v": v,
         "beta": inputs.beta,
-        "g": inputs.g,
+        "decays": saved.decays,
         "inverse": saved.inverse,
         "scores": saved.scores,
         "z_sums": z_sums,
@@ -466,7 +468,7 @@ def _forward(inputs: ChunkInputs, options: ChunkOptions) -> tuple[States, Saved]
         # Linear attention writes v itself.
         e=saved.e if form.delta else v,
         beta=inputs.beta,
-        g=inputs.g,
+        decays=saved.decays,
         scores=saved.scores,
         s=saved.s,
         zs=saved.zs,
@@ -499,6 +501,7 @@ def _prepare_chunks(run: Pass, z_sums: Tensor, fused: bool) -> Features:
         g=inputs.g,
         FUSED=fused,
         # what it stores
+        decays=saved.decays,
         inverse=saved.inverse,
         scores=saved.scores,
         q_features=q_features,
@@ -634,7 +637,7 @@ def _readout_gradients(run: Pass, features: Features, d_o: Tensor) -> ReadoutGra
         d_o=d_o,
         o=saved.o,
         v=inputs.v,
-        g=inputs.g,
+        decays=saved.decays,
         us=saved.us,
         den=saved.den,
         **_position_arguments(inputs),
@@ -670,7 +673,7 @@ def _state_gradients(
         "dz_sums": readout.dz_sums,
         "du_sums": readout.du_sums,
         "beta": inputs.beta,
-        "g": inputs.g,
+        "decays": saved.decays,
         "inverse": saved.inverse,
         "scores": saved.scores,
         # what it stores
@@ -716,7 +719,7 @@ def _pair_gradients(
         d_den=readout.d_den,
         d_v=d_states.v,
         beta=inputs.beta,
-        g=inputs.g,
+        decays=saved.decays,
         scores=saved.scores,
         # what it stores
         d_scores=gradients.scores,
@@ -753,7 +756,7 @@ def _input_gradients(
         d_den=readout.d_den,
         d_v=d_states.v,
         beta=inputs.beta,
-        g=inputs.g,
+        decays=saved.decays,
         # the states before and after each chunk
         s=saved.s,
         zs=saved.zs,
@@ -908,7 +911,7 @@ _forward_op = torch.library.custom_op(
     mutates_args=(),
     tags=TAGS,
     schema=f"({_INPUT_SCHEMA}, str map, str read, float scale, bool final, bool wide, "
-    f"bool fused) -> {_tensor_schema(11)}",
+    f"bool fused) -> {_tensor_schema(12)}",
 )
 _backward_op = torch.library.custom_op(
     "nalanda_kernels::chunkwise_backward",
@@ -916,8 +919,8 @@ _backward_op = torch.library.custom_op(
     mutates_args=(),
     tags=TAGS,
     schema="(Tensor d_o, Tensor? d_final, Tensor? dz_final, Tensor? du_final, "
-    f"{_INPUT_SCHEMA}, Tensor o, Tensor scores, Tensor s, Tensor inverse, Tensor e, Tensor zs, "
-    f"Tensor us, Tensor den, str map, str read, float scale) -> {_tensor_schema(9)}",
+    f"{_INPUT_SCHEMA}, Tensor o, Tensor scores, Tensor s, Tensor inverse, Tensor e, Tensor decays, "
+    f"Tensor zs, Tensor us, Tensor den, str map, str read, float scale) -> {_tensor_schema(9)}",
 )
 
 
