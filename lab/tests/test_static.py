@@ -358,6 +358,27 @@ def test_a_tile_counts_where_instructions_and_operations_differ():
     assert refilled(2, [COMMIT, COMMIT, AWAIT.format(0), BARRIER, COPY], [WARP_GROUP]) == 1
 
 
+# ------------------------------------------------------------------------------------------------- loops
+
+LOOPS = """
+$L__BB0_1:
+    add.f64 %fd1, %fd2, %fd3;
+    @%p1 bra $L__BB0_1;
+$L__BB0_2:
+    cvt.f64.f32 %fd1, %f1;
+    bar.sync 0;
+    wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%f1}, %rd1, %rd2;
+    barrier.cta.sync 1;
+    @%p2 bra $L__BB0_2;
+    bar.sync 0;
+"""
+
+
+def test_the_loop_with_products_is_counted():
+    assert static._loop(LOOPS) == {"loop": 4, "fp64": 1, "barriers": 2}
+    assert static._loop("bar.sync 0;") == {"loop": 0, "fp64": 0, "barriers": 0}
+
+
 # ------------------------------------------------------------------------------------------------- limits
 
 ROW = {
@@ -367,6 +388,9 @@ ROW = {
     "registers": 200,
     "spilled": 8,
     "shared": 1000,
+    "loop": 500,
+    "fp64": 0,
+    "barriers": 11,
     "register_a": 16,
     "overwritten": 0,
     "transposed": 0,
@@ -384,6 +408,9 @@ def recorded() -> dict:
     [
         ({"registers": 201}, "sm_90 deltanet, states: 201 registers, recorded 200"),
         ({"shared": 1001}, "sm_90 deltanet, states: 1001 shared, recorded 1000"),
+        ({"loop": 501}, "sm_90 deltanet, states: 501 loop, recorded 500"),
+        ({"fp64": 1}, "sm_90 deltanet, states: 1 fp64, recorded 0"),
+        ({"barriers": 12}, "sm_90 deltanet, states: 12 barriers, recorded 11"),
         ({"register_a": 17}, "sm_90 deltanet, states: 17 register_a, recorded 16"),
         ({"overwritten": 1}, "sm_90 deltanet, states: 1 overwritten, recorded 0"),
         ({"transposed": 1}, "sm_90 deltanet, states: 1 transposed, recorded 0"),

@@ -50,7 +50,13 @@ SHARED = {  # most bytes of a program
 CORES = ("", "mma.sync", "wgmma", "tcgen05")  # tensor-core instructions, the newest last
 Call = Callable[[], tuple[torch.Tensor, ...]]
 HAZARDS = ("register_a", "overwritten", "transposed", "refilled")  # what hazards.py counts
-FIGURES = ("registers", "spilled", "shared", *HAZARDS)
+LOOP = (
+    "loop",
+    "fp64",
+    "barriers",
+)  # PTX of the longest loop with products, such as that over chunks
+FIGURES = ("registers", "spilled", "shared", *LOOP, *HAZARDS)
+BY_COMPILER = ("registers", "loop")  # compared only with those of the same Triton version
 LIMITS = Path(__file__).with_name("limits.json")
 # Rows, tokens and most heads of grids that fill a card, that take ever narrower blocks, that take segments.
 SHAPES = (8, 2048, 8), (2, 8192, 8), (1, 8192, 8), (1, 8192, 4), (1, 32768, 4)
@@ -468,11 +474,22 @@ def _figures(name: str, kernel) -> dict:
         "registers": _sum(r"Used (\d+) registers", log),
         "spilled": _sum(r"(\d+) bytes spill (?:stores|loads)", log),
         "shared": about.shared,
+        **_loop(ptx),
         "register_a": hazards.register_a(ptx),
         "overwritten": about.overwritten,
         "transposed": hazards.transposed(kernel.asm["ttir"]),
         "refilled": hazards.refilled(kernel.asm["ttgir"], ptx),
         "tensor_cores": there[-1] if there else "",
+    }
+
+
+def _loop(ptx: str) -> dict[str, int]:
+    """Instructions, those in fp64, and barriers, of the longest loop that has products; 0 without one."""
+    bodies = [body for _, body in re.findall(r"(\$L__BB\w+):(.*?)bra\S*\s+\1;", ptx, re.DOTALL)]
+    body = max((x for x in bodies if "mma" in x), key=len, default="")
+    counts = (r";[ \t]*$", r"\.f64\b", r"\b(?:bar|barrier)\.")
+    return {
+        name: len(re.findall(x, body, re.MULTILINE)) for name, x in zip(LOOP, counts, strict=True)
     }
 
 
@@ -486,8 +503,8 @@ def compile_calls(arch: str, calls: Iterable[tuple[str, Callable[[], object]]]) 
     calls: names, and functions that call kernels' wrappers on CPU tensors, forward and backward.
 
     Returns a row for each kernel of a call: job, arch, kernel, num_warps, num_stages and tensor_cores (`wgmma`, …; ""
-    for none). Registers are a thread's; spilled (stores and loads) and shared are bytes. HAZARDS are counts. A kernel
-    compiled in several forms shows their maximum; an autotuned one the configuration that spills least.
+    for none). Registers are a thread's; spilled (stores and loads) and shared are bytes. LOOP and HAZARDS are counts.
+    A kernel compiled in several forms shows their maximum; an autotuned one the configuration that spills least.
 
     Raises ValueError in the interpreter, for an unknown arch, and for a second arch in a process.
     """
@@ -550,10 +567,10 @@ def held_to(recorded: dict) -> str | None:
 def violations(rows: list[dict], recorded: dict) -> list[str]:
     """One line for each figure above the recorded one, the card's shared memory or the peer's spills.
 
-    Registers depend on the compiler: they are compared only with those that this Triton version gave.
+    BY_COMPILER figures are compared only with those that this Triton version gave.
     """
     found, version = [], held_to(recorded)
-    held = [x for x in FIGURES if x != "registers" or version == triton_version()]
+    held = [x for x in FIGURES if x not in BY_COMPILER or version == triton_version()]
     for row in rows:
         arch, job, kernel = row["arch"], row["job"], row["kernel"]
         limit = recorded.get("limits", {}).get(version, {}).get(arch, {}).get(job, {}).get(kernel)
@@ -565,7 +582,7 @@ def violations(rows: list[dict], recorded: dict) -> list[str]:
         if limit is None:
             found.append(f"{name}: no limit is recorded")
             continue
-        most = {x: limit.get(x, 0) for x in held}  # hazards that are not there are not recorded
+        most = {x: limit.get(x, 0) for x in held}  # counts of 0 are not recorded
         found += [f"{name}: {row[x]} {x}, recorded {most[x]}" for x in held if row[x] > most[x]]
         if CORES.index(row["tensor_cores"]) < CORES.index(limit["tensor_cores"]):
             found.append(
@@ -596,7 +613,8 @@ def record(rows: list[dict], recorded: dict, peer: bool = False) -> dict:
     for row in rows:
         table.setdefault(row["arch"], {})[row["job"]] = {}
     for row in rows:
-        figures = {x: row[x] for x in (*FIGURES, "tensor_cores") if x not in HAZARDS or row[x]}
+        counts = (*LOOP, *HAZARDS)
+        figures = {x: row[x] for x in (*FIGURES, "tensor_cores") if x not in counts or row[x]}
         table[row["arch"]][row["job"]][row["kernel"]] = figures
     return recorded
 
@@ -634,13 +652,13 @@ def print_figures(rows: list[dict], recorded: dict, whose: str = "ours") -> None
     table.add_column("tensor cores")
     for (arch, job), found in jobs.items():
         for i, row in enumerate(found):
-            figures = [f"{row[x]:,}" if x in row else "" for x in FIGURES]  # hazards of ours
+            figures = [f"{row[x]:,}" if x in row else "" for x in FIGURES]  # counts of ours
             first = (arch, job) if i == 0 else ("", "")
             last = i == len(found) - 1
             table.add_row(
                 *first, row["whose"], row["kernel"], *figures, row["tensor_cores"], end_section=last
             )
-    width = None if sys.stdout.isatty() else 140
+    width = None if sys.stdout.isatty() else 160
     Console(width=width).print(table)
     if "peer_version" in recorded:
         print(f"peer: flash-linear-attention, fla-core {recorded['peer_version']}, as recorded")
