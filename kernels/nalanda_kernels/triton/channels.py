@@ -20,10 +20,18 @@ from nalanda_kernels.triton.chunk import (
     load_rows,
     square_at,
     store_rows,
-    sums,
-    thirds,
     unit_lower_inverse,
 )
+
+
+@triton.jit
+def thirds(x):
+    """x as a sum of three bf16, which keep all of its digits."""
+    # Each third has 8 of fp32's 24 bits.
+    a = x.to(tl.bfloat16)
+    x -= a.to(tl.float32)
+    b = x.to(tl.bfloat16)
+    return a, b, (x - b.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
@@ -31,6 +39,17 @@ def load_decays(g, row, real, h, HV, F: tl.constexpr, i_f, BT: tl.constexpr, BC:
     """The log-decays of a tile in thirds; at least −104.5, where e^g is 0 in fp32, because 0 · ∞ is NaN."""
     x = load_rows(g, row, real, h, HV, F, i_f, BT, BC).to(tl.float32)
     return thirds(tl.where(x < -104.5, -104.5, x))
+
+
+@triton.jit
+def sums(mask, a, b, c):
+    """Σ_u of_tu x_u for a mask `of` and x in thirds: exact products on tensor cores, and no differences.
+
+    A difference of two γ would lose the digits that an earlier strong decay takes from both.
+    """
+    mask = mask.to(tl.bfloat16)
+    # The smallest third first, all in one fp32 sum.
+    return tl.dot(mask, a, tl.dot(mask, b, tl.dot(mask, c)))
 
 
 @triton.jit

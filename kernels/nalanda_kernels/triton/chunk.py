@@ -446,27 +446,6 @@ def unit_lower_inverse(lower, BT: tl.constexpr):
 
 
 @triton.jit
-def thirds(x):
-    """x as a sum of three bf16, which keep all of its digits."""
-    # Each third has 8 of fp32's 24 bits.
-    a = x.to(tl.bfloat16)
-    x -= a.to(tl.float32)
-    b = x.to(tl.bfloat16)
-    return a, b, (x - b.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
-def sums(mask, a, b, c):
-    """Σ_u of_tu x_u for a mask `of` and x in thirds: exact products on tensor cores, and no differences.
-
-    A difference of two γ would lose the digits that an earlier strong decay takes from both.
-    """
-    mask = mask.to(tl.bfloat16)
-    # The smallest third first, all in one fp32 sum.
-    return tl.dot(mask, a, tl.dot(mask, b, tl.dot(mask, c)))
-
-
-@triton.jit
 def apply(inverse, x, PREC: tl.constexpr):
     """(I + L)⁻¹ x in fp32. An inverse in fp32 beside 16-bit x is taken as a sum of two of x's type.
 
@@ -1212,10 +1191,7 @@ def pair_gradients(
         if GATED:
             # g_t is in γ_i − γ_j for j < t ≤ i; pairs i = j have no decay.
             pairs = tl.where(t[:, None] > t[None, :], pairs * b[None, :], 0.0)
-            # Σ over i ≥ t, as a product on tensor cores that keeps fp32's digits and has no differences.
-            from_t = t[:, None] <= t[None, :]
-            first, second, third = thirds(pairs)
-            pairs = sums(from_t, first, second, third)
+            pairs = tl.cumsum(pairs, 0, reverse=True)  # Σ over i ≥ t
             pairs = tl.where(t[:, None] > t[None, :], pairs, 0.0)  # and over j < t
             tl.store(d_g + gates, tl.sum(pairs, 1), mask=real)
 
@@ -1252,6 +1228,7 @@ def input_gradients(
     DELTA: tl.constexpr,
     GATED: tl.constexpr,
     READ: tl.constexpr,
+    PIPELINED: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
@@ -1262,7 +1239,7 @@ def input_gradients(
         dQ = scale · eᵞ dO S⊤ + dP K,        dK = e^{γ_C − γ} β E dS'⊤ − eᵞ dV S⊤ + dP⊤ Q + d(KK⊤) K
 
     S is the state before the chunk, dS' the gradient of the one after it. With one half, gradients of the raw q
-    and k: the backward of map and norm is the epilogue.
+    and k: the backward of map and norm is the epilogue. PIPELINED: the loop has more than one stage.
     """
     half, i_c = tl.program_id(0) % MAP.halves, tl.program_id(0) // MAP.halves
     h = tl.program_id(1)
@@ -1271,12 +1248,13 @@ def input_gradients(
     end = row + tl.load(count + i_c)
     decay_in, decay_out, decay_all = load_decays(decays, row, end, h, HV, GATED, BT)
 
-    # [BT, BK], and `state_products` [BV, BV], S⊤ dS', whose diagonal is summed.
+    # [BT, BK], and `state_products`, S·dS' of each feature [BK].
     dq = tl.zeros([BT, BK], tl.float32)
     dk = tl.zeros([BT, BK], tl.float32)  # through what k writes to the next state
     dk_read = tl.zeros([BT, BK], tl.float32)  # through what k reads of the last state
-    state_products = tl.zeros([BV, BV], tl.float32)
-    shared = 0.0  # S·dS', and z·dz
+    state_products = tl.zeros([BK], tl.float32)
+    squares = tl.zeros([BV, BV], tl.float32)  # or S⊤ dS', whose diagonal has the same sum
+    diagonal = 0.0
 
     if READ.name != "":
         oz, mz = vector_at(i_c * HV + h, half, K, MAP.halves, BK)
@@ -1285,7 +1263,7 @@ def input_gradients(
         dz = tl.load(d_zs + oz, mask=mz, other=0.0)
         dq += load_gate(d_den, row, real, h, HV, BT)[:, None] * z[None, :]
         dk += dz[None, :]
-        shared += tl.sum(z * dz, 0)
+        state_products += z * dz
 
     for i_v in range(0, tl.cdiv(V, BV)):
         at, inside = state_tile(i_c * HV + h, half, K, V, MAP.halves, i_v, BK, BV)
@@ -1309,12 +1287,16 @@ def input_gradients(
             x = load_rows(d_v, row, real, h, HV, V, i_v, BT, BV)
             dk_read = tl.dot(x, tl.trans(before), dk_read, input_precision=PREC)
         if GATED:
-            # A product reads both where the copies put them; a sum by threads would hold those up.
-            state_products = tl.dot(tl.trans(before), after, state_products, input_precision=PREC)
-    if GATED:
+            # S' has e^{γ_C} S, so every g_t of the chunk gets e^{γ_C} S·dS'.
+            if PIPELINED:
+                # The copies of the next step wait for products; for a sum by threads they do not.
+                squares = tl.dot(tl.trans(before), after, squares, input_precision=PREC)
+            else:
+                state_products += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
+    if GATED and PIPELINED:
+        # Here, because the squares would take registers to the end.
         c = tl.arange(0, BV)
-        diagonal = tl.where(c[:, None] == c[None, :], state_products, 0.0)
-        shared += tl.sum(tl.sum(diagonal, 1), 0)
+        diagonal = tl.sum(tl.sum(tl.where(c[:, None] == c[None, :], squares, 0.0), 1), 0)
     d_p = tl.load(square_at(d_scores, i_c, h, HV, BT))
 
     if MAP.halves == 2:
@@ -1359,8 +1341,8 @@ def input_gradients(
             t[:, None] > t[None, :], writes[None, :], 0.0
         )  # no difference of sums: the token's own write may be far larger
         d_gamma = tl.cumsum(reads, 0, reverse=True) + tl.sum(earlier, 1)
-        # S' has e^{γ_C} S, so every g_t of the chunk gets e^{γ_C} S·dS'.
-        tl.store(d_g + gates, d_gamma + decay_all * shared, mask=real)
+        through = decay_all * (tl.sum(state_products, 0) + diagonal)
+        tl.store(d_g + gates, d_gamma + through, mask=real)
 
     # Pairs within the chunk.
     dq = tl.dot(d_p, k1, dq, input_precision=PREC)

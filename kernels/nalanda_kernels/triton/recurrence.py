@@ -300,7 +300,7 @@ def _launch(
         tiles = -(-form.F // sizes["BC"])
 
     # A kernel takes the constants and tables that it names; `values` override them.
-    shared = form.constants() | chunks.tables()
+    shared = form.constants() | chunks.tables() | {"PIPELINED": sizes.get("num_stages", 1) > 1}
     shared = {name: shared[name] for name in kernel.arg_names if name in shared}
     if grid[0]:
         kernel[(grid[0] * tiles, *grid[1:])](**shared | values | sizes)
