@@ -1,8 +1,10 @@
-"""One folder with what a bare machine lacks: peers, a newer ptxas, and kernels compiled for its Triton.
+"""One folder with what a bare machine lacks: peers, a newer ptxas, compiled kernels, and text as tokens.
 
 *.whl: flash-linear-attention, and wheels that are put into the folder by hand.
 ptxas.xz: the assembler of CUDA 13.4, which mends known errors of the one that Triton brings.
 cache.tar.xz: Triton's cache for sm_90, of what bench and the tests launch.
+texts/NAME.tar.xz: token sets with their tokenizers. No tokenizer is trained on a card's time.
+demo.jsonl: a CPU's losses on the set `demo`, in fp32.
 manifest.json: versions, and the hash of Triton's files: its cache fits no other Triton.
 """
 
@@ -19,10 +21,13 @@ from pathlib import Path
 
 from gpu.card import ROOT, Card
 from gpu.correctness import AGAIN, PTXAS
+from gpu.curves import demo_settings
 from gpu.results import hash_sources
+from gpu.train import run_trainer
 
 WHEELS = ["fla-core==0.6.0", "flash-linear-attention==0.6.0"]
 NVCC = "nvidia-cuda-nvcc==13.4.92"
+TARGET = 40e6  # bytes; a card's machine takes 64 MiB a call
 
 
 def triton_hash() -> str:
@@ -67,10 +72,56 @@ def unpack_files(bundle: Path, folder: Path) -> None:
         shutil.unpack_archive(wheel, folder / "peers", "zip")
     (folder / "ptxas").write_bytes(lzma.decompress((bundle / "ptxas.xz").read_bytes()))
     (folder / "ptxas").chmod(0o755)
+    for archive in bundle.glob("texts/*.tar.xz"):
+        name = archive.name.removesuffix(".tar.xz")
+        shutil.unpack_archive(archive, folder / "texts" / name, filter="data")
+    if (bundle / "demo.jsonl").exists():
+        shutil.copyfile(bundle / "demo.jsonl", folder / "demo.jsonl")
 
 
-def make_bundle(bundle: Path, minutes: float) -> None:
-    """Fills the folder, with as many kernels as `minutes` allow; called again, it goes on."""
+def read_texts(named: list[str]) -> dict[str, Path]:
+    """The token sets of NAME=FOLDER arguments. Raises ValueError for what is none."""
+    texts = {}
+    for text in named:
+        name, _, folder = text.partition("=")
+        if not name.isidentifier() or not (Path(folder) / "index.json").is_file():
+            raise ValueError(f"--text {text}: no token set; make one with `nalanda data prepare`")
+        if not (Path(folder) / "tokenizer").is_dir():
+            raise ValueError(f"--text {text}: the set has no tokenizer")
+        texts[name] = Path(folder)
+    return texts
+
+
+def pack_texts(bundle: Path, texts: dict[str, Path]) -> None:
+    """Packs the token sets. The set `demo` and its curve on this CPU are made here, unless it is given."""
+    (bundle / "texts").mkdir(exist_ok=True)
+    for name, folder in texts.items():
+        shutil.make_archive(str(bundle / "texts" / name), "xztar", folder)
+    if "demo" in texts:
+        (bundle / "demo.jsonl").unlink(missing_ok=True)  # it was of another text
+    if (bundle / "demo.jsonl").exists():
+        return
+
+    with tempfile.TemporaryDirectory() as work:
+        card = Card("cpu", output=Path(work))
+        text, archive = Path(work, "text"), bundle / "texts" / "demo.tar.xz"
+        if archive.exists():
+            shutil.unpack_archive(archive, text, filter="data")
+        else:
+            command = ["data", "prepare", "recipes/demo.yaml", str(text)]
+            code, last = card.python(["-m", "nalanda_cli", *command])
+            if code:
+                raise SystemExit(f"bundle: the demo's text: {last}")
+            shutil.make_archive(str(bundle / "texts" / "demo"), "xztar", text)
+        ended = run_trainer(card, "demo", Path(work, "run"), *demo_settings(text))
+        if ended.problem:
+            raise SystemExit(f"bundle: the demo's curve: {ended.problem}")
+        shutil.copyfile(Path(work, "run", "metrics.jsonl"), bundle / "demo.jsonl")
+    print(f"{bundle}: the demo's curve has {len(ended.losses)} losses", flush=True)
+
+
+def make_bundle(bundle: Path, minutes: float, texts: dict[str, Path]) -> None:
+    """Fills the folder, with as many kernels as `minutes` allow; called again, it goes on. texts: sets by name."""
     import triton
 
     end = time.monotonic() + 60 * minutes
@@ -84,14 +135,19 @@ def make_bundle(bundle: Path, minutes: float) -> None:
             ptxas = next(Path(folder).rglob("bin/ptxas"))
             (bundle / "ptxas.xz").write_bytes(lzma.compress(ptxas.read_bytes(), preset=9))
 
+    pack_texts(bundle, texts)
     cache = bundle.with_name(f"{bundle.name}-cache-{triton_hash()[:8]}").resolve()
     left = compile_all(bundle, cache, end)
     shutil.make_archive(str(bundle / "cache"), "xztar", cache)
     kernels = len(list(cache.glob("*/*.cubin")))
     facts = {"triton": triton.__version__, "key": triton_hash()}
-    manifest = facts | {"made": f"{hash_sources()}-{kernels}"}
+    names = sorted(x.name.removesuffix(".tar.xz") for x in bundle.glob("texts/*"))
+    manifest = facts | {"made": "-".join([hash_sources(), str(kernels), *names]), "texts": names}
     (bundle / "manifest.json").write_text(json.dumps(manifest))
+    size = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
+    over = f", more than the {TARGET / 1e6:.0f} it should have" if size > TARGET else ""
     print(f"{bundle}: {kernels} kernels for Triton {triton.__version__} alone")
+    print(f"{bundle}: {size / 1e6:.1f} MB{over}; texts: {', '.join(names)}")
     if left:
         print(f"not finished: {', '.join(left)}; the same command goes on")
 

@@ -1,10 +1,12 @@
 """The card that is measured: its clock, and processes with a log of all that they print."""
 
+import hashlib
 import math
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -15,10 +17,13 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = [str(ROOT / name) for name in ("src", "kernels", "lab", "tools")]
+PATHS = [str(ROOT / name) for name in ("src", "kernels", "eval", "lab", "tools")]
 sys.path[:0] = PATHS  # the package may not be installed on a machine with a card
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # which may have no network
 
+STUBS = Path(__file__).with_name("stubs")
+OUT_OF_TIME = "out of time"
+GRACE = 25  # seconds from SIGTERM to SIGKILL: a trainer saves a checkpoint
 Values = dict[str, Any]
 
 
@@ -41,11 +46,21 @@ class Card:
     output: Path = Path("gpu-results")
     tests: Path = ROOT / "tests" / "kernels"
     end: float = math.inf
-    """When processes must have ended, by `time.monotonic`."""
+    """When processes are asked to end, by `time.monotonic`."""
+    bundle: Path | None = None
+    """The unpacked bundle."""
+    newest: Callable[[str, str], Values] = lambda group, name: {}
+    """The newest figures of a case on this card."""
 
     def __post_init__(self) -> None:
         self.output.mkdir(parents=True, exist_ok=True)
         self.log = self.output / "log.txt"
+
+    @property
+    def work(self) -> Path:
+        """The folder of runs and texts. It does not come back from a card's machine."""
+        name = hashlib.sha256(str(self.output.resolve()).encode()).hexdigest()[:8]
+        return Path(tempfile.gettempdir(), f"nalanda-runs-{name}")
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -121,26 +136,49 @@ class Card:
         lines = str(error).strip().splitlines() or [""]
         return f"{type(error).__name__}: {lines[0]}"[:160]
 
-    def python(
+    def start(
         self, arguments: list[str], path: Iterable[str] = (), **variables: str
-    ) -> tuple[int, str]:
-        """Runs this Python in the repository's root, until `end`. Its output goes to the log.
+    ) -> subprocess.Popen:
+        """Starts this Python in the repository's root. Its output goes to the log.
 
-        path: more folders of packages.
-
-        Returns the exit code and the last line of output. Raises subprocess.TimeoutExpired.
+        path: more folders of packages, before all others.
         """
         dropped = ("TRITON_INTERPRET", "NALANDA_BACKEND", "PYTEST_")
         environment = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
-        folders = [*PATHS, *path, *filter(None, [environment.get("PYTHONPATH")])]
+        folders = [*path, *PATHS, *filter(None, [environment.get("PYTHONPATH")])]
         environment |= {"PYTHONPATH": os.pathsep.join(folders)} | variables
 
         command = [sys.executable, *arguments]
         self.write_log(f"$ {' '.join(command)}\n")
-        start = self.log.stat().st_size
         with self.log.open("ab") as file:
-            limit = None if self.end == math.inf else max(self.end - time.monotonic(), 0.0)
-            options = {"env": environment, "cwd": ROOT, "stdout": file, "stderr": file}
-            code = subprocess.run(command, timeout=limit, **options).returncode
+            return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=file, stderr=file)
+
+    def python(
+        self, arguments: list[str], path: Iterable[str] = (), **variables: str
+    ) -> tuple[int, str]:
+        """Runs this Python as `start` does, until `end`.
+
+        Returns the exit code and the last line of output. Raises subprocess.TimeoutExpired.
+        """
+        process = self.start(arguments, path, **variables)
+        start = self.log.stat().st_size
+        limit = None if self.end == math.inf else max(self.end - time.monotonic(), 0.0)
+        try:
+            code = process.wait(limit)
+        finally:
+            stop([process])
         output = self.log.read_bytes()[start:].decode(errors="replace")
         return code, (output.strip().splitlines() or [""])[-1]
+
+
+def stop(processes: list[subprocess.Popen]) -> None:
+    """Asks processes to end, and kills those that have not after `GRACE` seconds."""
+    for process in processes:
+        process.terminate()  # nothing, if it has ended
+    end = time.monotonic() + GRACE
+    for process in processes:
+        try:
+            process.wait(max(end - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

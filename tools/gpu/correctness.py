@@ -2,19 +2,23 @@
 
 Triton 3.6 and 3.7 bring ptxas 12.8, which is known to compile some products wrongly for Hopper. The tests
 compare each kernel with a float64 reference.
+
+As a plugin of pytest (-p gpu.correctness) it writes each test's outcome to tests.jsonl when the test ends.
 """
 
 import importlib.util
+import json
 import os
 import subprocess
 import time
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
-from gpu.card import Card, Case, Values
+from gpu.card import OUT_OF_TIME, Card, Case, Values
 from gpu.results import Results
 
 PTXAS = "TRITON_PTXAS_PATH"
+RECORD = "NALANDA_TEST_RECORD"  # the file of outcomes, the key of this run, and a file of tests to leave out
 LAST = "fla"  # the peer, which tunes itself
 AGAIN = ("block_attention", "readouts", "chunk")  # whose products may be assembled wrongly
 DRY = "test_every_mixer and softmax or test_no_tokens or zero_rows"
@@ -86,8 +90,8 @@ def decide(bundled: Failing, newer: Failing | None) -> Values:
 def run_files(card: Card, results: Results, names: list[str], ptxas: str | None = None) -> Failing:
     """Runs test files in another process, which can leave the interpreter. Returns the failing tests.
 
-    All files together: their processes start once. Those that do not end in time are left out. The JUnit file
-    has the tracebacks.
+    All files together: their processes start once. Files that do not end in time are left out; their row has
+    what ended, and the next call leaves out the tests that passed. tests.jsonl has the tracebacks.
     """
     assembler = "newer" if ptxas else "bundled"
     failing: Failing = {}
@@ -101,30 +105,42 @@ def run_files(card: Card, results: Results, names: list[str], ptxas: str | None 
         return failing
 
     card.say(f"{', '.join(left)}, {assembler} ptxas …")
-    junit = (card.output / f"{left[0]}-{assembler}.xml").resolve()
-    variables = {"NALANDA_TEST_DEVICE": card.device} | ({PTXAS: ptxas} if ptxas else {})
+    file, key = card.output / "tests.jsonl", json.dumps([results.facts, assembler])
+    card.work.mkdir(parents=True, exist_ok=True)
+    passed = card.work / "passed.json"
+    before = read_outcomes(file, key)
+    passed.write_text(json.dumps([name for name, outcome in before.items() if outcome != "failed"]))
+    record = json.dumps([str(file.resolve()), key, str(passed)])
+    variables = {"NALANDA_TEST_DEVICE": card.device, RECORD: record}
+    variables |= {PTXAS: ptxas} if ptxas else {}
     files = [str(find_files(card)[name]) for name in left]
-    command = ["-m", "pytest", *files, f"--junitxml={junit}", *choose_options(card)]
+    command = ["-m", "pytest", "-p", "gpu.correctness", *files, *choose_options(card)]
+    ended = True
     try:
         last = card.python(command, **variables)[1]
     except subprocess.TimeoutExpired:
-        last = "out of time"
+        last, ended = OUT_OF_TIME, False
     card.say(f"  {last}")
 
-    tests = [*ElementTree.parse(junit).iter("testcase")] if junit.exists() else []
+    outcomes = read_outcomes(file, key)
     for name in left:
         # A file that cannot be read is a test of its name.
-        own = [x for x in tests if f"{x.get('classname') or x.get('name')}".endswith(f"_{name}")]
-        values = {"outcome": last}
-        if own and last != "out of time":
-            failing[name] = sorted(
-                x.get("name", "")
-                for x in own
-                if x.find("failure") is not None or x.find("error") is not None
-            )
-            values["failing"] = ", ".join(failing[name][:5])
+        own = {
+            x: y for x, y in outcomes.items() if Path(x.split("::")[0]).stem.endswith(f"_{name}")
+        }
+        red = sorted(x.rpartition("::")[2] for x, outcome in own.items() if outcome == "failed")
+        values: Values = {"outcome": last, "tests": len(own)}
+        if own and ended:
+            failing[name] = red
+        values["failing" if own and ended else "failing so far"] = ", ".join(red[:5])
         results.put(row(name, assembler), values)
     return failing
+
+
+def read_outcomes(file: Path, key: str) -> dict[str, str]:
+    """The newest outcome of each test that ran under the key."""
+    lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+    return {line["test"]: line["outcome"] for line in lines if line["key"] == key}
 
 
 def choose_options(card: Card) -> list[str]:
@@ -135,3 +151,33 @@ def choose_options(card: Card) -> list[str]:
     if importlib.util.find_spec("pytest_timeout"):  # a kernel that hangs hears no signal
         options += ["--timeout=90", "--timeout-method=thread"]
     return [*options, "-k", DRY] if card.dry and card.tests == Card.tests else options
+
+
+# ------------------------------ the plugin
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    if record := os.environ.get(RECORD):
+        passed = set(json.loads(Path(json.loads(record)[2]).read_text()))
+        items[:] = [item for item in items if item.nodeid not in passed]
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        write_outcome(report)
+
+
+def pytest_collectreport(report: Any) -> None:
+    if report.failed:
+        write_outcome(report)
+
+
+def write_outcome(report: Any) -> None:
+    """Appends a line. Workers of xdist hand their reports to the process that started them."""
+    if "PYTEST_XDIST_WORKER" in os.environ or not (record := os.environ.get(RECORD)):
+        return
+    file, key, _ = json.loads(record)
+    line = {"test": report.nodeid, "outcome": report.outcome, "key": key}
+    line |= {"text": str(report.longrepr)[-2000:]} if report.failed else {}
+    with open(file, "a", encoding="utf-8") as stream:
+        stream.write(json.dumps(line) + "\n")

@@ -12,18 +12,23 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gpu import bench, bundle, correctness, train
-from gpu.card import ROOT, Card, Case
-from gpu.results import Results, facts, show
+from gpu import bench, bundle, correctness, curves, small, train
+from gpu.card import OUT_OF_TIME, ROOT, STUBS, Card, Case, Values
+from gpu.results import Results, facts, fit, show, take_former
 
 PARTS: dict[str, Callable[[Card], list[Case]]] = {
     "kernels": correctness.kernel_cases,
     "bench": bench.bench_cases,
     "train": train.train_cases,
+    "curves": curves.curve_cases,
+    "small": small.small_cases,
     "tune": lambda card: [Case("Block sizes", "tune", train.tune)],
 }
 MINUTES = 8.75  # of a part of the day
 LOST = 3  # exit code of a process whose GPU answers no more; the same command goes on
+NO_FIGURE = 4  # exit code of a part that ended without one
+TEXT_HELP = "bundle: a token set; the 340 M models read `web`"
+PART = "Parts"  # the group of lines that say how a part ended
 
 
 def run_part(part: str, options: argparse.Namespace) -> int:
@@ -32,34 +37,37 @@ def run_part(part: str, options: argparse.Namespace) -> int:
     results = Results(options.output, [case for make in PARTS.values() for case in make(card)])
     results.facts = facts(card)
     unpacked = bundle.unpack(options.bundle) if options.bundle else None
+    card.bundle = unpacked
+    name = results.facts["card"]
+    card.newest = lambda group, case: results.newest(Case(group, case), name).get("values", {})
     minutes = options.minutes or 9.0
+    before = len(results.figures)
+    card.end = time.monotonic() + 60 * minutes
     if part == "kernels":
         correctness.run_tests(card, results, minutes, unpacked and str(unpacked / "ptxas"))
-        return 0
+        return end_part(part, card, results, before, [])
 
     if unpacked:
         sys.path.append(str(unpacked / "peers"))
         path = [os.environ.get("PYTHONPATH"), str(unpacked / "peers")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-        decision = results.newest(correctness.DECISION, results.facts["card"])
+        decision = results.newest(correctness.DECISION, name)
         if decision and decision["values"]["assembler"] == "newer":
             os.environ[correctness.PTXAS] = str(unpacked / "ptxas")
     results.facts["ptxas"] = os.environ.get(correctness.PTXAS, "bundled")
     bench.lift_guard()
 
-    card.end = time.monotonic() + 60 * minutes
-    name = results.facts["card"]
-    cases = sorted(PARTS[part](card), key=lambda x: results.newest(x, name).get("date", ""))
+    cases = sorted(PARTS[part](card), key=lambda case: turn(results.newest(case, name)))
+    if part == "small":  # several runs at once
+        return end_part(part, card, results, before, small.run_small(card, results))
     for i, case in enumerate(cases):
         if time.monotonic() > card.end - (0 if card.dry else 20):
-            left = "; ".join(case.name for case in cases[i:])
-            card.say(f"gpu-check {part}: out of time; the same command goes on with {left}")
-            break
+            return end_part(part, card, results, before, [case.name for case in cases[i:]])
         card.say(f"{case.group}: {case.name} …")
         try:
             values = case.run(card) if case.run else {}
-        except subprocess.TimeoutExpired:  # next time it comes first, and gets all of the time
-            continue
+        except subprocess.TimeoutExpired:
+            values = {"errors": {"run": OUT_OF_TIME}}
         except Exception as error:
             values = {"errors": card.note(error)}
         results.put(case, values)
@@ -69,7 +77,28 @@ def run_part(part: str, options: argparse.Namespace) -> int:
         except Exception as error:  # this process cannot measure any more
             card.say(f"  {card.note(error)}")
             return LOST
-    return 0
+    return end_part(part, card, results, before, [])
+
+
+def turn(figure: Values) -> str:
+    """A case's place in the order: what was never measured, or not in time, comes first; then the oldest."""
+    return "" if OUT_OF_TIME in str(figure.get("values")) else figure.get("date", "")
+
+
+def end_part(part: str, card: Card, results: Results, before: int, left: list[str]) -> int:
+    """Writes how a part ended. left: cases that the time did not reach. Returns the exit code."""
+    figures = results.figures[before:]
+    late = [x["name"] for x in figures if OUT_OF_TIME in str(x["values"])]
+    left = [*dict.fromkeys([*late, *left])]
+    outcome = f"{OUT_OF_TIME}; the same command goes on with {'; '.join(left)}" if left else "done"
+    if not figures:
+        outcome = f"no figure; {outcome}"
+    results.put(Case(PART, part), {"outcome": outcome, "figures": len(figures)})
+    card.say(f"gpu-check {part}: {outcome}")
+    problem = fit(card.output)
+    if problem:
+        card.say(f"gpu-check: {problem}")
+    return NO_FIGURE if problem or not figures else 0
 
 
 def run_day(options: argparse.Namespace) -> int:
@@ -87,11 +116,24 @@ def run_day(options: argparse.Namespace) -> int:
         command += ["--output", str(options.output), *["--dry-run"] * options.dry_run]
         command += ["--bundle", str(options.bundle)] if options.bundle else []
         try:
-            done = subprocess.run(command, timeout=60 * minutes + 40)  # to end by itself
-            worst = max(worst, done.returncode)
+            code = subprocess.run(command, timeout=60 * minutes + 40).returncode  # to end by itself
         except subprocess.TimeoutExpired:
-            worst = LOST
+            code = LOST
+        worst = max(worst, check_part(part, code, options, len(figures)))
     return worst
+
+
+def check_part(part: str, code: int, options: argparse.Namespace, before: int) -> int:
+    """Writes the line of a part that ended without its own. Returns the exit code."""
+    results = Results(options.output, [])
+    figures = results.figures[before:]
+    if any((x["group"], x["name"]) == (PART, part) for x in figures):
+        return code
+    results.facts = results.figures[-1]["facts"] if results.figures else {"card": "unknown"}
+    outcome = f"ended by itself or by the day, exit code {code}"
+    results.put(Case(PART, part), {"outcome": outcome, "figures": len(figures)})
+    print(f"gpu-check {part}: {outcome}", file=sys.stderr)
+    return code or NO_FIGURE
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -100,22 +142,35 @@ def main(arguments: list[str] | None = None) -> int:
     add("part", nargs="?", default="day", choices=[*PARTS, "day", "bundle"])
     add("--minutes", type=float, help="limit of a part (9) or of a bundle (30)")
     add("--output", type=Path, default=Path("gpu-results"), help="folder of the results")
-    add("--bundle", type=Path, help="folder made by `bundle`: peers, ptxas, compiled kernels")
-    add("--call", type=int, choices=[1, 2, 3, 4], help="a part of the day; default: all")
+    add("--former", type=Path, help="results of a former call, to go on with")
+    add("--bundle", type=Path, help="folder made by `bundle`: peers, ptxas, kernels, texts")
+    add("--text", action="append", default=[], metavar="NAME=FOLDER", help=TEXT_HELP)
+    add(
+        "--call", type=int, choices=range(1, len(PARTS) + 1), help="a part of the day; default: all"
+    )
     add("--dry-run", action="store_true", help="tiny shapes on a CPU")
     options = parser.parse_args(arguments)
 
     if options.part == "bundle":
-        bundle.make_bundle(options.bundle or Path("gpu-bundle"), options.minutes or 30.0)
+        try:
+            texts = bundle.read_texts(options.text)
+        except ValueError as error:
+            parser.error(str(error))
+        bundle.make_bundle(options.bundle or Path("gpu-bundle"), options.minutes or 30.0, texts)
         return 0
     if options.bundle and not (options.bundle / "manifest.json").exists():
         parser.error(f"{options.bundle}: no bundle; make one with `gpu_check.py bundle`")
+    if options.former and not options.former.is_dir():
+        parser.error(f"--former {options.former}: no folder; give the files of a former call")
     if not options.dry_run and not torch.cuda.is_available():
         print("gpu-check: torch sees no GPU; run it on a machine with one", file=sys.stderr)
         return 2
+    if options.former:
+        take_former(options.former, options.output)
     if options.part == "day":
         return run_day(options)
     if options.dry_run:
+        sys.path.insert(0, str(STUBS))
         sys.path.append(str(ROOT / "tests" / "helpers"))
         import interpreter  # noqa: F401  before any kernel
     return run_part(options.part, options)

@@ -57,7 +57,7 @@ def main() -> None:
     start()
     bench.lift_guard()
     card = Card("cpu")
-    for case in bench.bench_cases(card):
+    for case in bench.bench_cases(card)[1:]:  # the first has no kernel of ours
         print(case.name, case.run and case.run(card), flush=True)
 
 

@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 import json
+import shutil
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,30 @@ from typing import Any
 import torch
 
 from gpu.card import ROOT, Card, Case, Values
+
+FILES, BYTES = 8, 16 << 20
+"""The most that a card's machine gives back: files, at the top of a folder, and bytes of each."""
+
+
+def take_former(former: Path, folder: Path) -> None:
+    """Copies a former call's files, to which this call appends. Files that are there stay."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in former.iterdir():
+        if file.is_file() and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
+
+
+def fit(folder: Path) -> str | None:
+    """Cuts the beginning of text files that are too long. Returns why the folder would not come back whole."""
+    entries = sorted(folder.iterdir())
+    for file in entries:
+        if file.is_file() and file.suffix in (".txt", ".jsonl") and file.stat().st_size > BYTES:
+            text = file.read_bytes()[-BYTES:]
+            file.write_bytes(text[text.find(b"\n") + 1 :])
+    bad = [x.name for x in entries if x.is_dir() or x.stat().st_size > BYTES]
+    if bad or len(entries) > FILES:
+        return f"{folder}: {len(entries)} entries, {FILES} come back; too large: {', '.join(bad) or 'none'}"
+    return None
 
 
 class Results:
@@ -62,6 +87,8 @@ def group_table(cases: list[Case], rows: list[Values]) -> list[str]:
 def show(value: Any) -> str:
     if isinstance(value, dict):  # errors by name
         value = "; ".join(f"{name}: {error}" for name, error in value.items())
+    if isinstance(value, list):  # a curve
+        return f"{len(value)} points"
     if isinstance(value, str):
         return value.replace("|", "/")
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

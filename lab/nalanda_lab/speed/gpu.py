@@ -5,6 +5,7 @@
 
 import os
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from nalanda_kernels import use_backend
+from nalanda_kernels import use_backend, watch
 from nalanda_kernels.triton import recurrence
 from torch import Tensor
 from torch.profiler import profile
@@ -21,9 +22,11 @@ from nalanda.config.load import load_config
 from nalanda.model import NalandaConfig, NalandaForCausalLM, decoding
 from nalanda.model.feature_maps import build_feature_map
 from nalanda.model.loss import linear_cross_entropy
+from nalanda.train.parallel import compile_blocks
 
 FLAGSHIP = "nala_gated_deltanet_340m"
 TOY = {"num_hidden_layers": 1, "hidden_size": 32, "head_dim": 16, "vocab_size": 64}
+STEPS = 2  # of a profile
 SHOWN = 8
 """Kernels of a profile that become figures; the file has more."""
 
@@ -66,9 +69,11 @@ def head_loss(card: Any, compare: Callable[..., dict]) -> dict[str, Any]:
         return tuple(x.bfloat16().requires_grad_() for x in inputs)
 
     def call(backend: str, h: Tensor, weight: Tensor) -> Tensor:
-        with use_backend(backend):
-            # `compare` takes outputs in bf16 with a dimension.
-            return linear_cross_entropy(h, weight, labels)[None].bfloat16()
+        with use_backend(backend), watch() as attempts:
+            loss = linear_cross_entropy(h, weight, labels)
+        if attempts and (served := list(attempts)[-1].backend) != backend:
+            raise RuntimeError(f"cross_entropy: {served} served, {backend} was asked")
+        return loss[None].bfloat16()  # `compare` takes outputs in bf16 with a dimension
 
     sides = {"ours": partial(call, "triton"), "peer": partial(call, "torch")}
     return compare(card, sides, card.input_sets(make))
@@ -96,10 +101,16 @@ def time_kernels(card: Any) -> dict[str, float]:
 
 
 def profile_step(card: Any) -> dict[str, float]:
-    """Milliseconds of the kernels that take the most time in a packed step, eager; profile.txt has the table."""
+    """Milliseconds of a packed micro-batch, compiled by blocks: the wall's, the device's, and the longest kernels'.
+
+    The device is idle for the rest of the wall's time. profile.txt has the table.
+    """
     model = flagship(card).train()
     # On a CPU, where a bundle is made, all activations would not fit.
-    count = card.tokens if card.device == "cuda" else min(card.tokens, 2048)
+    on_card = card.device == "cuda"
+    if on_card:
+        compile_blocks(model.model.layers)
+    count = card.tokens if on_card else min(card.tokens, 2048)
     tokens = torch.randint(64, (1, count), device=card.device)
     bounds = torch.tensor([0, count // 4, count])
 
@@ -107,12 +118,27 @@ def profile_step(card: Any) -> dict[str, float]:
         with torch.autocast(torch.device(card.device).type, torch.bfloat16):
             model(tokens, labels=tokens, cu_seqlens=bounds, use_cache=False).loss.backward()
 
-    step()  # compiles
-    with profile() as profiled:
+    steps = STEPS if on_card else 1
+    for _ in range(3 if on_card else 1):  # compiles
         step()
+    card.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    card.synchronize()
+    wall = 1e3 * (time.perf_counter() - start) / steps
+    with profile() as profiled:
+        for _ in range(steps):
+            step()
         card.synchronize()
     averages = profiled.key_averages()
-    key = "self_cpu_time_total" if card.dry else "self_device_time_total"
+    key = "self_device_time_total" if on_card else "self_cpu_time_total"
     (card.output / "profile.txt").write_text(averages.table(sort_by=key, row_limit=60))
-    longest = sorted(averages, key=lambda x: getattr(x, key), reverse=True)
-    return {each.key[:48]: getattr(each, key) / 1e3 for each in longest[:SHOWN]}
+    times = {each.key: getattr(each, key) / 1e3 / steps for each in averages}
+    if on_card:  # an operator has its kernels' time a second time
+        kernels = [each for each in averages if str(each.device_type).endswith("CUDA")]
+        times = {each.key: getattr(each, key) / 1e3 / steps for each in kernels}
+    launches = sum(each.count for each in averages if each.key in times) / steps
+    longest = sorted(times, key=lambda name: times[name], reverse=True)[:SHOWN]
+    whole = {"wall": wall, "busy": sum(times.values()), "launches": launches}
+    return whole | {name[:48]: times[name] for name in longest}
