@@ -185,7 +185,8 @@ def read_run(card: Card, run: Run, code: int, problem: str) -> Values:
     ended = Trained(read_lines(folder / "metrics.jsonl"), read_facts(folder / "run.json"))
     errors = {"run": problem or f"exit code {code}, see log.txt"} if code else {}
     wrong = check_served(card, ended.facts, run.mixer, "auto") if ended.lines else None
-    if wrong:
+    if wrong:  # it must not go on from there
+        shutil.rmtree(folder, ignore_errors=True)
         return {"errors": errors | {"backend": wrong}}
     values: Values = {"steps": max(ended.losses)} if ended.losses else {}
     if ended.validation:

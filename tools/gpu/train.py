@@ -224,7 +224,7 @@ def train_once(card: Card, *, run: Training) -> Values:
         values |= {"MFU": statistics.median(line["mfu"] for line in timed)}
     if compared in ended.losses:
         values[f"loss at step {compared}"] = ended.losses[compared]
-    if uses_ours(run.recipe):
+    if ended.lines and uses_ours(run.recipe):
         values["served by"] = ", ".join(sorted(set(ended.facts["executors"].values())))
     peer = card.newest("Training", run.beside) if run.beside else {}
     if "tokens/s" in values and "tokens/s" in peer:
