@@ -167,8 +167,9 @@ def check_served(card: Card, facts: Values, recipe: str, backend: str) -> str | 
 
 
 def text_of(card: Card, name: str) -> Path:
-    """A token set of the bundle: `name`, or the demo's. A rehearsal without a bundle makes a tiny one."""
-    sets = [card.bundle / "texts" / x for x in (name, "demo")] if card.bundle else []
+    """A token set of the bundle: `name`, else `web`, else `demo`. A rehearsal without one makes a tiny set."""
+    names = [name] if name == "demo" else [name, "web", "demo"]
+    sets = [card.bundle / "texts" / x for x in names] if card.bundle else []
     for folder in sets:
         if folder.exists():
             return folder

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import gpu_check
 import pytest
@@ -369,7 +370,9 @@ def test_no_tokenizer_is_trained_on_a_card(tmp_path):
         train.text_of(Card("cuda", output=tmp_path), "web")
     (tmp_path / "texts" / "demo").mkdir(parents=True)
     card = Card("cuda", output=tmp_path, bundle=tmp_path)
-    assert train.text_of(card, "web") == tmp_path / "texts" / "demo"
+    assert train.text_of(card, "small") == tmp_path / "texts" / "demo"
+    (tmp_path / "texts" / "web").mkdir()
+    assert train.text_of(card, "small") == tmp_path / "texts" / "web"
 
 
 def test_recipes_of_runs_are_there():
@@ -390,6 +393,27 @@ def test_the_stub_refuses_as_fla_does(lifted):
     assert (done.returncode == 0) == lifted
     refusal = b"RuntimeError: Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs produces incorrect results"
     assert lifted or refusal in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend", "guard", "lifted"),
+    [
+        ("fla/gated_deltanet_340m", "", "", True),
+        ("gated_deltanet_340m", "fla", "", True),
+        ("gated_deltanet_340m", "", "", False),
+        ("fla/gated_deltanet_340m", "", "1", False),
+    ],
+)
+def test_the_guard_is_lifted_in_the_process_that_trains(
+    monkeypatch, recipe, backend, guard, lifted
+):
+    called = []
+    monkeypatch.setitem(sys.modules, "nalanda_cli", SimpleNamespace(main=called.append))
+    monkeypatch.setattr(train, "lift_guard", lambda: called.append("lifted"))
+    monkeypatch.setenv("NALANDA_BACKEND", backend)
+    monkeypatch.setenv("NALANDA_GUARD", guard)
+    train.main([f"recipes/{recipe}.yaml", "train.steps=2"])
+    assert called == ["lifted"] * lifted + [["train", f"recipes/{recipe}.yaml", "train.steps=2"]]
 
 
 def test_processes_may_save_before_they_are_killed(tmp_path, monkeypatch):
@@ -623,33 +647,66 @@ def test_a_bundle_unpacks_once_and_only_for_its_triton(tmp_path, monkeypatch, ca
 
 
 def test_a_bundle_is_made_in_steps(tmp_path, monkeypatch, capsys):
-    asked = []
+    asked, ran = [], []
 
     def download(packages: list[str], folder: Path) -> None:
         asked.extend(packages)
         with zipfile.ZipFile(folder / "some-none-any.whl", "w") as file:
             file.writestr("nvidia/cu13/bin/ptxas", "#!/bin/sh\n")
 
-    def python(card, program, path, **variables):
+    def python(card, program, path=(), **variables):
         if "PTXAS" in str(variables):
             raise subprocess.TimeoutExpired("x", 1)
+        ran.append(program[1])
+        if "prepare" in program:
+            make_token_set(Path(program[-1]))
+        if "gpu.train" in program:
+            folder = Path(program[-1].removeprefix("output_dir="))
+            folder.mkdir()
+            (folder / "metrics.jsonl").write_text('{"step": 10, "loss": 7.5}\n')
         return 0, "done"
 
     monkeypatch.setattr(bundle, "download", download)
     monkeypatch.setattr(Card, "python", python)
+    web = make_token_set(tmp_path / "web")
     for _ in range(2):
-        bundle.make_bundle(tmp_path / "made", minutes=1.0)
+        texts = bundle.read_texts([f"web={web}"])
+        bundle.make_bundle(tmp_path / "made", minutes=1.0, texts=texts)
     assert len(asked) == 3, "the second call downloads nothing"
+    assert (ran.count("nalanda_cli"), ran.count("gpu.train")) == (1, 1)
+    unpacked = tmp_path / "unpacked"
+    unpacked.mkdir()
+    bundle.unpack_files(tmp_path / "made", unpacked)
+    card = Card("cuda", output=tmp_path / "out", bundle=unpacked)
+    for name, source in (("web", "web"), ("small", "web"), ("demo", "text")):
+        assert (train.text_of(card, name) / "index.json").read_text() == source
+    assert train.read_lines(unpacked / "demo.jsonl") == [{"step": 10, "loss": 7.5}]
+    said = capsys.readouterr().out
+    assert "MB; texts: demo, web" in said
     manifest = json.loads((tmp_path / "made" / "manifest.json").read_text())
     assert manifest["key"] == bundle.triton_hash()
     again = ", ".join(f"{name}, newer ptxas" for name in correctness.AGAIN)
-    assert f"not finished: {again}; the same command goes on" in capsys.readouterr().out
+    assert f"not finished: {again}; the same command goes on" in said
+
+    # Another text of the demo needs another curve; a large bundle says so.
+    monkeypatch.setattr(bundle, "TARGET", 10)
+    bundle.make_bundle(tmp_path / "made", 1.0, {"demo": web})
+    assert (ran.count("nalanda_cli"), ran.count("gpu.train")) == (1, 2)
+    assert "more than the 0 it should have" in capsys.readouterr().out
+
+
+def make_token_set(folder: Path) -> Path:
+    (folder / "tokenizer").mkdir(parents=True)
+    (folder / "tokenizer" / "tokenizer.json").touch()
+    (folder / "index.json").write_text(folder.name)
+    return folder
 
 
 @pytest.mark.slow
 def test_kernels_are_compiled_for_an_absent_card(tmp_path):
     program = "from gpu import precompile, bench; from gpu.card import Card; precompile.start(); "
-    program += "card = Card('cpu'); case = bench.bench_cases(card)[0]; print(case.run(card))"
+    program += "card = Card('cpu'); cases = bench.bench_cases(card); "
+    program += "print(next(x for x in cases if x.group == 'Recurrences').run(card))"
     folders = [ROOT / "tools", ROOT / "src", ROOT / "kernels", ROOT / "lab"]
     variables = {
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
