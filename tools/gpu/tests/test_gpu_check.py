@@ -156,6 +156,7 @@ def test_a_day_leaves_the_bench_out_if_the_chunks_are_wrong(tmp_path, monkeypatc
     options = ["day", "--dry-run", "--output", str(tmp_path)]
     assert gpu_check.main(options) == 0
     assert ran == ["kernels", "train", "curves", "small", "tune"]
+    assert '"outcome": "left out: chunk fails"' in (tmp_path / "results.jsonl").read_text()
     assert "no bench: chunk fails" in capsys.readouterr().out
     assert gpu_check.main([*options, "--call", "3"]) == 0
     assert ran[5:] == ["train"]
