@@ -96,9 +96,13 @@ def pack_texts(bundle: Path, texts: dict[str, Path]) -> None:
     """Packs the token sets. The set `demo` and its curve on this CPU are made here, unless it is given."""
     (bundle / "texts").mkdir(exist_ok=True)
     for name, folder in texts.items():
+        packed, index = bundle / "texts" / f"{name}.json", (folder / "index.json").read_bytes()
+        if packed.exists() and packed.read_bytes() == index:
+            continue  # by an earlier call
         shutil.make_archive(str(bundle / "texts" / name), "xztar", folder)
-    if "demo" in texts:
-        (bundle / "demo.jsonl").unlink(missing_ok=True)  # it was of another text
+        packed.write_bytes(index)
+        if name == "demo":
+            (bundle / "demo.jsonl").unlink(missing_ok=True)  # it was of another text
     if (bundle / "demo.jsonl").exists():
         return
 
@@ -141,7 +145,7 @@ def make_bundle(bundle: Path, minutes: float, texts: dict[str, Path]) -> None:
     shutil.make_archive(str(bundle / "cache"), "xztar", cache)
     kernels = len(list(cache.glob("*/*.cubin")))
     facts = {"triton": triton.__version__, "key": triton_hash()}
-    names = sorted(x.name.removesuffix(".tar.xz") for x in bundle.glob("texts/*"))
+    names = sorted(x.name.removesuffix(".tar.xz") for x in bundle.glob("texts/*.tar.xz"))
     manifest = facts | {"made": "-".join([hash_sources(), str(kernels), *names]), "texts": names}
     (bundle / "manifest.json").write_text(json.dumps(manifest))
     size = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
