@@ -170,10 +170,9 @@ def store_decays(decays, gamma, row, real, h, HV, BT: tl.constexpr):
     """Stores what later passes read of γ [BT]: e^γ, e^{γ_C − γ}, and γ as a sum of two fp32. Returns e^{γ_C − γ}."""
     at = decays + ((row + tl.arange(0, BT)) * HV + h) * 4
     high = gamma.to(tl.float32)
+    last = tl.min(gamma, 0)  # γ never rises, and padding does not change it
     # The difference precedes the cast: γ in fp64 may be far larger than it.
-    to_end = tl.exp(
-        (tl.min(gamma, 0) - gamma).to(tl.float32)
-    )  # γ never rises: its last is its least
+    to_end = tl.exp((last - gamma).to(tl.float32))
     tl.store(at, tl.exp(high), mask=real)
     tl.store(at + 1, to_end, mask=real)
     tl.store(at + 2, high, mask=real)
@@ -199,9 +198,12 @@ def load_decays(decays, row, end, h, HV, GATED: tl.constexpr, BT: tl.constexpr):
         last = tl.minimum(row + BT, end) - 1
         decay_all = tl.load(decays + (last * HV + h) * 4)
     else:
-        decay_in = tl.full([BT], 1.0, tl.float32)
-        decay_out = tl.full([BT], 1.0, tl.float32)
-        decay_all = 1.0
+        # Computed: with constants, Triton for Blackwell fills tiles that products may still read.
+        gamma = tl.zeros([BT], tl.float32)
+        last = tl.min(gamma, 0)
+        decay_in = tl.exp(gamma)
+        decay_out = tl.exp(last - gamma)
+        decay_all = tl.exp(last)
     return decay_in, decay_out, decay_all
 
 
