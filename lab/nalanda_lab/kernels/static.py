@@ -486,7 +486,7 @@ def _figures(name: str, kernel) -> dict:
 def _loop(ptx: str) -> dict[str, int]:
     """Instructions, those in fp64, and barriers, of the longest loop that has products; 0 without one."""
     bodies = [body for _, body in re.findall(r"(\$L__BB\w+):(.*?)bra\S*\s+\1;", ptx, re.DOTALL)]
-    body = max((x for x in bodies if "mma" in x), key=len, default="")
+    body: str = max((x for x in bodies if "mma" in x), key=lambda x: len(x), default="")
     counts = (r";[ \t]*$", r"\.f64\b", r"\b(?:bar|barrier)\.")
     return {
         name: len(re.findall(x, body, re.MULTILINE)) for name, x in zip(LOOP, counts, strict=True)
