@@ -1,4 +1,7 @@
-"""Few cases of a large product that hold every pair of its values: these are quick, the others are slow."""
+"""Few cases of a large product that hold every pair of its values: these are quick, the others are slow.
+
+Under the mark `sampled` (tests/conftest.py) only a fifth of the quick ones stays quick.
+"""
 
 import collections
 import itertools

@@ -183,16 +183,8 @@ def trace(test_file: str, copy: Path, output: Path) -> int:
                 passed.add(report.nodeid)
 
     tracer.start()
-    options = [
-        "-q",
-        "-m",
-        "not slow or sampled",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "--tb=short",
-    ]
+    options = ["-q", "--tb=short", "-m", "not slow or sampled"]
+    options += ["-p", "no:cacheprovider", "-p", "no:xdist"]
     code = int(pytest.main([*options, test_file], plugins=[Watch()]))
     tracer.stop()
 

@@ -13,7 +13,7 @@ from gpu.train import (
     MICRO_BATCHES,
     SETTINGS,
     Trained,
-    check_served,
+    find_problems,
     read_lines,
     run_folder,
     run_trainer,
@@ -24,6 +24,8 @@ from gpu.train import (
 GROUP = "Curves"
 RESUMED = 20  # steps behind the checkpoint
 AGREES = {"agreement": 0.995}
+DRY_DEMO = ["train.steps=4", "train.tokens_per_step=512", "train.micro_batch_size=1", "log.every=1"]
+DRY_DEMO += ["model.hidden_size=64", "validation.every=0"]
 
 
 def demo_settings(text) -> list[str]:
@@ -38,24 +40,20 @@ def compare_demo(card: Card) -> Values:
     """
     text = text_of(card, "demo")
     settings = demo_settings(text)
-    settings += [
-        "train.steps=4",
-        "train.tokens_per_step=512",
-        "train.micro_batch_size=1",
-    ] * card.dry
-    settings += ["log.every=1", "model.hidden_size=64", "validation.every=0"] * card.dry
-    if card.dry:  # at its size
+    if card.dry:
+        settings += DRY_DEMO
         with run_folder(card) as folder:
             on_cpu = run_trainer(card, "demo", folder, *settings)
-    elif (card.bundle / "demo.jsonl").exists() if card.bundle else False:
-        on_cpu = Trained(read_lines(card.bundle / "demo.jsonl"), {})
     else:
-        return {"errors": {"CPU": "the bundle has no demo.jsonl; make it again"}}
+        lines = read_lines(card.bundle / "demo.jsonl") if card.bundle else []
+        if not lines:
+            return {"errors": {"CPU": "the bundle has no demo.jsonl; make it again"}}
+        on_cpu = Trained(lines, {})
 
     settings += ["train.precision=bf16"]
     with run_folder(card) as folder:
         ended = run_trainer(card, "demo", folder, *settings)
-    errors = problems(card, "demo", ended)
+    errors = find_problems(card, "demo", ended)
     theirs = on_cpu.losses
     pairs = [(ours, theirs[step]) for step, ours in ended.losses.items() if step in theirs]
     if not pairs:
@@ -90,7 +88,7 @@ def train_for(card: Card, *, recipe: str, minutes: float, resume: bool) -> Value
             more = 2 if card.dry else RESUMED
             ended = run_trainer(card, recipe, folder, *settings, f"train.steps={saved + more}")
             values = {"resumed from step": saved} | jump(ended, saved, more)
-    errors = problems(card, recipe, ended)
+    errors = find_problems(card, recipe, ended)
     if resume and not saved:
         errors["resume"] = "no checkpoint was saved"
 
@@ -116,13 +114,6 @@ def jump(ended: Trained, saved: int, steps: int) -> Values:
     if not before or not after:
         return {}
     return {"jump": sum(after) / len(after) - sum(before) / len(before)}
-
-
-def problems(card: Card, recipe: str, ended: Trained) -> dict[str, str]:
-    errors = {"run": ended.problem} if ended.problem else {}
-    if ended.lines and (wrong := check_served(card, ended.facts, recipe, "auto")):
-        errors["backend"] = wrong
-    return errors
 
 
 def points(ended: Trained) -> list[tuple[int, float]]:

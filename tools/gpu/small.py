@@ -17,7 +17,7 @@ from gpu.results import Results
 from gpu.train import (
     SETTINGS,
     Trained,
-    check_served,
+    find_problems,
     read_facts,
     read_lines,
     text_of,
@@ -182,12 +182,12 @@ def folder_of(card: Card, run: Run) -> Path:
 
 def read_run(card: Card, run: Run, code: int, problem: str) -> Values:
     folder = folder_of(card, run)
-    ended = Trained(read_lines(folder / "metrics.jsonl"), read_facts(folder / "run.json"))
-    errors = {"run": problem or f"exit code {code}, see log.txt"} if code else {}
-    wrong = check_served(card, ended.facts, run.mixer, "auto") if ended.lines else None
-    if wrong:  # it must not go on from there
+    problem = (problem or f"exit code {code}, see log.txt") if code else ""
+    ended = Trained(read_lines(folder / "metrics.jsonl"), read_facts(folder / "run.json"), problem)
+    errors = find_problems(card, run.mixer, ended)
+    if "backend" in errors:  # it must not go on from there
         shutil.rmtree(folder, ignore_errors=True)
-        return {"errors": errors | {"backend": wrong}}
+        return {"errors": errors}
     values: Values = {"steps": max(ended.losses)} if ended.losses else {}
     if ended.validation:
         values["validation loss"] = ended.validation[max(ended.validation)]

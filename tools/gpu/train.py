@@ -166,6 +166,14 @@ def check_served(card: Card, facts: Values, recipe: str, backend: str) -> str | 
     return "; ".join(wrong) or None
 
 
+def find_problems(card: Card, recipe: str, ended: Trained, backend: str = "auto") -> dict[str, str]:
+    """Why a run ended early, as `run`; and as `backend` why its figures are not those that were asked."""
+    problems = {"run": ended.problem} if ended.problem else {}
+    if ended.lines and (wrong := check_served(card, ended.facts, recipe, backend)):
+        problems["backend"] = wrong
+    return problems
+
+
 def text_of(card: Card, name: str) -> Path:
     """A token set of the bundle: `name`, else `web`, else `demo`. A rehearsal without one makes a tiny set."""
     names = [name] if name == "demo" else [name, "web", "demo"]
@@ -212,10 +220,9 @@ def train_once(card: Card, *, run: Training) -> Values:
     with run_folder(card) as folder:
         options = {"backend": run.backend, "guarded": run.guarded}
         ended = run_trainer(card, run.recipe, folder, *settings, **options)
-    errors = {"run": ended.problem} if ended.problem else {}
-    served = check_served(card, ended.facts, run.recipe, run.backend) if ended.lines else None
-    if served:
-        return {"errors": errors | {"backend": served}}
+    errors = find_problems(card, run.recipe, ended, run.backend)
+    if "backend" in errors:
+        return {"errors": errors}
 
     values: Values = {}
     timed = [line for line in ended.lines if line.get("step", 0) > compared and "mfu" in line]

@@ -50,12 +50,10 @@ SHARED = {  # most bytes of a program
 CORES = ("", "mma.sync", "wgmma", "tcgen05")  # tensor-core instructions, the newest last
 Call = Callable[[], tuple[torch.Tensor, ...]]
 HAZARDS = ("register_a", "overwritten", "transposed", "refilled")  # what hazards.py counts
-LOOP = (
-    "loop",
-    "fp64",
-    "barriers",
-)  # PTX of the longest loop with products, such as that over chunks
-FIGURES = ("registers", "spilled", "shared", *LOOP, *HAZARDS)
+# Of the longest loop with products in PTX, such as that over chunks: instructions, fp64 ones, barriers.
+LOOP = ("loop", "fp64", "barriers")
+COUNTS = (*LOOP, *HAZARDS)
+FIGURES = ("registers", "spilled", "shared", *COUNTS)
 BY_COMPILER = ("registers", "loop")  # compared only with those of the same Triton version
 LIMITS = Path(__file__).with_name("limits.json")
 # Rows, tokens and most heads of grids that fill a card, that take ever narrower blocks, that take segments.
@@ -487,10 +485,8 @@ def _loop(ptx: str) -> dict[str, int]:
     """Instructions, those in fp64, and barriers, of the longest loop that has products; 0 without one."""
     bodies = [body for _, body in re.findall(r"(\$L__BB\w+):(.*?)bra\S*\s+\1;", ptx, re.DOTALL)]
     body: str = max((x for x in bodies if "mma" in x), key=lambda x: len(x), default="")
-    counts = (r";[ \t]*$", r"\.f64\b", r"\b(?:bar|barrier)\.")
-    return {
-        name: len(re.findall(x, body, re.MULTILINE)) for name, x in zip(LOOP, counts, strict=True)
-    }
+    patterns = zip(LOOP, (r";[ \t]*$", r"\.f64\b", r"\b(?:bar|barrier)\."), strict=True)
+    return {name: len(re.findall(pattern, body, re.MULTILINE)) for name, pattern in patterns}
 
 
 def _sum(pattern: str, log: str) -> int:
@@ -503,7 +499,7 @@ def compile_calls(arch: str, calls: Iterable[tuple[str, Callable[[], object]]]) 
     calls: names, and functions that call kernels' wrappers on CPU tensors, forward and backward.
 
     Returns a row for each kernel of a call: job, arch, kernel, num_warps, num_stages and tensor_cores (`wgmma`, …; ""
-    for none). Registers are a thread's; spilled (stores and loads) and shared are bytes. LOOP and HAZARDS are counts.
+    for none). Registers are a thread's; spilled (stores and loads) and shared are bytes. COUNTS are counts.
     A kernel compiled in several forms shows their maximum; an autotuned one the configuration that spills least.
 
     Raises ValueError in the interpreter, for an unknown arch, and for a second arch in a process.
@@ -613,8 +609,7 @@ def record(rows: list[dict], recorded: dict, peer: bool = False) -> dict:
     for row in rows:
         table.setdefault(row["arch"], {})[row["job"]] = {}
     for row in rows:
-        counts = (*LOOP, *HAZARDS)
-        figures = {x: row[x] for x in (*FIGURES, "tensor_cores") if x not in counts or row[x]}
+        figures = {x: row[x] for x in (*FIGURES, "tensor_cores") if x not in COUNTS or row[x]}
         table[row["arch"]][row["job"]][row["kernel"]] = figures
     return recorded
 
