@@ -53,6 +53,7 @@ def test_the_choice_is_by_value_and_time(monkeypatch, onednn, route):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_a_machine_measures_once(monkeypatch, tmp_path):
     """Else two runs of one recipe would round differently, by the clock alone."""
     pretend(monkeypatch, linear=0.5, chunk=0.5)

@@ -928,6 +928,7 @@ def test_a_recipe_that_cannot_be_read_loses_no_model(evaluated, tmp_path, damage
     assert "| copa | acc | 0.6250 | 0.0625 |" in card
 
 
+@pytest.mark.slow
 def test_only_scores_of_all_documents_are_in_the_card(evaluated, tmp_path, capsys):
     results = json.loads((evaluated / "eval" / "results.json").read_text())
     mine = results["models"][0]

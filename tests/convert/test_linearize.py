@@ -274,6 +274,7 @@ def fitted(recipe, llama, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_commands_know_the_folder_of_a_fit(recipe, fitted, llama):
     summary = read_run(fitted)
     assert (summary.state, summary.model) == ("finished", "fit of plain, delta")

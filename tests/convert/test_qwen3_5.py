@@ -93,6 +93,7 @@ def test_there_and_back_in_bf16(name, tmp_path):
     go_there_and_back(MODELS[name], torch.bfloat16, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but_for(["grouped", "hybrid"], MODELS))
 def test_there_and_back(name, tmp_path):
     go_there_and_back(MODELS[name], torch.float32, tmp_path)

@@ -209,6 +209,7 @@ def through_torch(state: dict) -> dict:
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.sampled
 @covering(strength=1, shuffle_buffer=(0, 7, 1000), trip=(through_json, through_torch))
 def test_resume_at_every_batch_is_the_uninterrupted_run(bpe_of_bytes, shards, shuffle_buffer, trip):
     shards.shuffle_buffer = shuffle_buffer

@@ -97,6 +97,7 @@ def epoch_order(batches: PackedBatches, state: dict) -> tuple[list[str], list[st
 # ------------------------------ what comes later
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("buffer", [0, 7])
 @pytest.mark.parametrize("at", [25, 47, 70])
 def test_files_that_come_later_may_change_go_and_join(folder, tokenizer, buffer, at):

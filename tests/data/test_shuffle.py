@@ -538,6 +538,7 @@ def test_a_slot_continues_its_documents_in_the_next_step(long_documents, tokeniz
     assert order != sorted(order)
 
 
+@pytest.mark.slow
 def test_batch_slots_on_any_number_of_processes_with_interruptions(long_documents, tokenizer):
     whole = take(in_slots(long_documents, tokenizer, epochs=2))
     state, step = None, 0

@@ -236,6 +236,7 @@ def prepared(source: str, output: str, *options: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_token_set_is_prepared_in_a_store_and_read_from_it(bucket, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("train/a.jsonl", "validation/v.jsonl"):

@@ -871,6 +871,7 @@ def test_a_task_that_is_asked_again_has_its_new_scores(checkpoint, data, tmp_pat
     assert second == alone["models"][0]["tasks"]["piqa"]
 
 
+@pytest.mark.slow
 def test_results_of_several_commands_are_kept_and_never_mixed(checkpoint, data, tmp_path, forwards):
     mine, other, out = str(tmp_path / "mine"), str(tmp_path / "other"), tmp_path / "out"
     shutil.copytree(checkpoint, mine)

@@ -249,6 +249,7 @@ def test_a_special_token_that_a_text_spells_counts_as_text(folder, tokenizer, tm
         assert (tokens == tokenizer.eos_token_id).sum() == 2 + (one is model) + joined
 
 
+@pytest.mark.slow
 def test_the_command(folder):
     arguments = [
         "perplexity",

@@ -1,6 +1,6 @@
 """Few cases of a large product that hold every pair of its values: these are quick, the others are slow.
 
-Under the mark `sampled` (tests/conftest.py) only a fifth of the quick ones stays quick.
+Under the mark `sampled` (tests/conftest.py) only a tenth of the quick ones stays quick.
 """
 
 import collections

@@ -125,6 +125,7 @@ def expected_of(x, state, layer):
     return minimal(**inputs, g=x.get("g"), initial_state=state)
 
 
+@pytest.mark.sampled
 @every_kind
 @pytest.mark.parametrize("executor", TOKEN)
 def test_tokens(kind, executor):

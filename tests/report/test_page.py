@@ -71,6 +71,7 @@ def runs(tmp_path) -> list[Path]:
     return [whole, other]
 
 
+@pytest.mark.slow
 def test_the_page_is_one_file_with_all_that_a_run_has(runs):
     file = write_page(runs, samples=[[("def <x>", "\n    return 1 & 2")], []])
     assert file == runs[0].parent / "report.html"
@@ -133,6 +134,7 @@ def test_runs_without_records(tmp_path, runs, capsys):
         write_page(runs)
 
 
+@pytest.mark.slow
 def test_runs_of_one_name_are_told_apart(runs, tmp_path):
     again = shutil.copytree(runs[0], tmp_path / "again" / "whole")
     output = tmp_path / "both.html"

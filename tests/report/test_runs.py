@@ -403,6 +403,7 @@ def test_a_lone_loss_is_a_dot_and_no_empty_line(tmp_path, drawn):
     assert line.get_marker() == "."
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_without_a_loss_says_so(tmp_path):
     """A line that just ends looks like a run that was stopped."""
     lines = losses(30)
@@ -427,6 +428,7 @@ def test_smoothing_keeps_the_fall_and_calms_the_end():
     assert all(3.5 < value < 4.5 for value in smooth[-20:])
 
 
+@pytest.mark.slow
 def test_commands(tmp_path, monkeypatch):
     from nalanda_cli import app
 

@@ -79,6 +79,7 @@ def test_a_damaged_record_of_the_recipe_is_named(stopped, recipe, whole, harm):
     assert outcome(run) == outcome(whole)
 
 
+@pytest.mark.slow
 def test_a_finished_run_whose_model_is_gone_or_cut_exports_it_again(recipe, tmp_path):
     config = configured(recipe, tmp_path / "run", "train.steps=2", "validation.every=0")
     final = loop.train(config) / "final"

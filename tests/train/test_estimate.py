@@ -305,6 +305,7 @@ def test_the_estimate_draws_no_numbers_and_measures_once(monkeypatch):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", TYPES)
 @pytest.mark.parametrize("mixer", ["deltanet", "gated_deltanet", "nala"])
 def test_rows_that_are_cut_over_processes_take_a_part_of_the_memory(mixer, precision):

@@ -148,6 +148,7 @@ def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 NO_VALIDATION = ("validation.every=0", "guard.window=16")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "bad"),
     [
@@ -442,6 +443,7 @@ def interrupt(recipe, run, monkeypatch, signum):
 SAVING = (signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("signum", slow_but_for([signal.SIGHUP, signal.SIGINT], SAVING))
 def test_signals_save(recipe, tmp_path, whole, monkeypatch, capfd, signum):
     interrupt(recipe, tmp_path / "run", monkeypatch, signum)

@@ -190,6 +190,7 @@ def test_a_store_that_fails_is_told_and_tried_again(bucket, tmp_path, capsys, wa
     assert steps(bucket) == [5]
 
 
+@pytest.mark.slow
 def test_an_error_of_the_run_is_not_hidden(bucket, tmp_path, capsys):
     save(tmp_path / "here", 5)
 

@@ -207,6 +207,7 @@ def test_trains_resumes_and_exports(recipe, tmp_path, capsys):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_micro_batches_hide_what_one_batch_hides(recipe, tmp_path):
     """A row's mask depends on its place in the run: losses of 8 rows a step and of 4 + 4 are equal."""

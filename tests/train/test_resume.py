@@ -80,6 +80,7 @@ def test_sigterm_saves_and_the_run_goes_on(recipe, tmp_path, whole, monkeypatch)
     assert outcome(tmp_path / "run") == outcome(whole)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_costs_its_steps_only(recipe, tmp_path, whole, capsys):
     config = configured(recipe, tmp_path / "run")
     loop.train(config)
@@ -95,6 +96,7 @@ def test_a_damaged_checkpoint_costs_its_steps_only(recipe, tmp_path, whole, caps
     assert outcome(run_dir) == outcome(whole)
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(
     recipe, tmp_path, capsys, monkeypatch
 ):

@@ -192,6 +192,7 @@ class HashedAtOnce:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["train", pytest.param("validation", marks=pytest.mark.slow)])
 def test_data_that_was_edited_at_equal_size_is_not_resumed_on(recipe, tmp_path, monkeypatch, part):
     monkeypatch.setattr(loader, "Hashing", HashedAtOnce)
@@ -216,6 +217,7 @@ def test_data_that_was_edited_at_equal_size_is_not_resumed_on(recipe, tmp_path, 
     loop.train(configured(recipe, tmp_path / "run", *settings))
 
 
+@pytest.mark.slow
 def test_files_that_come_later_may_change(recipe, tmp_path, capsys, monkeypatch):
     """The run goes on and says so. Rows of validation may change as well."""
     monkeypatch.setattr(packing, "STREAM_GROUP", 1000)

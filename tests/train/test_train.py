@@ -74,6 +74,7 @@ def check_gradients(run_dir: Path, one_big_batch: tuple) -> None:
         assert (found[name] - gradient).abs().max() < 1e-5 * scale, name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows", [8, 4, 2])
 def test_the_loss_is_the_mean_over_all_tokens_of_the_step(recipe, tmp_path, one_big_batch, rows):
     loop.train(configured(recipe, tmp_path / "run", *ONE_STEP, f"train.micro_batch_size={rows}"))
