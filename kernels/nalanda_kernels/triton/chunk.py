@@ -37,7 +37,7 @@ class Readout:
 
     def text(self) -> str:
         """The readout as an argument of an operator."""
-        return repr(dataclasses.astuple(self))
+        return repr(tuple(getattr(self, name) for name in self.__dataclass_fields__))
 
     @staticmethod
     @functools.cache

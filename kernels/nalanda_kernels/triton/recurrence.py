@@ -9,6 +9,7 @@ Shapes: B rows of T tokens. H heads of q and k with K columns, HV heads of v wit
 N sequences. Chunks of BT tokens, counted over all sequences.
 """
 
+import functools
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -285,25 +286,36 @@ def _launch(
     grid: the chunks or sequences, and perhaps heads; kernels by tiles get a program for each tile of these.
     sizes: block sizes, warps and stages; by default those of `blocks`. M: columns beside those of V.
     """
-    sizes = dict(sizes or blocks(kernel.__name__, form.itemsize, form.features))
-    if "BV" in sizes:
+    sizes = sizes or blocks(kernel.__name__, form.itemsize, form.features)
+    tiles, constants = _constants_of(kernel, form, M, tuple(sizes.items()))
+
+    # A kernel takes the constants and tables that it names; `values` override them.
+    tables = {name: x for name, x in chunks.tables().items() if name in kernel.arg_names}
+    if grid[0]:
+        kernel[(grid[0] * tiles, *grid[1:])](**constants | tables | values)
+
+
+@functools.lru_cache(maxsize=1024)
+def _constants_of(
+    kernel, form: Form, M: int, sizes: tuple[tuple[str, int], ...]
+) -> tuple[int, dict[str, Any]]:
+    """The tiles of a launch; its constants and sizes by the names of the kernel's arguments."""
+    fitted = dict(sizes)
+    if "BV" in fitted:
         # No block wider than the head.
-        sizes["BV"] = min(sizes["BV"], power_of_two(form.V))
-    if "BC" in sizes:
-        sizes["BC"] = min(sizes["BC"], power_of_two(form.F))
+        fitted["BV"] = min(fitted["BV"], power_of_two(form.V))
+    if "BC" in fitted:
+        fitted["BC"] = min(fitted["BC"], power_of_two(form.F))
 
     # Tiles share the grid's first axis, the only one that may exceed 65,535.
     tiles = 1
     if kernel in _BY_VALUES:
-        tiles = -(-(form.V + M) // sizes["BV"])
+        tiles = -(-(form.V + M) // fitted["BV"])
     elif kernel is channel_gradients:
-        tiles = -(-form.F // sizes["BC"])
+        tiles = -(-form.F // fitted["BC"])
 
-    # A kernel takes the constants and tables that it names; `values` override them.
-    shared = form.constants() | chunks.tables() | {"PIPELINED": sizes.get("num_stages", 1) > 1}
-    shared = {name: shared[name] for name in kernel.arg_names if name in shared}
-    if grid[0]:
-        kernel[(grid[0] * tiles, *grid[1:])](**shared | values | sizes)
+    shared = form.constants() | {"PIPELINED": fitted.get("num_stages", 1) > 1}
+    return tiles, {name: x for name, x in shared.items() if name in kernel.arg_names} | fitted
 
 
 def _scan(kernel, run: Pass, tensors: dict[str, Any], start: States, end: States) -> None:
