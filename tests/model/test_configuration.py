@@ -52,7 +52,7 @@ def test_a_pattern_repeats_over_the_layers(tmp_path):
         ({"mixer": "linear_attention", "feature_map": "silu"}, "denominator=false"),
         ({"mixer": "mala", "feature_map": "identity"}, "choose relu, exp, elu1"),
         ({"mixer": "nala", "feature_map": "nala_vision"}, "nala_paper, nala_released, nala_code"),
-        ({"mixer": "pola", "feature_map": "relu"}, "needs feature_map 'pola'"),
+        ({"mixer": "pola", "feature_map": "relu"}, "it needs 'pola' or 'polapp'"),
         ({"mixer": "pola", "head_dim": 5}, "must be even"),
         ({"mixer": "soft", "feature_map": "relu"}, "take mixer 'linear_attention'"),
         ({"mixer": "mala", "mixer_options": {"scale": "paper"}}, "code, inverse_t, literal"),

@@ -451,8 +451,23 @@ def test_pola_starts_unscaled_in_the_middle_of_its_exponents():
         torch.testing.assert_close(phi, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_polapp_by_its_formula():
+    """Each query entry has its slope, keys have none; what exceeds 10 counts as 10."""
+    feature_map = build("polapp").double()
+    with torch.no_grad():
+        feature_map.a.copy_(normal(2, 2 * K))
+    q, k = normal(1, 4, 2, K).double(), normal(1, 4, 2, K).double()
+    q[0, 0, 0, :2] = torch.tensor([12.0, -12.0])
+    phi_q, phi_k = feature_map(q, k)
+    s = 1 / (1 + (-feature_map.a.detach()).exp())
+    for x, phi, slope in ((q, phi_q, s), (k, phi_k, torch.ones_like(s))):
+        signs = torch.cat([x.clamp(0, 10), (-x).clamp(0, 10)], -1)
+        torch.testing.assert_close(phi, (slope * signs).exp() - 1, rtol=1e-12, atol=1e-12)
+    assert phi_q[0, 0, 0, 0].item() == pytest.approx(float((10 * s[0, 0]).exp() - 1))
+
+
 def test_exponents_and_landmarks_stay_fp32():
-    for name in ("pola", "soft", "softpp", "nala_learned", "silu_shifted"):
+    for name in ("pola", "polapp", "soft", "softpp", "nala_learned", "silu_shifted"):
         for parameter in build(name).bfloat16().parameters():
             assert parameter.dtype == torch.float32
 

@@ -515,6 +515,33 @@ def opposite(phi_q: Tensor) -> Tensor:
     return phi_q.roll(phi_q.shape[-1] // 2, -1)
 
 
+class PolaPP(Fp32Module, FeatureMap):
+    """PolaFormer++'s map, by its authors' code; `2K` features, O(K) FLOPs per token and head.
+
+        φ(q) = e^(s ⊙ [relu(q); relu(−q)]) − 1,    φ(k) = e^[relu(k); relu(−k)] − 1,    s = σ(a), a `[H, 2K]` learnt.
+
+    s starts at ½. Entries above 10 count as 10, as in `exp`. The query of opposite signs is `opposite(φ(q))`;
+    the authors learn an s of its own for it.
+    """
+
+    equation = "q: e^(s [relu(q); relu(−q)]) − 1, s = σ(a); k: s = 1"
+    source = "arXiv 2501.15061"
+    nonnegative = True
+
+    def __init__(self, *, num_heads: int, head_dim: int):
+        super().__init__()
+        self.feature_dim = 2 * head_dim
+        self.a = nn.Parameter(torch.empty(num_heads, 2 * head_dim, dtype=torch.float32))
+
+    def initial(self) -> dict[str, Tensor]:
+        return {"a": torch.zeros_like(self.a)}
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = (split_signs(at_least_fp32(x)).clamp_max(10) for x in (q, k))
+        s = self.a.to(q.dtype).sigmoid()
+        return torch.expm1(s * q), torch.expm1(k)
+
+
 class Soft(Fp32Module, FeatureMap):
     """SOFT with learnt landmarks Z `[H, m, K]`, for causal readouts; pooled ones would leak the future.
 
@@ -603,6 +630,7 @@ FEATURE_MAPS = {
     "nala_learned": LearnedNaLa,
     "silu_shifted": ShiftedSiLU,
     "pola": Pola,
+    "polapp": PolaPP,
     "soft": Soft,
     "softpp": SoftPP,
 }

@@ -135,7 +135,7 @@ class PolaAttention(NormalizedAttention):
     heads) is added. Their sum is multiplied by G = W_g x, without activation.
 
     Options: `gate_first` multiplies by G before the convolution is added (default: after). The map's options
-    (`alpha`, `scale`) are feature_map_options. V must be even.
+    (`alpha`, `scale`) are feature_map_options. `feature_map: polapp` takes PolaFormer++'s. V must be even.
     Cost: that of `LinearAttention` with twice the heads of V/2, plus 10V. State: 2 × 2K × (V/2 + 1) in fp32,
     and the last 4 values of v for the convolution.
     """
@@ -153,9 +153,9 @@ class PolaAttention(NormalizedAttention):
     )
 
     def __init__(self, config, layer_idx: int, *, gate_first: bool = False):
-        if config.feature_map not in (None, "pola"):
+        if config.feature_map not in (None, "pola", "polapp"):
             raise ValueError(
-                f"pola: feature_map is {config.feature_map!r}; it needs feature_map 'pola'"
+                f"pola: feature_map is {config.feature_map!r}; it needs 'pola' or 'polapp'"
             )
         if config.value_dim % 2:
             raise ValueError(

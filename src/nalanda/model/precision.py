@@ -31,7 +31,7 @@ TINY = torch.finfo(torch.float32).tiny
 Pair = tuple[str, str | None]
 """A mixer and its map."""
 MEASURED: dict[str, tuple[str | None, ...]] = {
-    "deltanet": tuple(FEATURE_MAPS),
+    "deltanet": tuple(name for name in FEATURE_MAPS if name != "polapp"),
     "gated_deltanet": ("silu", "nala"),
     "kda": ("silu", "nala"),
     "gated_deltanet2": ("silu",),
