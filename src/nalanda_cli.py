@@ -247,7 +247,7 @@ def recipes() -> None:
 
     nalanda recipes
 
-    Shows mixer, feature map and parameters; on wide terminals the state, tokens and FLOPs too.
+    Shows mixer, feature map and state; on wide terminals parameters, tokens and FLOPs too.
     """
     from nalanda.report.recipes import print_recipes, recipe_rows
 

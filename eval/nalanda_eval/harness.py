@@ -251,6 +251,7 @@ def _score_model(
             "place": _full_path(name),
             "fingerprint": scorer.identity["weights"],
             "parameters": model.num_parameters(),
+            "state_bytes": _state_bytes(model),
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(model.device),
             "products": product_route(),
@@ -389,6 +390,12 @@ def _full_path(name: str) -> str:
     """The full path of a folder, however it is named; of anything else the name."""
     path = Path(name).expanduser()
     return str(path.resolve()) if path.is_dir() else name
+
+
+def _state_bytes(model: Any) -> int | None:
+    """Bytes of the state of one sequence of 2,048 tokens; None for another library's model."""
+    count = getattr(model.config, "state_bytes", None)
+    return count and count(2048, model.dtype)
 
 
 def _shared_settings(results: dict[str, Any]) -> dict[str, Any]:

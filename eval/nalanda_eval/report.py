@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nalanda.common.progress import first_process
-from nalanda.common.text import si
+from nalanda.common.text import si, size
 from nalanda_eval.needles import NEEDLES, short_length
 
 # The zero-shot suite of NaLaFormer's table 4, and LAMBADA's accuracy: task, metric, column.
@@ -90,8 +90,9 @@ def suite(
 ) -> tuple[list[str], list[list[str]], list[list[str]]] | None:
     """One of `SUITES` as text: header, published rows and two rows a model; None if none of its tasks ran.
 
-    A model's second row has the standard errors. Shares are in percent. A dash marks what was not measured;
-    `avg` is the mean of the shares but those apart, a dash if one is missing.
+    A model's second row has the size of its state, if that is known, and the standard errors. Shares are in
+    percent. A dash marks what was not measured; `avg` is the mean of the shares but those apart, a dash if one
+    is missing.
     """
     table = SUITES[name]
     asked_for = set(results["left_out"]).union(*(model["tasks"] for model in results["models"]))
@@ -101,11 +102,13 @@ def suite(
     header = ["model", *(title for _, _, title in table.tasks), "avg"]
     published = [_suite_row(table, *row) for row in read_published(name).items()]
     ours = []
-    for name, model in zip(_model_titles(results), results["models"], strict=True):
-        # An empty name marks the row of standard errors.
+    titles = zip(_model_titles(results), _state_sizes(results), strict=True)
+    for (name, state), model in zip(titles, results["models"], strict=True):
+        # Without a name a row has standard errors.
         for kind, title in {"metrics": name, "stderr": ""}.items():
             figures = [_read_figure(model, task, metric, kind) for task, metric, _ in table.tasks]
             ours.append(_suite_row(table, title, figures))
+        ours[-1][0] = state
     return header, published, ours
 
 
@@ -153,6 +156,11 @@ def notes(results: dict[str, Any]) -> list[str]:
         if suite(results, name)
     ]
     lines.append("±: standard errors.")
+    if any(_state_sizes(results)):
+        lines.append(
+            "Under a name: the state of a sequence of 2,048 tokens. ×: over 2 % larger than the table's smallest, "
+            "so a gain may be the state's."
+        )
     lines += [f"{task} is left out: {reason}." for task, reason in results["left_out"].items()]
     if results["limit"] is not None:
         lines.append(
@@ -235,7 +243,7 @@ def results_markdown(results: dict[str, Any]) -> str:
     """The tables in Markdown."""
     blocks = []
     for header, published, ours in filter(None, (suite(results, name) for name in SUITES)):
-        bold = [[row[0] and f"**{row[0]}**", *row[1:]] for row in ours]
+        bold = [[f"**{row[0]}**", *row[1:]] if i % 2 == 0 else row for i, row in enumerate(ours)]
         blocks.append(markdown_table(header, [*published, *bold], left=1))
     blocks += [
         markdown_table(*table) for table in (needle_table(results), others(results)) if table
@@ -259,8 +267,8 @@ def print_results(results: dict[str, Any]) -> None:
         table = _make_table([title.replace(" ", "\n") for title in header], left=1)
         for row in published:
             table.add_row(*row, style="dim", end_section=row is published[-1])
-        for row in ours:
-            table.add_row(*row, style=None if row[0] else "dim")
+        for i, row in enumerate(ours):
+            table.add_row(*row, style="dim" if i % 2 else None)
         console.print(table, markup=False)
         console.print()
     for header, rows in filter(None, (needle_table(results), others(results))):
@@ -280,6 +288,18 @@ def _model_titles(results: dict[str, Any]) -> list[str]:
         if len({path[-count:] for path in paths}) == len(set(paths)):
             return [str(Path(*path[-count:])) for path in paths]
     return [model["name"] for model in results["models"]]
+
+
+def _state_sizes(results: dict[str, Any]) -> list[str]:
+    """The size of each model's state, and how many times the smallest it is; "" if it is not known."""
+    found = [model.get("state_bytes") for model in results["models"]]
+    least = min(filter(None, found), default=1)
+    ratios = [
+        f", {state / least:.1f} ×" if state and state > 1.02 * least else "" for state in found
+    ]
+    return [
+        f"{size(state)}{ratio}" if state else "" for state, ratio in zip(found, ratios, strict=True)
+    ]
 
 
 def _make_table(header: list[str], left: int) -> Table:

@@ -498,6 +498,26 @@ def test_bits_per_byte_and_sizes_stand_below_the_table():
     assert lines[-1].startswith("b: 27 K parameters, float32, ")
 
 
+def test_a_larger_state_is_marked_beside_its_row():
+    """A model of an older table, or of another library, has no size."""
+    piqa = {"piqa": {"metrics": {"acc": 0.5}, "stderr": {"acc": 0.1}}}
+    sizes = {"small": {"state_bytes": 1 << 20}, "same": {"state_bytes": (1 << 20) + 999}}
+    sizes |= {"large": {"state_bytes": 3 << 19}, "none": {"state_bytes": None}, "older": {}}
+    models = [
+        NAMED | {"name": name, "tasks": piqa, "log_likelihoods": 1} | state
+        for name, state in sizes.items()
+    ]
+    results = {"models": models, "left_out": {}, "limit": None}
+    rows = report.suite(results)[2]
+    assert [row[0] for row in rows[::2]] == list(sizes)
+    assert [row[0] for row in rows[1::2]] == ["1.0 MiB", "1.0 MiB", "1.5 MiB, 1.5 ×", "", ""]
+    assert "| **large** |" in report.results_markdown(results)
+    assert "| 1.5 MiB, 1.5 × |" in report.results_markdown(results)
+    assert any(line.startswith("Under a name: the state") for line in report.notes(results))
+    results["models"] = models[3:]
+    assert not any("the state" in line for line in report.notes(results))
+
+
 NAMED = {"parameters": 1e6, "dtype": "float32", "max_length": None, "found": 0, "seconds": 1.0}
 TOTALS = {"perplexity": 9.0, "stderr": None, "word_perplexity": 99.0, "bits_per_byte": 1.0}
 

@@ -125,7 +125,7 @@ TABLES: dict[str, dict[str, Callable[[], list[dict[str, Any]]]]] = {
 }
 """The generated tables of each page, by the name between `<!-- -->` above them."""
 
-LEFT_OUT = {"training GFLOPs a token", "tokens", "source"}
+LEFT_OUT = {"training GFLOPs a token", "tokens", "source", "parameter count", "state bytes"}
 """Columns that pages leave out: `nalanda info` prints them, and docs/formulas.md has the sources."""
 
 
