@@ -26,7 +26,9 @@ except Unsupported as reason:
     pytest.skip(f"no C++ compiler: {reason}", allow_module_level=True)
 
 SERVED = [
-    name for name in FEATURE_MAPS if name not in ("nala_learned", "silu_shifted", "soft", "softpp")
+    name
+    for name in FEATURE_MAPS
+    if name not in ("nala_learned", "silu_shifted", "polapp", "soft", "softpp")
 ]
 # Readings of NaLa that no row of the table has.
 READINGS = [

@@ -22,7 +22,7 @@ try:
 except Unsupported as reason:
     pytest.skip(f"no C++ compiler: {reason}", allow_module_level=True)
 
-UNKNOWN_MAPS = ("nala_learned", "silu_shifted", "soft", "softpp")  # to `maps.describe`
+UNKNOWN_MAPS = ("nala_learned", "silu_shifted", "polapp", "soft", "softpp")  # to `maps.describe`
 SIZES = {"vocab_size": 8, "hidden_size": 28, "num_heads": 2, "expand_v": 1.5}  # K = 14, V = 21
 MORE = {
     "wide": {"mixer": "gated_deltanet", "feature_map": "nala", "head_dim": 37, "expand_v": 1.0},

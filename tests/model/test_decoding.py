@@ -26,7 +26,7 @@ except Unsupported as reason:
 
 NEW = 6
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
-UNKNOWN_MAPS = ("nala_learned", "silu_shifted", "soft", "softpp")  # to `maps.describe`
+UNKNOWN_MAPS = ("nala_learned", "silu_shifted", "polapp", "soft", "softpp")  # to `maps.describe`
 
 
 @pytest.fixture(autouse=True)
