@@ -61,15 +61,16 @@ format: .venv/.ready
 
 # Without a .venv too: a machine with a card brings its own torch. tools/gpu/README.md.
 GPU_CHECK = $(or $(wildcard $(BIN)/python),$(PYTHON)) tools/gpu/gpu_check.py
+GPU_OPTIONS = $(if $(OUTPUT),--output $(OUTPUT)) $(if $(FORMER),--former $(FORMER)) $(if $(MINUTES),--minutes $(MINUTES))
 gpu-check:
-	@$(GPU_CHECK) $(PART) $(if $(OUTPUT),--output $(OUTPUT)) $(if $(BUNDLE),--bundle $(BUNDLE))
+	@$(GPU_CHECK) $(PART) $(if $(BUNDLE),--bundle $(BUNDLE)) $(GPU_OPTIONS)
 
 gpu-day:
-	@$(GPU_CHECK) day --bundle $(BUNDLE) --output $(OUTPUT) $(if $(CALL),--call $(CALL))
+	@$(GPU_CHECK) day --bundle $(BUNDLE) $(if $(CALL),--call $(CALL)) $(GPU_OPTIONS)
 
-# With the card's Python and Triton: make gpu-bundle PYTHON=python3.12. Called again, it goes on.
+# With the card's Python and Triton: make gpu-bundle PYTHON=python3.12. Called again, it goes on. TEXT="web=FOLDER small=FOLDER"
 gpu-bundle:
-	@$(PYTHON) tools/gpu/gpu_check.py bundle --bundle $(or $(BUNDLE),gpu-bundle) $(if $(MINUTES),--minutes $(MINUTES))
+	@$(PYTHON) tools/gpu/gpu_check.py bundle --bundle $(or $(BUNDLE),gpu-bundle) $(if $(MINUTES),--minutes $(MINUTES)) $(TEXT:%=--text %)
 
 static: .venv/.ready
 	@OMP_NUM_THREADS=1 $(BIN)/python -m nalanda_lab.kernels.static --check
