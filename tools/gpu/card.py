@@ -136,9 +136,7 @@ class Card:
         lines = str(error).strip().splitlines() or [""]
         return f"{type(error).__name__}: {lines[0]}"[:160]
 
-    def start(
-        self, arguments: list[str], path: Iterable[str] = (), **variables: str
-    ) -> subprocess.Popen:
+    def start(self, arguments: list[str], path: Iterable[str] = (), **variables: str) -> Any:
         """Starts this Python in the repository's root. Its output goes to the log.
 
         path: more folders of packages, before all others.
@@ -150,6 +148,11 @@ class Card:
 
         command = [sys.executable, *arguments]
         self.write_log(f"$ {' '.join(command)}\n")
+        if self.dry:
+            from gpu import warm
+
+            if forked := warm.start(arguments, environment, self.log):
+                return forked
         with self.log.open("ab") as file:
             return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=file, stderr=file)
 

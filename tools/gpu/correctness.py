@@ -145,12 +145,14 @@ def read_outcomes(file: Path, key: str) -> dict[str, str]:
 
 def choose_options(card: Card) -> list[str]:
     options = ["-q", "--tb=short", "-p", "no:cacheprovider"]
-    if importlib.util.find_spec("xdist"):  # compilation takes most of the time
+    # Of a rehearsal, so few that each worker would import for longer than they take.
+    few = card.dry and card.tests == Card.tests
+    if importlib.util.find_spec("xdist") and not few:  # compilation takes most of the time
         workers = 2 if card.dry else min(12, max(1, (os.cpu_count() or 1) - 2))
         options += ["-n", str(workers)]
     if importlib.util.find_spec("pytest_timeout"):  # a kernel that hangs hears no signal
         options += ["--timeout=90", "--timeout-method=thread"]
-    return [*options, "-k", DRY] if card.dry and card.tests == Card.tests else options
+    return [*options, "-k", DRY] if few else options
 
 
 # ------------------------------ the plugin

@@ -24,8 +24,8 @@ from gpu.train import (
 GROUP = "Curves"
 RESUMED = 20  # steps behind the checkpoint
 AGREES = {"agreement": 0.995}
-DRY_DEMO = ["train.steps=4", "train.tokens_per_step=512", "train.micro_batch_size=1", "log.every=1"]
-DRY_DEMO += ["model.hidden_size=64", "validation.every=0"]
+DRY_DEMO = ["train.steps=4", "train.tokens_per_step=128", "train.micro_batch_size=1", "log.every=1"]
+DRY_DEMO += ["model.hidden_size=64", "data.seq_len=64", "validation.every=0"]
 
 
 def demo_settings(text) -> list[str]:
@@ -69,9 +69,9 @@ def train_for(card: Card, *, recipe: str, minutes: float, resume: bool) -> Value
     Two recipes see the same batches.
     """
     T, rows, steps = (32, 1, 4) if card.dry else (2048, 8, 100_000)
-    every = 2 if card.dry else 25
+    every, held_out = (2, 4) if card.dry else (25, 64)
     settings = [*SETTINGS, *text_settings(text_of(card, "web")), *(DRY if card.dry else ())]
-    settings += [f"data.seq_len={T}", "data.max_validation_rows=64", "log.every=1"]
+    settings += [f"data.seq_len={T}", f"data.max_validation_rows={held_out}", "log.every=1"]
     settings += ["schedule.warmup_steps=2" if card.dry else "schedule.warmup_steps=20"]
     settings += [f"train.tokens_per_step={MICRO_BATCHES * rows * T}"]
     settings += [f"train.micro_batch_size={rows}", f"validation.every={every}"]

@@ -76,7 +76,7 @@ class Run:
             "schedule.name=wsd",
             f"schedule.warmup_steps={steps // 10}",
             f"data.seq_len={T}",
-            "data.max_validation_rows=256",
+            f"data.max_validation_rows={4 if card.dry else 256}",
             f"train.steps={steps}",
             f"train.tokens_per_step={tokens}",
             f"train.micro_batch_size={rows}",

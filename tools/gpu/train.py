@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gpu.bench import lift_guard
 from gpu.card import OUT_OF_TIME, ROOT, STUBS, Card, Case, Values
 
@@ -126,6 +128,10 @@ def run_trainer(
         variables["NALANDA_BACKEND"] = backend
     if guarded:
         variables["NALANDA_GUARD"] = "1"
+    if (
+        card.dry
+    ):  # C++ for a CPU is none of the card's code, and takes a minute; tests/train compiles it
+        variables["NALANDA_COMPILER"] = "aot_eager"
     path = [str(STUBS), str(ROOT / "tests" / "helpers")] if card.dry else []
     if card.dry and backend == "fla":  # a GPU's backend serves a CPU in the interpreter alone
         variables["NALANDA_INTERPRET"] = "1"
@@ -271,6 +277,8 @@ def tune(card: Card) -> Values:
 def main(arguments: list[str]) -> Any:
     if os.environ.get("NALANDA_INTERPRET"):
         import interpreter  # noqa: F401  before any kernel
+    if compiler := os.environ.get("NALANDA_COMPILER"):
+        torch.compile = partial(torch.compile, backend=compiler)
     fla = uses_fla(arguments[0].removeprefix("recipes/"), os.environ.get("NALANDA_BACKEND", ""))
     if fla and not os.environ.get("NALANDA_GUARD"):
         lift_guard()
