@@ -12,9 +12,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gpu import bench, bundle, correctness, curves, small, train
+from gpu import bench, bundle, correctness, curves, keep, small, train, tuned
 from gpu.card import OUT_OF_TIME, ROOT, STUBS, Card, Case, Values
-from gpu.results import Results, facts, fit, show, take_former
+from gpu.results import FIGURES, Results, facts, fit, show, take_former
 
 PARTS: dict[str, Callable[[Card], list[Case]]] = {
     "kernels": correctness.kernel_cases,
@@ -23,7 +23,9 @@ PARTS: dict[str, Callable[[Card], list[Case]]] = {
     "curves": curves.curve_cases,
     "small": small.small_cases,
     "tune": lambda card: [Case("Block sizes", "tune", train.tune)],
+    "keep": keep.keep_cases,
 }
+KEEP = "keep"  # its cases each need the one before, and its files leave room for the figures alone
 MINUTES = 8.75  # of a part of the day
 LOST = 3  # exit code of a process whose GPU answers no more; the same command goes on
 NO_FIGURE = 4  # exit code of a part that ended without one
@@ -39,6 +41,9 @@ def run_part(part: str, options: argparse.Namespace) -> int:
     unpacked = bundle.unpack(options.bundle) if options.bundle else None
     card.bundle = unpacked
     name = results.facts["card"]
+    for folder in filter(None, (options.bundle, card.output)):
+        if count := tuned.unpack(folder / tuned.NAME, tuned.triton_cache(), name):
+            card.say(f"{folder / tuned.NAME}: sizes of {count} kernels and shapes")
     card.newest = lambda group, case: results.newest(Case(group, case), name).get("values", {})
     minutes = options.minutes or 9.0
     before = len(results.figures)
@@ -57,7 +62,9 @@ def run_part(part: str, options: argparse.Namespace) -> int:
     results.facts["ptxas"] = os.environ.get(correctness.PTXAS, "bundled")
     bench.lift_guard()
 
-    cases = sorted(PARTS[part](card), key=lambda case: turn(results.newest(case, name)))
+    cases = PARTS[part](card)
+    if part != KEEP:
+        cases.sort(key=lambda case: turn(results.newest(case, name)))
     if part == "small":  # several runs at once
         return end_part(part, card, results, before, small.run_small(card, results))
     for i, case in enumerate(cases):
@@ -71,6 +78,7 @@ def run_part(part: str, options: argparse.Namespace) -> int:
         except Exception as error:
             values = {"errors": card.note(error)}
         results.put(case, values)
+        bring_tuned(part, results)
         card.say("  " + ", ".join(f"{name} {show(value)}" for name, value in values.items()))
         try:
             card.synchronize()
@@ -78,6 +86,13 @@ def run_part(part: str, options: argparse.Namespace) -> int:
             card.say(f"  {card.note(error)}")
             return LOST
     return end_part(part, card, results, before, [])
+
+
+def bring_tuned(part: str, results: Results) -> None:
+    """Puts what the peer's autotuner found beside the results."""
+    if part != KEEP:
+        file = results.file.with_name(tuned.NAME)
+        tuned.pack(tuned.triton_cache(), file, results.facts["card"])
 
 
 def turn(figure: Values) -> str:
@@ -94,6 +109,7 @@ def end_part(part: str, card: Card, results: Results, before: int, left: list[st
     if not figures:
         outcome = f"no figure; {outcome}"
     results.put(Case(PART, part), {"outcome": outcome, "figures": len(figures)})
+    bring_tuned(part, results)
     card.say(f"gpu-check {part}: {outcome}")
     problem = fit(card.output)
     if problem:
@@ -169,7 +185,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("gpu-check: torch sees no GPU; run it on a machine with one", file=sys.stderr)
         return 2
     if options.former:
-        take_former(options.former, options.output)
+        part = list(PARTS)[options.call - 1] if options.call else options.part
+        take_former(options.former, options.output, FIGURES if part == KEEP else None)
     if options.part == "day":
         return run_day(options)
     if options.dry_run:

@@ -4,6 +4,7 @@ import datetime
 import hashlib
 import json
 import shutil
+from collections.abc import Collection
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,16 @@ FILES, BYTES = 8, 16 << 20
 """The most that a card's machine gives back: files, at the top of a folder, and bytes of each."""
 
 
-def take_former(former: Path, folder: Path) -> None:
-    """Copies a former call's files, to which this call appends. Files that are there stay."""
+FIGURES = ("results.jsonl", "RESULTS.md", "log.txt")
+"""Files of every part."""
+
+
+def take_former(former: Path, folder: Path, only: Collection[str] | None = None) -> None:
+    """Copies a former call's files, to which this call appends. Files that are there stay. only: their names."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in former.iterdir():
+        if only is not None and file.name not in only:
+            continue
         if file.is_file() and not (folder / file.name).exists():
             shutil.copyfile(file, folder / file.name)
 
@@ -90,7 +97,7 @@ def show(value: Any) -> str:
     if isinstance(value, list):  # a curve
         return f"{len(value)} points"
     if isinstance(value, str):
-        return value.replace("|", "/")
+        return value.replace("|", "/").replace("\n", "⏎")
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 

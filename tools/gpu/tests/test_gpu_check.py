@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import gpu_check
 import pytest
 import torch
-from gpu import bench, bundle, correctness, curves, results, small, train
+from gpu import bench, bundle, correctness, curves, keep, results, small, train, tuned
 from gpu.card import OUT_OF_TIME, STUBS, Card, Case, stop
 from gpu.results import Results
 from gpu.train import Trained, Training
@@ -115,6 +115,36 @@ def test_another_call_goes_on_with_the_former_ones_files(tmp_path, monkeypatch):
     assert (second / "results.jsonl").read_text().startswith(former)
 
 
+def test_make_hands_its_variables_on():
+    def command(*arguments: str) -> str:
+        done = subprocess.run(
+            ["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        return " ".join(done.stdout.split()[2:])
+
+    variables = ("BUNDLE=b", "OUTPUT=o", "FORMER=f", "MINUTES=4")
+    said = command("gpu-day", "CALL=2", *variables)
+    assert said == "day --bundle b --call 2 --output o --former f --minutes 4"
+    said = command("gpu-check", "PART=bench", *variables)
+    assert said == "bench --bundle b --output o --former f --minutes 4"
+    said = command("gpu-bundle", "BUNDLE=b", "TEXT=web=x small=y")
+    assert said == "bundle --bundle b --text web=x --text small=y"
+
+
+def test_a_model_to_keep_takes_only_the_figures_of_a_former_call(tmp_path, monkeypatch):
+    """Its own files fill the folder: with tests.jsonl and the others it would not come back whole."""
+    former = dry(tmp_path / "former").output
+    results_of(former).put(Case("Group", "a"), {"value": 1.0})
+    for name in ("log.txt", "tests.jsonl", "profile.txt", tuned.NAME):
+        (former / name).write_text("{}")
+    monkeypatch.setattr(gpu_check, "run_day", lambda options: 0)
+    for call, more in (("7", set()), ("2", {"tests.jsonl", "profile.txt", tuned.NAME})):
+        out = tmp_path / call
+        arguments = ["day", "--dry-run", "--call", call, "--former", str(former)]
+        assert gpu_check.main([*arguments, "--output", str(out)]) == 0
+        assert {x.name for x in out.iterdir()} == {*results.FIGURES} | more
+
+
 def test_what_comes_back_is_few_files_of_a_limited_size(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "BYTES", 30)
     (tmp_path / "log.txt").write_text("".join(f"line {i}\n" for i in range(100)))
@@ -155,11 +185,11 @@ def test_a_day_leaves_the_bench_out_if_the_chunks_are_wrong(tmp_path, monkeypatc
     monkeypatch.setattr(gpu_check.subprocess, "run", run)
     options = ["day", "--dry-run", "--output", str(tmp_path)]
     assert gpu_check.main(options) == 0
-    assert ran == ["kernels", "train", "curves", "small", "tune"]
+    assert ran == ["kernels", "train", "curves", "small", "tune", "keep"]
     assert '"outcome": "left out: chunk fails"' in (tmp_path / "results.jsonl").read_text()
     assert "no bench: chunk fails" in capsys.readouterr().out
     assert gpu_check.main([*options, "--call", "3"]) == 0
-    assert ran[5:] == ["train"]
+    assert ran[6:] == ["train"]
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -484,6 +514,99 @@ def test_the_demo_is_beside_the_cpus_losses(tmp_path, monkeypatch):
     assert values == {"errors": {"CPU": "the bundle has no demo.jsonl; make it again"}}
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_model_to_keep_falls_behind_its_steady_part(tmp_path, monkeypatch, cut):
+    """The second launch is a fifth of all steps. A call that was cut in it goes on with as many."""
+    launched, brought = [], []
+    lines = [
+        {"step": i, "tokens": 100 * i, "loss": 3.0, "tokens_per_second": 9.0} for i in (10, 800)
+    ]
+    lines += [{"step": 800, "val_loss": 2.5}]
+
+    def run_trainer(card, recipe, folder, *settings):
+        launched.append((settings[-1], round((card.end - start) / 60, 1)))
+        facts = {"executors": {"delta_rule": "triton"}, "saved": 800}
+        return Trained(lines, facts, OUT_OF_TIME if len(launched) == 1 and not cut else "")
+
+    monkeypatch.setattr(keep, "run_trainer", run_trainer)
+    monkeypatch.setattr(keep, "bring_weights", brought.append)
+    monkeypatch.setattr(keep, "text_of", lambda card, name: tmp_path / "web")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(keep.time, "monotonic", lambda: start)
+    for name in ("web", "python"):
+        (tmp_path / name).mkdir()
+        index = {"train": {"tokens": 40_000}, "tokenizer": {"vocab_size": 99}}
+        (tmp_path / name / "index.json").write_text(json.dumps(index))
+    start = 1000.0
+    card = Card("cuda", output=tmp_path / "out", end=start + 60 * 8 + keep.AFTER)
+    if cut:
+        run = keep.folder_of(card) / "run"
+        run.mkdir(parents=True)
+        (run / "run.json").write_text(json.dumps({"state": "stopped", "steps": 1000}))
+
+    values = keep.train_model(card)
+    second = ("train.steps=1000", 8.0)
+    assert launched == ([second] if cut else [("train.steps=100000", 6.0), second])
+    assert len(brought) == (not cut), "what is there before the rate falls"
+    assert (values["steps"], values["epochs"], values["tokens/s"]) == (800, 1.0, 9.0)
+    assert values["validation loss"] == 2.5
+    assert "errors" not in values
+    assert any(
+        "{name: python, source: " in x and "weight: 40000" in x for x in keep.settings_of(card)
+    )
+
+    # Finished: nothing is launched any more.
+    run = keep.folder_of(card) / "run"
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "run.json").write_text(json.dumps({"state": "finished", "steps": 1000}))
+    count = len(launched)
+    assert keep.train_model(card) == {"errors": {"run": "no step"}}, "this folder has no metrics"
+    assert len(launched) == count
+
+
+def test_weights_come_back_whole_in_few_files(tmp_path, monkeypatch):
+    """The model of 30 M at its size: with the figures and the log they are eight files."""
+    from nalanda_kernels import keep_model_types
+    from transformers import AutoModelForCausalLM
+
+    from nalanda.config.load import load_config
+    from nalanda.model import NalandaConfig, NalandaForCausalLM
+
+    model = NalandaForCausalLM(NalandaConfig(**load_config(keep.RECIPE).model))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    card = Card("cuda", output=tmp_path / "out")
+
+    def export(run: Path, folder: Path, replace: bool) -> None:
+        model.save_pretrained(folder)
+        (folder / "run.json").write_text('{"step": 7}')
+
+    def load(folder: str, dtype: str = "auto"):
+        keep_model_types()
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), None
+
+    monkeypatch.setattr("nalanda.train.export.export", export)
+    monkeypatch.setattr("nalanda.inference.load.load_model", load)
+    with pytest.raises(RuntimeError, match="training must run first"):
+        keep.bring_weights(card)
+    (keep.folder_of(card) / "run" / "checkpoints").mkdir(parents=True)
+    (keep.folder_of(card) / "run" / "metrics.jsonl").touch()
+    (card.output / "model-00001-of-00009.safetensors").touch()  # of another checkpoint
+    values = keep.bring_weights(card)
+    assert (values["step"], values["files"]) == (7, 4)
+    for name in results.FIGURES:
+        (card.output / name).touch()
+    assert results.fit(card.output) is None
+
+    back = tmp_path / "back"
+    shutil.unpack_archive(card.output / "model.tar.xz", back, filter="data")
+    for file in card.output.glob("*.safetensors"):
+        shutil.copy(file, back / keep.RECIPE)
+    again = load(str(back / keep.RECIPE))[0].state_dict()
+    for name, x in model.state_dict().items():  # a few stay in fp32
+        assert torch.equal(again[name], x.to(again[name].dtype)), name
+    assert again["lm_head.weight"].dtype == torch.bfloat16
+
+
 class Ended:
     """A process that has ended at once."""
 
@@ -590,6 +713,13 @@ def test_a_dry_day_runs_every_part(tmp_path):
     assert "less the flagship's" in values["Curves", train.GATED]
     assert values["Curves", "demo.yaml in bf16"]["agreement"] > 0.99
     assert values[small.GROUP, small.gap_name("gated_deltanet")]["seeds"] == 1
+    kept = values[keep.GROUP, "training"]
+    assert (kept["steps"], kept["tokens"]) == (5, 640)
+    assert values[keep.GROUP, "weights"]["step"] == 5
+    scores = values[keep.GROUP, "scores"]
+    assert scores["bits a byte, by source"].keys() == {"web", "python"}
+    assert min(scores["bits a byte"], scores["bigrams"]) > 1
+    assert values[keep.GROUP, "samples"].keys() == {*keep.PROMPTS}
     for part in gpu_check.PARTS:
         assert values["Parts", part]["figures"] > 0
     assert results.fit(tmp_path / "out") is None
@@ -603,6 +733,122 @@ def test_a_dry_day_runs_every_part(tmp_path):
     assert len(values["Profile of a step, ms", train.FLAGSHIP]) == 11
     assert "aten::mm" in (tmp_path / "out" / "profile.txt").read_text()
     assert (tmp_path / "triton" / "KEY" / "states.cubin").exists()
+
+
+# ------------------------------ the peer's sizes
+
+
+def tuned_cache(folder: Path, **contents: str) -> Path:
+    for key, content in contents.items():
+        (folder / key).mkdir(parents=True)
+        (folder / key / "kernel.autotune.json").write_text(content)
+        (folder / key / "kernel.cubin").touch()
+    return folder
+
+
+def test_tuned_sizes_are_a_cards_own(tmp_path):
+    file = tmp_path / tuned.NAME
+    tuned.pack(tuned_cache(tmp_path / "none"), file, "NVIDIA H200")
+    assert not file.exists()
+    tuned.pack(tuned_cache(tmp_path / "one", A="1"), file, "NVIDIA H200")
+    tuned.pack(tuned_cache(tmp_path / "two", B="2"), file, "NVIDIA H200")
+    tuned.pack(tuned_cache(tmp_path / "three", C="3"), file, "NVIDIA H100")
+
+    cache = tuned_cache(tmp_path / "cache", A="its own")
+    assert tuned.unpack(file, cache, "NVIDIA H200") == 2
+    files = {x.relative_to(cache).as_posix(): x.read_text() for x in cache.rglob("*.json")}
+    assert files == {"A/kernel.autotune.json": "its own", "B/kernel.autotune.json": "2"}
+    assert tuned.unpack(tmp_path / "absent.json", cache, "NVIDIA H200") == 0
+
+    other = tmp_path / "other.json"
+    tuned.write(other, {"NVIDIA H200": {"D/kernel.autotune.json": "4"}})
+    tuned.join([file, other], tmp_path / "all.json")
+    joined = tuned.read(tmp_path / "all.json")
+    assert {card: len(files) for card, files in joined.items()} == {
+        "NVIDIA H200": 3,
+        "NVIDIA H100": 1,
+    }
+    tuned.join([], tmp_path / "nothing.json")
+    assert not (tmp_path / "nothing.json").exists()
+
+
+def test_a_call_reads_the_sizes_of_the_former_one(tmp_path, monkeypatch, capsys):
+    """Two machines, each with a cache of its own. The first tunes; it is cut behind the first case."""
+    asked = []
+
+    def tune(card: Card) -> dict:
+        entry = tuned.triton_cache() / "KEY" / "kernel.autotune.json"
+        asked.append(entry.exists())
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        entry.write_text("times")
+        return {"value": 1.0}
+
+    def lose(card: Card) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setitem(gpu_check.PARTS, "bench", lambda card: [Case("Group", "a", tune)])
+    arguments = ["bench", "--dry-run", "--output"]
+    with monkeypatch.context() as patch:
+        patch.setattr(tuned, "triton_cache", lambda: tmp_path / "first")
+        patch.setattr(Card, "synchronize", lose)
+        assert gpu_check.main([*arguments, str(tmp_path / "a")]) == gpu_check.LOST
+    monkeypatch.setattr(tuned, "triton_cache", lambda: tmp_path / "second")
+    former = ["--former", str(tmp_path / "a")]
+    assert gpu_check.main([*arguments, str(tmp_path / "b"), *former]) == 0
+    assert asked == [False, True]
+    assert "tuned.json: sizes of 1 kernels and shapes" in capsys.readouterr().out
+
+
+TUNED_PROGRAM = """
+import torch, triton
+import triton.language as tl
+from gpu import precompile
+
+precompile.start()
+
+def configure(B):
+    return triton.Config({"B": B}, num_warps=B // 8)
+
+@triton.autotune([configure(B) for B in (16, 32)], key=["n"], cache_results=True)
+@triton.jit
+def kernel(x, n, B: tl.constexpr):
+    tl.store(x + tl.arange(0, B), 0.0)
+
+def bench(*arguments, config, **options):
+    print("timed", config.kwargs["B"])
+    return [1.0 / config.kwargs["B"]] * 3
+
+kernel._bench = bench
+kernel[(1,)](torch.zeros(32), 32)
+print("chosen", kernel.best_config.kwargs["B"])
+"""
+
+
+@pytest.mark.slow
+def test_tritons_autotuner_reads_what_came_back(tmp_path):
+    """Triton's own: a process times each configuration, another with an empty cache and the file times none."""
+    program = tmp_path / "tuned_kernel.py"
+    program.write_text(TUNED_PROGRAM)
+    file = tmp_path / tuned.NAME
+
+    def run(name: str) -> str:
+        cache = tmp_path / name
+        tuned.unpack(file, cache, "NVIDIA H200")
+        folders = [ROOT / "tools", ROOT / "src", ROOT / "kernels", ROOT / "lab"]
+        variables = {
+            "PYTHONPATH": os.pathsep.join(map(str, folders)),
+            "TRITON_CACHE_DIR": str(cache),
+        }
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
+        done = subprocess.run(
+            [sys.executable, program], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        tuned.pack(cache, file, "NVIDIA H200")
+        return done.stdout
+
+    assert run("first") == "timed 16\ntimed 32\nchosen 32\n"
+    assert run("second") == "chosen 32\n"
 
 
 # ------------------------------ the bundle
@@ -648,7 +894,11 @@ def test_a_bundle_unpacks_once_and_only_for_its_triton(tmp_path, monkeypatch, ca
 
 
 def test_a_bundle_is_made_in_steps(tmp_path, monkeypatch, capsys):
-    asked, ran = [], []
+    asked, ran, tokenizers = [], [], []
+    records = tmp_path / "lab" / "records" / "h200" / tuned.NAME
+    records.parent.mkdir(parents=True)
+    tuned.write(records, {"NVIDIA H200": {"KEY/kernel.autotune.json": "times"}})
+    monkeypatch.setattr(bundle, "ROOT", tmp_path)
 
     def download(packages: list[str], folder: Path) -> None:
         asked.extend(packages)
@@ -660,7 +910,8 @@ def test_a_bundle_is_made_in_steps(tmp_path, monkeypatch, capsys):
             raise subprocess.TimeoutExpired("x", 1)
         ran.append(program[1])
         if "prepare" in program:
-            make_token_set(Path(program[-1]))
+            make_token_set(Path(program[5]))
+            tokenizers.append(program[6:])
         if "gpu.train" in program:
             folder = Path(program[-1].removeprefix("output_dir="))
             folder.mkdir()
@@ -674,16 +925,18 @@ def test_a_bundle_is_made_in_steps(tmp_path, monkeypatch, capsys):
         texts = bundle.read_texts([f"web={web}"])
         bundle.make_bundle(tmp_path / "made", minutes=1.0, texts=texts)
     assert len(asked) == 3, "the second call downloads nothing"
-    assert (ran.count("nalanda_cli"), ran.count("gpu.train")) == (1, 1)
+    assert (ran.count("nalanda_cli"), ran.count("gpu.train")) == (2, 1)
     unpacked = tmp_path / "unpacked"
     unpacked.mkdir()
     bundle.unpack_files(tmp_path / "made", unpacked)
     card = Card("cuda", output=tmp_path / "out", bundle=unpacked)
     for name, source in (("web", "web"), ("small", "web"), ("demo", "text")):
         assert (train.text_of(card, name) / "index.json").read_text() == source
+    assert tokenizers == [["--tokenizer", str(web / "tokenizer")], []], "python, then the demo"
+    assert tuned.read(tmp_path / "made" / tuned.NAME) == tuned.read(records)
     assert train.read_lines(unpacked / "demo.jsonl") == [{"step": 10, "loss": 7.5}]
     said = capsys.readouterr().out
-    assert "MB; texts: demo, web" in said
+    assert "MB; texts: demo, python, web" in said
     manifest = json.loads((tmp_path / "made" / "manifest.json").read_text())
     assert manifest["key"] == bundle.triton_hash()
     again = ", ".join(f"{name}, newer ptxas" for name in correctness.AGAIN)
@@ -692,7 +945,7 @@ def test_a_bundle_is_made_in_steps(tmp_path, monkeypatch, capsys):
     # Another text of the demo needs another curve; a large bundle says so.
     monkeypatch.setattr(bundle, "TARGET", 10)
     bundle.make_bundle(tmp_path / "made", 1.0, {"demo": web})
-    assert (ran.count("nalanda_cli"), ran.count("gpu.train")) == (1, 2)
+    assert (ran.count("nalanda_cli"), ran.count("gpu.train")) == (2, 2)
     assert "more than the 0 it should have" in capsys.readouterr().out
 
 
