@@ -396,6 +396,25 @@ def imitate(
 
 
 @app.command()
+def exponents(
+    output: Annotated[
+        str, Option(help="directory for exponents.json and the picture")
+    ] = "runs/exponents",
+) -> None:
+    """Measure NaLa's exponent in untrained models, and draw it over the length of a query.
+
+    \b
+    nalanda-lab exponents
+
+    It builds three recipes of 340 M parameters and three models of 2 M, in a minute and 3 GB of memory.
+    """
+    with loading_torch():
+        from nalanda_lab.exponents import exponents
+
+    exponents(output)
+
+
+@app.command()
 def states(
     models: Annotated[
         str | None, Option(help="comma-separated: deltanet, deltanet-relu, …; by default all")

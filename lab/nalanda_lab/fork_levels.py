@@ -1,0 +1,176 @@
+"""The records of the first fork experiment in the tables of lab/pages/study.md.
+
+    python -m nalanda_lab.fork_levels lab/records/fork.tar.xz --draw lab/pages/fork.png
+
+It reads the losses and exponents alone, whatever hash of a rule the records name, and gives no verdict.
+"""
+
+import argparse
+import json
+import math
+import tarfile
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from nalanda_lab.estimate import Gap, paired_gap, signed
+from nalanda_lab.fork import load_study
+from nalanda_lab.fork_report import draw, losses_of
+from nalanda_lab.sweep import Record
+
+MIXERS = {"deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "nala": "NaLa's block"}
+GAPS = [  # (fork, first arm, second arm); own of both forks is the trunk's own end
+    (80, "own", "blind"),
+    (80, "own", "free"),
+    (80, "free", "blind"),
+    (50, "own", "blind"),
+    (50, "noise", "own"),
+]
+MOST = 10
+"""The documents whose share of a gap is told."""
+POWER = 2.0
+"""λ of the map `nala`, whose p is λ(½ + tanh m)."""
+
+
+def read_tar(file: Path) -> dict[str, Record]:
+    """The records of a compressed folder by name."""
+    records = {}
+    with tarfile.open(file) as tar:
+        for member in tar:
+            if opened := member.name.endswith(".json") and tar.extractfile(member):
+                records[Path(member.name).stem] = json.loads(opened.read())
+    return records
+
+
+def arm(records: dict[str, Record], mixer: str, name: str, fork: int) -> dict[int, Record]:
+    """The records of an arm by seed."""
+    place = (mixer, name, 80 if name == "own" else fork)
+    runs = [record for record in records.values() if record["run"]["part"] == "trunks"]
+    own = [r for r in runs if (r["run"]["mixer"], r["run"]["arm"], r["run"]["fork"]) == place]
+    return {record["run"]["seed"]: record for record in own if "failed" not in record}
+
+
+def gap(records: dict[str, Record], mixer: str, fork: int, first: str, second: str) -> Gap:
+    losses = losses_of(records)
+    a, b = (losses[mixer, 80 if each == "own" else fork, each] for each in (first, second))
+    seeds = sorted(a.keys() & b.keys())
+    return paired_gap(np.array([a[seed] for seed in seeds]), np.array([b[seed] for seed in seeds]))
+
+
+def write_gap(gap: Gap) -> str:
+    mean, low, high = (signed(x, ".5f") for x in (gap.mean, gap.low, gap.high))
+    return f"{mean} [{low}, {high}]"
+
+
+def row(title: str, cells: list[str]) -> str:
+    return f"| {title} | {' | '.join(cells)} |"
+
+
+def gap_rows(records: dict[str, Record]) -> list[str]:
+    """Every gap in nats a token with its 95 % interval, and p frozen or lengths swapped in the own arm."""
+    rows = [
+        row(f"{a} − {b}, {fork} %", [write_gap(gap(records, m, fork, a, b)) for m in MIXERS])
+        for fork, a, b in GAPS
+    ]
+    for name, title in (("frozen", "p frozen at its mean"), ("swapped", "lengths swapped")):
+        costs = []
+        for mixer in MIXERS:
+            runs = arm(records, mixer, "own", 80).values()
+            costs.append(signed(fmean(r[name] - r["loss"] for r in runs), ".5f"))
+        rows.append(row(f"own, {title}", costs))
+    return rows
+
+
+def level_rows(records: dict[str, Record], fork: int = 50) -> list[str]:
+    """The mean p over heads and seeds at the fork and at the end, with blind's drift and its spread over seeds."""
+    rows = []
+    for mixer, title in MIXERS.items():
+        blind, own = arm(records, mixer, "blind", fork), arm(records, mixer, "own", fork)
+        seeds = sorted(blind.keys() & own.keys())
+        at_fork = np.array([np.mean(blind[seed]["means_at_fork"]) for seed in seeds])
+        learnt = np.array([learnt_level(blind[seed]) for seed in seeds])
+        ends = np.array([np.mean(own[seed]["means_at_end"]) for seed in seeds])
+        drift = learnt - at_fork
+        cells = [f"{at_fork.mean():.2f}", f"{learnt.mean():.2f}", f"{ends.mean():.2f}"]
+        cells.append(f"{signed(float(drift.mean()), '.2f')} ± {drift.std(ddof=1):.2f}")
+        rows.append(row(title, cells))
+    return rows
+
+
+def learnt_level(record: Record) -> float:
+    """The mean over heads of the p that blind has learnt."""
+    return float(
+        np.mean([POWER * (0.5 + math.tanh(m)) for layer in record["learnt"] for m in layer["m"]])
+    )
+
+
+def own_exponents(records: dict[str, Record], mixer: str) -> list[float]:
+    """The mean p of each head at the end of the own arms."""
+    runs = arm(records, mixer, "own", 80).values()
+    return [p for record in runs for layer in record["means_at_end"] for p in layer]
+
+
+def softmax_rows(records: dict[str, Record]) -> list[str]:
+    """Loss of softmax's own arm by seed, and own − held at both forks."""
+    own, at_80, at_50 = (
+        arm(records, "softmax", name, fork)
+        for name, fork in (("own", 80), ("held", 80), ("held", 50))
+    )
+    rows = []
+    for seed in sorted(own):
+        loss = own[seed]["loss"]
+        gaps = [signed(loss - held[seed]["loss"], ".4f") for held in (at_80, at_50)]
+        rows.append(row(str(seed), [f"{loss:.3f}", *gaps]))
+    return rows
+
+
+def shares(records: dict[str, Record]) -> str:
+    """Whether softmax's differences are those of few documents."""
+    own, held = (arm(records, "softmax", name, 80) for name in ("own", "held"))
+    sums = {seed: np.array(own[seed]["documents"]) for seed in own}
+    gaps = np.mean([sums[seed] - np.array(held[seed]["documents"]) for seed in own], axis=0)
+    best, worst = (pick(own, key=lambda s: own[s]["loss"]) for pick in (min, max))
+    between = sums[worst] - sums[best]
+    losses = [own[seed]["loss"] for seed in own]
+    return (
+        f"softmax: sd over seeds {np.std(losses, ddof=1):.3f}; {MOST} of "
+        f"{int(np.sum(np.array(own[best]['document_tokens']) > 0))} documents have {share(gaps)} % of own − held "
+        f"and {share(between)} % of seed {worst} less seed {best}"
+    )
+
+
+def share(sums: np.ndarray) -> int:
+    return round(100 * float(np.sort(sums)[-MOST:].sum() / sums.sum()))
+
+
+def report(records: dict[str, Record]) -> str:
+    softmax = [write_gap(gap(records, "softmax", fork, "own", "held")) for fork in (80, 50)]
+    parts: list[Any] = [
+        gap_rows(records),
+        level_rows(records),
+        softmax_rows(records),
+        [row("own − held, 80 %; 50 %", softmax), shares(records)],
+    ]
+    for mixer, title in MIXERS.items():
+        ps = own_exponents(records, mixer)
+        parts[-1].append(
+            f"{title}: heads of the own arms end at a mean p of {min(ps):.2f} to {max(ps):.2f}"
+        )
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print the first fork's gaps, levels and control.")
+    parser.add_argument("records", type=Path, help="lab/records/fork.tar.xz")
+    parser.add_argument("--draw", type=Path, help="also draw every gap by seed")
+    arguments = parser.parse_args()
+    records = read_tar(arguments.records)
+    print(report(records))
+    if arguments.draw:
+        draw(load_study(), losses_of(records), arguments.draw)
+
+
+if __name__ == "__main__":
+    main()
