@@ -187,7 +187,8 @@ def contrasts(study: dict[str, Any], mixer: str) -> list[tuple[int, str, str]]:
     last = "held" if mixer == "softmax" else "blind"
     gaps = [(80, "own", last), (50, "own", last)]
     if mixer != "softmax":
-        gaps += [(80, "free", "blind"), (80, "noise", "own"), (50, "noise", "own")]
+        gaps += [(80, "own", "free"), (80, "free", "blind")]
+        gaps += [(80, "noise", "own"), (50, "noise", "own")]
     return [gap for gap in gaps if gap[0] in study["arms"]]
 
 
@@ -248,7 +249,7 @@ def draw(study: dict[str, Any], losses: Losses, file: Path) -> None:
         "Below 0: the first arm has the lower loss. Pale dots: seeds. Dots and bars: mean and 95 % "
         f"interval. Band: ± half of the published gain; dashes: the whole. {study['text']}"
     )
-    title = "‖q‖ in the exponent: gaps between forks of one trunk"
+    title = "Gaps between forks of one trunk that differ in the exponent of NaLa's map"
     with drawing(file, title, caption, len(study["mixers"]), height=2.4) as panels:
         for panel, (mixer, settings) in zip(panels, study["mixers"].items(), strict=True):
             gaps = contrasts(study, mixer)
