@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +31,7 @@ from nalanda.model import NalandaConfig, NalandaForCausalLM
 from nalanda.model.projections import FusedLinears
 from nalanda.report.figures import drawing, files, in_panels, log_axis
 from nalanda.train.optim import build_optimizer
+from nalanda_lab.estimate import Gap, paired_gap
 from nalanda_lab.paired import train_paired
 from nalanda_lab.sweep import Record, follow, key
 from nalanda_lab.texts import prepare_text
@@ -291,7 +293,7 @@ def transfer(
 
     records = follow(jobs, folder / "transfer.jsonl", workers, describe_run)
     rows = best_rates(study, records)
-    print_transfer(rows, Console(highlight=False, emoji=False))
+    print_transfer(rows, gains(study, records), Console(highlight=False, emoji=False))
     draw_transfer(study, records, rows, folder / "transfer")
 
 
@@ -303,23 +305,57 @@ def describe_run(record: Record) -> str:
     return f"{name} rate {settings['rate']:g} seed {settings['seed']}: {result}"
 
 
-def losses_by_rate(
+Series = tuple[str, str, int]
+"""(mixer's name, parametrization, width)."""
+
+
+def losses_by_seed(
     study: dict[str, Any], records: list[Record]
-) -> dict[tuple[str, str, int], list[float]]:
-    """(mixer's name, parametrization, width) to the mean loss over seeds at each rate; inf where a run failed."""
-    losses: dict[tuple[str, str, int], list[list[float]]] = {}
+) -> dict[Series, list[dict[int, float]]]:
+    """The losses at each rate by seed; inf where a run failed."""
+    losses: dict[Series, list[dict[int, float]]] = {}
     for name, mixer in study["mixers"].items():
         for record in records:
-            model = record["settings"]["model"]
+            settings = record["settings"]
+            model = settings["model"]
             if model["mixer"] != mixer["mixer"]:
                 continue
             series = (name, model["parametrization"], model["hidden_size"])
-            by_rate = losses.setdefault(series, [[] for _ in study["rates"]])
+            by_rate = losses.setdefault(series, [{} for _ in study["rates"]])
             loss = math.inf if "failed" in record else record["budgets"][-1]["loss"]
-            by_rate[study["rates"].index(record["settings"]["rate"])].append(loss)
+            by_rate[study["rates"].index(settings["rate"])][settings["seed"]] = loss
+    return losses
+
+
+def losses_by_rate(study: dict[str, Any], records: list[Record]) -> dict[Series, list[float]]:
+    """The mean loss over seeds at each rate; inf where a run failed."""
     return {
-        series: [statistics.mean(each) for each in by_rate] for series, by_rate in losses.items()
+        series: [statistics.mean(each.values()) for each in by_rate]
+        for series, by_rate in losses_by_seed(study, records).items()
     }
+
+
+def gains(study: dict[str, Any], records: list[Record]) -> list[tuple[str, int, str, Gap]]:
+    """(mixer, width, rates, µP less standard) for each wider model, paired by seed; inf where a run failed.
+
+    rates: `best`, each parametrization at the rate of least mean loss, or `narrow`, both at that of the
+    narrowest model.
+    """
+    losses, means = losses_by_seed(study, records), losses_by_rate(study, records)
+    narrowest, *wider = study["widths"]
+    found = []
+    for name, width in itertools.product(study["mixers"], wider):
+        pair = [(name, which, width) for which in ("mup", "standard")]
+        best = [means[series].index(min(means[series])) for series in pair]
+        base = means[name, "mup", narrowest]
+        narrow = base.index(min(base))
+        for rates, places in (("best", best), ("narrow", [narrow, narrow])):
+            pairs = [losses[series][i] for series, i in zip(pair, places, strict=True)]
+            seeds = sorted(pairs[0].keys() & pairs[1].keys())
+            if len(seeds) > 1:
+                first, second = (np.array([each[seed] for seed in seeds]) for each in pairs)
+                found.append((name, width, rates, paired_gap(first, second)))
+    return found
 
 
 def best_rate(rates: list[float], losses: list[float]) -> float:
@@ -353,13 +389,18 @@ def best_rates(study: dict[str, Any], records: list[Record]) -> list[dict[str, A
     return rows
 
 
-def print_transfer(rows: list[dict[str, Any]], console: Console) -> None:
+def print_transfer(
+    rows: list[dict[str, Any]], gains: list[tuple[str, int, str, Gap]], console: Console
+) -> None:
     table = Table("mixer", "parametrization", "best rate by width", "spread", "loss", box=None)
     for row in rows:
         rates = "  ".join(f"{rate:.4f}" for rate in row["rates"])
         losses = "  ".join(f"{loss:.3f}" for loss in row["losses"])
         table.add_row(row["mixer"], row["parametrization"], rates, f"{row['spread']:.2f}", losses)
     console.print(table, markup=False)
+    for name, width, rates, gap in gains:
+        where = "each at its best rate" if rates == "best" else "at the narrowest model's rate"
+        console.print(f"{name}, width {width}, µP less standard, {where}: {gap.text()} nats")
 
 
 def draw_transfer(
