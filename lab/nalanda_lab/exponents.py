@@ -38,8 +38,8 @@ TRAINED = Path(__file__).parents[1] / "records" / "fork.tar.xz"
 
 def exponent(name: str, lengths: Tensor, head_dim: int) -> Tensor:
     """p of a map for queries of these lengths."""
-    p, _ = build_feature_map(name, num_heads=1, head_dim=head_dim).exponents(lengths)
-    return torch.as_tensor(p)
+    feature_map: Any = build_feature_map(name, num_heads=1, head_dim=head_dim)
+    return feature_map.exponents(lengths)[0]
 
 
 @torch.no_grad()
@@ -70,7 +70,11 @@ def measure(config: NalandaConfig) -> dict[str, Any]:
     """‖q‖ over all layers, tokens and heads, its mean by layer, and p of each map."""
     lengths = query_lengths(config)
     size = round(config.head_dim * config.expand_k)
-    record = {"K": size, "layers": len(lengths), "length": summary(lengths.flatten())}
+    record: dict[str, Any] = {
+        "K": size,
+        "layers": len(lengths),
+        "length": summary(lengths.flatten()),
+    }
     record["by_layer"] = [round(float(x), 3) for x in lengths.mean(-1)]
     return record | {name: summary(exponent(name, lengths.flatten(), size)) for name in MAPS}
 

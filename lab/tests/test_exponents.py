@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from nalanda_lab import exponents
+from nalanda_lab import exponents, fork_levels
 from pages import ROOT
 
 from nalanda.config.load import load_config
@@ -32,6 +32,17 @@ def test_the_page_has_the_figures_of_the_records():
         )
         rows.append(f"| p of `{name}` |{cells}")
     assert [row for row in rows if row not in PAGE] == []
+
+
+def test_the_text_has_the_limits_of_the_exponent_and_the_trained_heads():
+    ends = [
+        p
+        for mixer in fork_levels.MIXERS
+        for p in fork_levels.own_exponents(fork_levels.read_tar(exponents.TRAINED), mixer)
+    ]
+    assert f"a mean p of {min(ends):.2f} to {max(ends):.2f}" in PAGE
+    assert f"shorter than {math.atanh(4.3 / 3 - 0.5):.1f} have a p below 4.3" in PAGE
+    assert f"{1 - math.tanh(4.2) ** 2:.3f}" == "0.001", "a thousandth of the slope at 0"
 
 
 def test_three_maps_have_one_exponent():
