@@ -1,7 +1,8 @@
 """What seven mixers and maps keep of a pretrained transformer, as hybrids: `nalanda-lab linearize`.
 
-For each seed of the data's order, one pass of the teacher fits all arms; each is then distilled. Every
-measurement is a file of `records/`, and what has one is not done again.
+For each seed of the data's order, one pass of the teacher fits all arms; each is then distilled. So is the
+transformer itself, whose row is what the text alone changes. Every measurement is a file of `records/`, and
+what has one is not done again.
 """
 
 import gzip
@@ -29,6 +30,7 @@ from nalanda.report.figures import COLOURS, REFERENCE, drawing, log_axis
 from nalanda.train.build import open_batches
 from nalanda.train.loop import train
 from nalanda.train.loss import count_labels, summed_loss
+from nalanda_lab.estimate import document_variance, signed
 
 RECIPE = Path(__file__).with_name("linearize.yaml")
 STAGES = ("before", "fitted", "distilled")
@@ -72,14 +74,30 @@ class Bench:
         for arm in self.arms:
             fitted, distilled = folder / arm, folder / f"{arm}-distilled"
             self.record(f"{seed}-{arm}-fitted", lambda at=fitted: load(at))
-            if self.has(f"{seed}-{arm}-distilled"):
-                continue
-            AcceleratorState._reset_state(reset_partial_state=True)
-            init = f"model={{init_from: {fitted}}}", f"distill.teacher={self.teacher}"
-            train(self.recipe(seed, *init, f"output_dir={distilled}"))
-            self.record(f"{seed}-{arm}-distilled", lambda at=distilled / "final": load(at))
-            for part in ("checkpoints", "final"):
-                shutil.rmtree(distilled / part)
+            self.distill(seed, arm, fitted, distilled)
+        if not self.has(f"{seed}-teacher-distilled"):
+            whole = folder / "transformer"
+            self.save_transformer(whole)
+            self.distill(seed, "teacher", whole, folder / "transformer-distilled")
+            shutil.rmtree(whole)
+
+    def distill(self, seed: int, arm: str, model: Path, to: Path) -> None:
+        """Trains a model beside the teacher and records it, unless that is done. Keeps no weights."""
+        if self.has(f"{seed}-{arm}-distilled"):
+            return
+        AcceleratorState._reset_state(reset_partial_state=True)
+        init = f"model={{init_from: {model}}}", f"distill.teacher={self.teacher}"
+        train(self.recipe(seed, *init, f"output_dir={to}"))
+        self.record(f"{seed}-{arm}-distilled", lambda: load(to / "final"))
+        for part in ("checkpoints", "final"):
+            shutil.rmtree(to / part)
+
+    def save_transformer(self, to: Path) -> None:
+        """Writes the teacher as one of our models, with softmax attention in every layer."""
+        transformer = open_transformer(self.teacher)
+        config = hybrid_config(transformer.config, {"mixer": "softmax"})
+        build_hybrid(config, transformer.load(CPU, torch.float32)).save_pretrained(to)
+        self.tokenizer.save_pretrained(to)
 
     def measure_before(self, config: Any) -> None:
         """Records the arms of seed 0 as they are before any training."""
@@ -149,11 +167,11 @@ def report(out: Path) -> str:
     decoding, teacher = read.pop("decoding", {}), read.pop("teacher")
     arms = load_config(RECIPE).linearize.arms
     first = next(iter(arms))
-    lines = [
-        "| | perplexity before | fitted | distilled | last words before | fitted | distilled | nats to the first |"
-    ]
-    lines += ["|---" * 8 + "|"]
-    lines += [f"| teacher | {perplexity(teacher):.1f} | | | {accuracy(teacher):.1f} % | | | |"]
+    heads = ("before", "fitted", "distilled")
+    titles = [f"{what} {head}" for what in ("perplexity", "last words") for head in heads]
+    titles += ["nats to the first", "over batches"]
+    lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
+    lines.append(teacher_row(read, teacher, first))
     points: dict[str, list[tuple[float, float]]] = {}
     for arm in arms:
         cells = []
@@ -165,9 +183,7 @@ def report(out: Path) -> str:
                     points.setdefault(arm, []).append((mean, half))
                 spread = f" ± {half:.1f}" if half else ""
                 cells.append(f"{mean:.1f}{spread}{unit}" if names else "")
-        distances = gaps(read, arm, first)
-        mean, half = interval(distances)
-        cells.append(f"{mean:+.3f} ± {half:.3f}" if distances else "")
+        cells.append(distance(read, arm, first))
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     for name, cost in decoding.items():
         lines.append(
@@ -189,6 +205,32 @@ def report(out: Path) -> str:
     return "\n".join(lines)
 
 
+def teacher_row(read: dict[str, dict], teacher: dict, first: str) -> str:
+    """The transformer as it is, and distilled on the text of the arms."""
+    again = [read[name] for name in read if name.endswith("-teacher-distilled")]
+    cells = [f"{perplexity(teacher):.1f}", ""]
+    for figure, unit in ((perplexity, ""), (accuracy, " %")):
+        mean, half = interval([figure(record) for record in again])
+        cells.append(f"{mean:.1f}{f' ± {half:.1f}' if half else ''}{unit}" if again else "")
+        if unit == "":
+            cells += [f"{accuracy(teacher):.1f} %", ""]
+    cells.append(distance(read, "teacher", first))
+    return f"| teacher | {' | '.join(cells)} |"
+
+
+def distance(read: dict[str, dict], arm: str, first: str) -> str:
+    """Two cells: nats a token to the first arm with the interval over orders, and that over held-out batches."""
+    pairs = pairs_of(read, arm, first)
+    if not pairs or arm == first:
+        return " | "
+    mean, half = interval(gaps(read, arm, first))
+    ours, theirs = (np.array([read[pair[i]]["nats"] for pair in pairs]) for i in (0, 1))
+    labels = np.array(read[pairs[0][0]]["labels"])
+    error = math.sqrt(document_variance(ours, theirs, labels))
+    batches = float(stats.t.ppf(0.975, len(labels) - 1)) * error
+    return f"{signed(mean, '.3f')} ± {half:.3f} | ± {batches:.3f}"
+
+
 def perplexity(record: dict) -> float:
     return math.exp(sum(record["nats"]) / sum(record["labels"]))
 
@@ -197,14 +239,17 @@ def accuracy(record: dict) -> float:
     return 100 * float(np.mean(record["hits"]))
 
 
+def pairs_of(read: dict[str, dict], arm: str, first: str) -> list[tuple[str, str]]:
+    """The names of the distilled arm and of `first`, for each seed that has both."""
+    names = sorted(name for name in read if name.endswith(f"-{arm}-distilled"))
+    pairs = [(name, name.replace(f"-{arm}-", f"-{first}-")) for name in names]
+    return [pair for pair in pairs if pair[1] in read]
+
+
 def gaps(read: dict[str, dict], arm: str, first: str) -> list[float]:
     """Nats a token of the distilled arm, less those of `first` in the same seed."""
-    pairs = [
-        (n, n.replace(f"-{arm}-", f"-{first}-")) for n in read if n.endswith(f"-{arm}-distilled")
-    ]
-    return [
-        math.log(perplexity(read[a]) / perplexity(read[b])) for a, b in sorted(pairs) if b in read
-    ]
+    pairs = pairs_of(read, arm, first)
+    return [math.log(perplexity(read[a]) / perplexity(read[b])) for a, b in pairs]
 
 
 def interval(values: list[float]) -> tuple[float, float]:

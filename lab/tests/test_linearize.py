@@ -2,11 +2,14 @@
 
 import gzip
 import json
+import re
+import tarfile
 from pathlib import Path
 
 import yaml
 from nalanda_lab import linearize
 from nalanda_lab.linearize import RECIPE, Bench, report
+from pages import ROOT
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -34,17 +37,34 @@ def test_all_stages_of_all_arms_are_recorded_once(recipe, tokenizer, tmp_path, m
         f"{s}-{a}-{k}" for s in (0, 1) for a in ("silu", "soft") for k in ("fitted", "distilled")
     ]
     names = {"teacher", "decoding", "0-silu-before", "0-soft-before", *stages}
+    names |= {"0-teacher-distilled", "1-teacher-distilled"}
     assert {file.stem for file in bench.records.iterdir()} == names
 
     printed = report(tmp_path / "out")
-    assert "| teacher |" in printed
+    (row,) = (x for x in printed.splitlines() if x.startswith("| teacher |"))
+    before, _, distilled, *_, distance, _ = (cell.strip() for cell in row.split("|")[2:-1])
+    assert distilled.split(" ± ")[0] != before, "the text changes the transformer too"
+    assert " ± " in distance
     assert "| silu |" in printed
     assert (tmp_path / "out" / "linearize.png").is_file()
     capsys.readouterr()
+    assert not (tmp_path / "out/seed-0/transformer").exists()
     bench.run(2)
     assert capsys.readouterr().out == ""
 
     for seed in (0, 1):  # a bench that is not finished
-        (bench.records / f"{seed}-soft-distilled.json").unlink()
+        for arm in ("soft", "teacher"):
+            (bench.records / f"{seed}-{arm}-distilled.json").unlink()
     (row,) = (x for x in report(tmp_path / "out").splitlines() if x.startswith("| soft |"))
-    assert [cell.strip() for cell in row.split("|")[-2:]] == ["", ""], "no distance, not 0"
+    assert [cell.strip() for cell in row.split("|")[-3:]] == ["", "", ""], "no distance, not 0"
+    assert "inf" not in report(tmp_path / "out")
+
+
+def test_the_page_has_the_figures_of_the_records(tmp_path):
+    with tarfile.open(ROOT / "lab/records/linearize.tar.xz") as tar:
+        tar.extractall(tmp_path, filter="data")
+    page = (ROOT / "lab/pages/linearize.md").read_text(encoding="utf-8")
+    plain = page.replace("**", "").replace(",", "").replace("the transformer", "teacher")
+    printed = [line for line in report(tmp_path).splitlines() if re.match(r"\| \w", line)]
+    assert len(printed) == 8
+    assert [line for line in printed if re.sub(" +", " ", line) not in plain] == []
