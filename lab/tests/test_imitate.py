@@ -1,10 +1,12 @@
 """`nalanda-lab imitate`: NaLa's exponent lets ‖q‖ set the sharpness; the teacher and the readouts by hand."""
 
 import json
+import re
 
 import pytest
 import torch
 from nalanda_lab.imitate import CONSTANTS, READOUTS, SEEDS, Student, draw, imitate, imitate_once
+from pages import ROOT
 
 from nalanda.model import FEATURE_MAPS
 from nalanda.model.ops import delta_rule
@@ -65,3 +67,19 @@ def test_the_table_has_every_map(capsys, tmp_path):
     assert all(f"\n{name} " in text for name in FEATURE_MAPS)
     assert text.count("nala less p = ") == len(READOUTS) * len(CONSTANTS)
     assert all(len(each) == SEEDS for scores in found.values() for each in scores.values())
+
+
+def test_the_page_has_the_means_of_the_record():
+    record = json.loads((ROOT / "lab/records/imitate.json").read_text(encoding="utf-8"))
+    page = (ROOT / "lab/pages/analysis.md").read_text(encoding="utf-8").replace("**", "")
+    rows = {}
+    for row in re.findall(r"^\| ([^|]*[a-z][^|]*) \| (.*) \|$", page, re.MULTILINE):
+        cells = [cell.strip().split(", ") for cell in row[1].split("|")]
+        names = re.findall(r"`(\w+)`", row[0]) or ["softmax"]
+        if constant := re.search(r"p = [\d.]+", row[0]):
+            names = [f"nala, {constant[0]}"]
+        for i, name in enumerate(names):
+            rows[name] = [cell[min(i, len(cell) - 1)] for cell in cells]
+    for readout, cells in zip(READOUTS, range(3), strict=True):
+        for name, values in record[readout].items():
+            assert rows[name][cells] == f"{sum(values) / 3:.3f}", (readout, name)
