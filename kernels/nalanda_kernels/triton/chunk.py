@@ -188,12 +188,15 @@ def load_growth(decays, row, real, h, HV, BT: tl.constexpr):
 
 @triton.jit
 def load_decays(decays, row, end, h, HV, GATED: tl.constexpr, BT: tl.constexpr):
-    """e^γ and e^{γ_C − γ} [BT], and e^{γ_C}, in fp32; 1 without gates. end: the token behind the last one."""
+    """e^γ and e^{γ_C − γ} [BT], and e^{γ_C}, in fp32; 1 without gates. end: the token behind the last one.
+
+    With gates, padding has 0, which copies fill in: 1 would take a comparison for each token. It scales zeros.
+    """
     if GATED:
         t = row + tl.arange(0, BT)
         at = decays + (t * HV + h) * 4
-        decay_in = tl.load(at, mask=t < end, other=1.0)  # from the chunk's start to a token
-        decay_out = tl.load(at + 1, mask=t < end, other=1.0)  # from a token to the chunk's end
+        decay_in = tl.load(at, mask=t < end, other=0.0)  # from the chunk's start to a token
+        decay_out = tl.load(at + 1, mask=t < end, other=0.0)  # from a token to the chunk's end
         # e^γ of the last token.
         last = tl.minimum(row + BT, end) - 1
         decay_all = tl.load(decays + (last * HV + h) * 4)
