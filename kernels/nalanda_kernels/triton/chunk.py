@@ -1138,6 +1138,7 @@ def pair_gradients(
     """
     i_c, h = tl.program_id(0), tl.program_id(1)
     row, real = load_chunk(start, count, i_c, BT)
+    end = row + tl.load(count + i_c)
     t = tl.arange(0, BT)
     pairs_o = tl.zeros([BT, BT], tl.float32)  # dO E⊤
     pairs_v = tl.zeros([BT, BT], tl.float32)  # dV E⊤
@@ -1196,9 +1197,10 @@ def pair_gradients(
         if GATED:
             # g_t is in γ_i − γ_j for j < t ≤ i; pairs i = j have no decay.
             pairs = tl.where(t[:, None] > t[None, :], pairs * b[None, :], 0.0)
-            pairs = tl.cumsum(pairs, 0, reverse=True)  # Σ over i ≥ t
-            pairs = tl.where(t[:, None] > t[None, :], pairs, 0.0)  # and over j < t
-            tl.store(d_g + gates, tl.sum(pairs, 1), mask=real)
+            pairs = tl.cumsum(pairs, 1)  # Σ over j ≤ t − 1: column j is for t = j + 1
+            pairs = tl.where(t[:, None] > t[None, :], pairs, 0.0)  # and over i ≥ t
+            t = (t + 1) % BT  # the last column is 0, as the first token's gradient is
+            tl.store(d_g + (row + t) * HV + h, tl.sum(pairs, 0), mask=row + t < end)
 
 
 @triton.jit
