@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nalanda.common.progress import first_process
-from nalanda.common.text import si, size
+from nalanda.common.text import beside_least, si, size
 from nalanda_eval.needles import NEEDLES, short_length
 
 # The zero-shot suite of NaLaFormer's table 4, and LAMBADA's accuracy: task, metric, column.
@@ -293,13 +293,7 @@ def _model_titles(results: dict[str, Any]) -> list[str]:
 def _state_sizes(results: dict[str, Any]) -> list[str]:
     """The size of each model's state, and how many times the smallest it is; "" if it is not known."""
     found = [model.get("state_bytes") for model in results["models"]]
-    least = min(filter(None, found), default=1)
-    ratios = [
-        f", {state / least:.1f} ×" if state and state > 1.02 * least else "" for state in found
-    ]
-    return [
-        f"{size(state)}{ratio}" if state else "" for state, ratio in zip(found, ratios, strict=True)
-    ]
+    return [f"{size(x)}{beside_least(x, found)}" if x else "" for x in found]
 
 
 def _make_table(header: list[str], left: int) -> Table:

@@ -69,7 +69,7 @@ def summary(values: Tensor) -> dict[str, Any]:
 def measure(config: NalandaConfig) -> dict[str, Any]:
     """‖q‖ over all layers, tokens and heads, its mean by layer, and p of each map."""
     lengths = query_lengths(config)
-    size = round(config.head_dim * config.expand_k)
+    size = config.key_dim
     record: dict[str, Any] = {
         "K": size,
         "layers": len(lengths),

@@ -17,6 +17,7 @@ from nalanda.testing import VOCAB, close, ids, logits
 __all__ = [
     "SAME_STATES",
     "SOME_MAPS",
+    "UNKNOWN_MAPS",
     "VARIANTS",
     "VOCAB",
     "build",
@@ -28,6 +29,9 @@ __all__ = [
     "save",
 ]
 
+
+UNKNOWN_MAPS = ("nala_learned", "silu_shifted", "polapp", "soft", "softpp")
+"""Maps that `nalanda_kernels.maps.describe` refuses: they are computed in Python."""
 
 VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tables do not reach
     "window": {"mixer": "softmax", "mixer_options": {"window": 5, "num_kv_heads": 1}},

@@ -14,6 +14,7 @@ import pytest
 import torch
 from nalanda_kernels import Attempt, Unsupported, watch
 from nalanda_kernels.cpu import build
+from tiny_models import UNKNOWN_MAPS
 from torch import Tensor
 
 from nalanda.model.feature_maps import FEATURE_MAPS, build_feature_map
@@ -25,11 +26,7 @@ try:
 except Unsupported as reason:
     pytest.skip(f"no C++ compiler: {reason}", allow_module_level=True)
 
-SERVED = [
-    name
-    for name in FEATURE_MAPS
-    if name not in ("nala_learned", "silu_shifted", "polapp", "soft", "softpp")
-]
+SERVED = [name for name in FEATURE_MAPS if name not in UNKNOWN_MAPS]
 # Readings of NaLa that no row of the table has.
 READINGS = [
     {"angle": "raw"},

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from drawn import drawn
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu import build, step
-from tiny_models import rows
+from tiny_models import UNKNOWN_MAPS, rows
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.model.decoding import StaticState
@@ -22,7 +22,6 @@ try:
 except Unsupported as reason:
     pytest.skip(f"no C++ compiler: {reason}", allow_module_level=True)
 
-UNKNOWN_MAPS = ("nala_learned", "silu_shifted", "polapp", "soft", "softpp")  # to `maps.describe`
 SIZES = {"vocab_size": 8, "hidden_size": 28, "num_heads": 2, "expand_v": 1.5}  # K = 14, V = 21
 MORE = {
     "wide": {"mixer": "gated_deltanet", "feature_map": "nala", "head_dim": 37, "expand_v": 1.0},

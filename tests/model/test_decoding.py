@@ -13,7 +13,7 @@ from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu import build as library
 from nalanda_kernels.cpu.step import KINDS
 from nalanda_kernels.cpu.token import Program
-from tiny_models import VARIANTS, build, covered_rows, ids, logits, rows
+from tiny_models import UNKNOWN_MAPS, VARIANTS, build, covered_rows, ids, logits, rows
 from torch.nn.utils.parametrize import register_parametrization
 
 from nalanda import NalandaCache
@@ -26,7 +26,6 @@ except Unsupported as reason:
 
 NEW = 6
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
-UNKNOWN_MAPS = ("nala_learned", "silu_shifted", "polapp", "soft", "softpp")  # to `maps.describe`
 
 
 @pytest.fixture(autouse=True)

@@ -128,9 +128,8 @@ def run_trainer(
         variables["NALANDA_BACKEND"] = backend
     if guarded:
         variables["NALANDA_GUARD"] = "1"
-    if (
-        card.dry
-    ):  # C++ for a CPU is none of the card's code, and takes a minute; tests/train compiles it
+    if card.dry:
+        # C++ for a CPU is none of the card's code, and takes a minute; tests/train compiles it.
         variables["NALANDA_COMPILER"] = "aot_eager"
     path = [str(STUBS), str(ROOT / "tests" / "helpers")] if card.dry else []
     if card.dry and backend == "fla":  # a GPU's backend serves a CPU in the interpreter alone

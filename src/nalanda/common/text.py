@@ -111,3 +111,11 @@ def size(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
         count /= 1024
     raise AssertionError
+
+
+def beside_least(value: float | None, values: Iterable[float | None]) -> str:
+    """`, 2.0 ×`: how many times a value is the least of several; "" up to 1.02 times, or for no value."""
+    least = min(filter(None, values), default=None)
+    if not value or least is None or value <= 1.02 * least:
+        return ""
+    return f", {value / least:.1f} ×"

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from nalanda.common.files import sha256_of
-from nalanda.common.text import size
+from nalanda.common.text import beside_least, size
 from nalanda.config.load import shipped_recipes as recipe_files
 from nalanda.report.runs import layers
 
@@ -48,10 +48,8 @@ def _larger(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         for x in rows
         if x["mixer"] == row["mixer"]
         and abs(x["parameter count"] / row["parameter count"] - 1) < 0.02
-        and x["state bytes"]
     ]
-    ratio = row["state bytes"] / min(alike) if alike and row["state bytes"] else 1
-    return f", {ratio:.1f} ×" if ratio > 1.02 else ""
+    return beside_least(row["state bytes"], alike)
 
 
 def store_rows() -> None:
