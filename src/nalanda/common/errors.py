@@ -38,7 +38,11 @@ class SourceUnavailable(InputError):
     exit_code = 75
 
 
-class NothingTrained(InputError):
+class Diverged(InputError):
+    """Bad steps ended a training; the same command would meet them again."""
+
+
+class NothingTrained(Diverged):
     """A run ended and no step changed the weights."""
 
     exit_code = 65

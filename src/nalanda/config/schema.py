@@ -318,7 +318,8 @@ class TrainConfig:
     longer."""
     resume: str | int | None = None
     """Checkpoint step-N to resume from; later ones are set aside. Applies once: later starts with the same
-    value resume from the newest."""
+    value resume from the newest. A path, RUN/checkpoints/step-N, begins a new run there: weights, moments and
+    data position are those of the other run."""
     cpu_threads: Annotated[int | None, between(1, 4096)] = None
     """Threads of one process on a CPU; null: the launcher's number (`accelerate launch` sets 1)."""
 
@@ -523,6 +524,9 @@ class RunConfig:
     train: TrainConfig
     seed: int = 0
     """Of weights, data order and dropout."""
+    seed_by_name: bool = False
+    """Whether each module draws its initial weights by the seed and its own name. Models of a seed then share
+    the weights of modules with the same name and shape."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)

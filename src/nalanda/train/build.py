@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -364,6 +365,16 @@ def open_batches(
     return batches, validation_batches(config.data, tokenizer, batch_size=rows, say=say, **share)
 
 
+def draw_by_name(model: PreTrainedModel, seed: int) -> None:
+    """Initialises the model again, each module by a generator of its own, seeded by its name and `seed`."""
+    with torch.random.fork_rng():
+        for name, module in model.named_modules():
+            torch.manual_seed(int.from_bytes(sha256(f"{seed}/{name}".encode()).digest()[:7]))
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = False  # pyrefly: ignore[missing-attribute]
+            model._init_weights(module)
+
+
 def build_model(config: RunConfig, tokenizer: Any, *, weights: bool = True) -> PreTrainedModel:
     """The model of `config.model` in fp32, initialised or, with `init_from` and `weights`, loaded.
 
@@ -376,6 +387,8 @@ def build_model(config: RunConfig, tokenizer: Any, *, weights: bool = True) -> P
     if path is None or not weights:
         with in_one_line("model"):
             model = language_model(model_config).from_config(model_config, dtype=torch.float32)
+        if config.seed_by_name:
+            draw_by_name(model, config.seed)
         keep_fla_off_cpus(sys.modules[type(model).__module__])
         return model
 

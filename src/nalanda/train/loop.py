@@ -20,7 +20,7 @@ import transformers
 from accelerate import Accelerator
 from nalanda_kernels import watch
 
-from nalanda.common.errors import InputError, NothingTrained
+from nalanda.common.errors import Diverged, NothingTrained
 from nalanda.common.progress import Progress
 from nalanda.common.text import size
 from nalanda.config.load import at_home
@@ -446,7 +446,7 @@ def roll_back(run: Run, step: Step, unsound: str | None) -> None:
     # A checkpoint is taken at most `max_rollbacks` times: its weights may lead to the same steps again.
     if back is None or run.rollbacks[back] == run.config.guard.max_rollbacks:
         saved = run.checkpoint if back is None else None
-        raise InputError(rollback_message(step.number, why, back, saved))
+        raise Diverged(rollback_message(step.number, why, back, saved))
     run.rollbacks[back] += 1
     run.rolled_back_to = back
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from nalanda.common.errors import InputError, explained, output_folder
+from nalanda.common.errors import Diverged, InputError, explained, output_folder
 from nalanda.common.files import (
     missing_folders,
     remove_new_folders,
@@ -139,6 +139,7 @@ def record_state(run_dir: Path, facts: dict) -> Iterator[None]:
         if not stopped:
             lines = str(explained(error) or error).splitlines()
             facts["reason"] = lines[0] if lines else type(error).__name__
+            facts["diverged"] = isinstance(error, Diverged)
         raise
     finally:
         write_facts(run_dir, facts)
@@ -173,11 +174,7 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
     if begun:
         refuse_another_run(run_dir, changes)
 
-    # `train.resume` counts once: a later start with the same value goes on from the newest.
-    if config.train.resume is not None and ("train.resume" in changes or not saved):
-        resume = choose_checkpoint(folder, config.train.resume)
-    else:
-        resume = latest_checkpoint(folder)
+    resume = checkpoint_of(run_dir, config, changes if begun else {})
     steps = config.train.steps
     # A finished run passes: it has nothing left to train.
     if resume and step_of(resume) > steps and facts.get("state") != "finished":
@@ -332,14 +329,37 @@ def ever_saved(run_dir: Path, facts: dict) -> bool:
     return last_step > config.every * (1 if config.asynchronous is False else 2)
 
 
+def checkpoint_of(run_dir: Path, config: RunConfig, changes: dict[str, tuple]) -> Path | None:
+    """The checkpoint from which a run goes on, or begins; None for a new run of its own.
+
+    changes: the settings that changed since the run in the folder stopped.
+    """
+    folder, name = run_dir / "checkpoints", config.train.resume
+    # `train.resume` counts once: a later start with the same value goes on from the newest.
+    if name is None or ("train.resume" not in changes and checkpoint_folders(folder)):
+        return latest_checkpoint(folder)
+    # Another run's only begins a new one.
+    if len(Path(str(name)).parts) > 1 and "train.resume" in changes:
+        raise InputError(
+            f"train.resume: {name} is of another run, and {run_dir} has begun; choose another output_dir"
+        )
+    return choose_checkpoint(folder, name)
+
+
 def choose_checkpoint(directory: Path, name: str | int) -> Path:
-    """The checkpoint `name`, `step-N` or N. Raises `InputError` if there is none, or it is damaged."""
+    """The checkpoint `name`: `step-N` or N in `directory`, or the path of another run's `step-N`.
+
+    Raises `InputError` if there is none, or it is damaged.
+    """
+    path = Path(str(name)).expanduser()
+    if len(path.parts) > 1:
+        directory = path.parent
     folders = checkpoint_folders(directory)
-    wanted = f"step-{str(name).removeprefix('step-')}"
+    wanted = f"step-{path.name.removeprefix('step-')}"
     chosen = next((path for path in folders if path.name == wanted), None)
     if chosen is None:
         names = ", ".join(path.name for path in folders) or "none"
-        raise InputError(f"train.resume: {directory} has no {name}; there are {names}")
+        raise InputError(f"train.resume: {directory} has no {path.name}; there are {names}")
     if (problem := verify_manifest(chosen)) is not None:
         raise InputError(f"train.resume: {chosen} is damaged: {problem}")
     return chosen
