@@ -69,11 +69,6 @@ def write_page(
     Raises:
         InputError: a folder is no run, or has unreadable files.
     """
-    from bokeh.embed import components
-    from bokeh.resources import Resources
-    from jinja2 import Environment
-    from markupsafe import Markup
-
     # Paths tell folders of one name apart.
     runs = [read_page_run(folder, number) for number, folder in enumerate(folders)]
     if len({run.name for run in runs}) < len(runs):
@@ -85,27 +80,43 @@ def write_page(
     folder = folders[0] if len(folders) == 1 else folders[0].parent
     file = output_file(output or folder / "report.html", "--output")
 
-    # Bokeh's core alone, without widgets and tables, is a third of its scripts.
-    library = Resources(mode="inline", components=["bokeh"], log_level="error").render_js()
-    figures = draw_panels(runs)
-    script, panels = components(figures) if figures else ("", {})
-
-    # Names, recipes and samples are foreign text, which the template escapes. What Bokeh writes is HTML.
-    source = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-        source
-    )
-    page = template.render(
+    page = render(
+        "page.html",
+        draw_panels(runs),
         runs=runs,
         curves=CURVES,
-        panels={key: Markup(panel) for key, panel in panels.items()},
-        scripts=Markup(library + script),
         signs={kind: sign for kind, (_, sign) in EVENTS.items()},
         tables=make_tables(runs),
         redact=redact,
     )
     file.write_text(page, encoding="utf-8", errors="replace")
     return file
+
+
+def render(template: str, figures: dict[str, Any], **values: Any) -> str:
+    """A page of `template` with Bokeh's `figures` by name, in one file that needs no network.
+
+    template: a file beside this one, or in a folder of this package, whose blocks fill base.html. It gets the
+        figures as `panels`.
+    """
+    from bokeh.embed import components
+    from bokeh.resources import Resources
+    from jinja2 import Environment, FileSystemLoader
+    from markupsafe import Markup
+
+    # Bokeh's core alone, without widgets and tables, is a third of its scripts.
+    library = Resources(mode="inline", components=["bokeh"], log_level="error").render_js()
+    script, panels = components(figures) if figures else ("", {})
+
+    # Names, recipes and samples are foreign text, which the template escapes. What Bokeh writes is HTML.
+    here = Path(__file__).parent
+    loader = FileSystemLoader([here, here.parent], encoding="utf-8")
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=loader)
+    return environment.get_template(template).render(
+        panels={key: Markup(panel) for key, panel in panels.items()},
+        scripts=Markup(library + script),
+        **values,
+    )
 
 
 def read_page_run(folder: Path, number: int) -> PageRun:
