@@ -30,6 +30,7 @@ try:
 
     from nalanda.common.errors import InputError
     from nalanda.common.next_steps import print_next_steps
+    from nalanda.compare.options import Execution
     from nalanda.data.options import DocumentOptions, TokenizerOptions
     from nalanda.inference.options import (
         LoadOptions,
@@ -46,6 +47,7 @@ except KeyboardInterrupt:  # before `main` can handle it
 PANELS: dict[str, tuple[str, ...]] = {
     "Train a model": ("recipes", "info", "data", "train"),
     "Look at runs": ("runs", "report", "plot", "verify"),
+    "Compare settings": ("compare",),
     "Evaluate a model": ("eval", "perplexity"),
     "Use a model": ("generate",),
     "Convert a model": ("export", "convert", "linearize"),
@@ -523,6 +525,96 @@ def plot(folders: Runs, output: Picture = None, x: Axis = "tokens") -> None:
     from nalanda.report.plot import plot
 
     print(plot(resolve_runs(folders), output, x=x))
+
+
+RecipeOrStudy = Annotated[
+    str, Argument(help="recipe of the arms; or a study file, or the folder of a study")
+]
+Arms = Annotated[
+    list[str] | None,
+    Option("--arm", metavar="NAME: SETTINGS", help="an arm, and its settings beside the recipe's"),
+]
+Seeds = Annotated[int | None, Option(min=1, help="runs of each arm; default 3")]
+Rates = Annotated[str | None, Option(help="learning rates, with commas, to choose each arm's from")]
+RateSeeds = Annotated[
+    int | None, Option(min=1, help="runs of each rate, on other seeds; default 1")
+]
+Margin = Annotated[
+    float | None, Option(help="difference that matters, in bits a byte; default 0.01")
+]
+Equal = Annotated[
+    str | None, Option(help="figure to make equal by --by: parameters, flops (a token) or state")
+]
+By = Annotated[str | None, Option(help="key to fit, such as model.intermediate_size")]
+ForkAt = Annotated[
+    float | None,
+    Option(
+        "--from", help="share of the steps after which the other arms leave the first arm's run"
+    ),
+]
+StudyTasks = Annotated[
+    str | None,
+    Option(help="tasks of `nalanda eval`, with commas, on which the models are compared too"),
+]
+
+
+@command(app)
+def compare(
+    recipe: RecipeOrStudy,
+    overrides: Overrides = None,
+    arms: Arms = None,
+    seeds: Seeds = None,
+    rates: Rates = None,
+    rate_seeds: RateSeeds = None,
+    margin: Margin = None,
+    equal: Equal = None,
+    by: By = None,
+    fork_at: ForkAt = None,
+    tasks: StudyTasks = None,
+    samples: Samples = 0,
+    *,
+    execution: Annotated[Execution, {"workers": Option(min=1)}],
+) -> None:
+    """Train arms over seeds, and say which is better, by how much.
+
+    nalanda compare demo --arm "nala:" --arm "relu: model.feature_map=relu"
+    nalanda compare study.yaml --workers 2
+
+    Runs of a seed read the same rows in the same order. Each pair of arms gets its difference with a 95 %
+    interval. The same command goes on after an interruption.
+    """
+    from nalanda.compare.study import load_arms, read_arms, read_rates, read_study
+
+    options = {
+        "arms": read_arms(arms or []),
+        "seeds": seeds,
+        "rates": read_rates(rates) if rates else [],
+        "rate_seeds": rate_seeds,
+        "margin": margin,
+        "equal": equal,
+        "by": by,
+        "fork_at": fork_at,
+        "tasks": [name.strip() for name in (tasks or "").split(",") if name.strip()],
+    }
+    # Mistakes are reported before anything is opened.
+    study = read_study(recipe, overrides or [], options)
+    execution.share()
+    load_arms(study)
+    if study.tasks:
+        from nalanda_eval.task_data import find_tasks
+
+        find_tasks(study.tasks, None)
+    with loading_torch():
+        from nalanda_eval.harness import evaluate
+
+        from nalanda.compare.command import run_study
+
+    run_study(
+        study,
+        execution,
+        lambda models, tasks, output: evaluate(models, tasks, EvalOptions(output=output)),
+        (lambda run: sample_texts([run], samples)[0]) if samples else None,
+    )
 
 
 CorpusOrRecipe = Annotated[

@@ -56,7 +56,6 @@ TRAIN_FURTHER = (
 INSTEAD_OF_COMMANDS = {
     "analyze": "nalanda eval or nalanda perplexity",
     "chat": "nalanda generate or python examples/chat/chat.py",
-    "compare": "nalanda plot RUN RUN",
     "download": "nalanda train RECIPE data.source=OWNER/DATASET, which streams it, or hf download",
     "finetune": TRAIN_FURTHER,
     "inspect": "nalanda data inspect",

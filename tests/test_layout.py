@@ -33,7 +33,8 @@ ROOMS = {
     },
     **{"nalanda.data": 6, "nalanda.train": 7},
     **{"nalanda.inference": 8, "nalanda.convert": 8, "nalanda.serve": 8},
-    **{"nalanda.report": 9, "nalanda_eval": 10, "nalanda_typer": 11, "nalanda_cli": 12},
+    **{"nalanda.report": 9, "nalanda.compare": 10, "nalanda_eval": 10},
+    **{"nalanda_typer": 11, "nalanda_cli": 12},
 }
 # Imports of ours that stand inside a function, and why.
 DEFERRED = {

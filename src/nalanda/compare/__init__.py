@@ -1,0 +1,1 @@
+"""Studies: arms that differ in settings, trained over seeds, and a verdict with an interval."""

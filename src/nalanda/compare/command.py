@@ -1,0 +1,76 @@
+"""`nalanda compare`: trains the arms of a study, and writes its verdict."""
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from nalanda.compare import page
+from nalanda.compare.options import Execution
+from nalanda.compare.results import RETRIES
+from nalanda.compare.runs import Runner, claimed
+from nalanda.compare.study import Study, folder_of, load_arms, warn_about
+from nalanda.compare.tasks import Evaluate, score_tasks
+from nalanda.compare.verdict import StudyVerdict, judge_study
+from nalanda.compare.widths import figures_of, shared_weights, with_equal_figures
+from nalanda.storage.remote import is_store, staging, upload
+
+Sampler = Callable[[Path], Sequence[tuple[str, str]]]
+"""Gives samples of the run in a folder, as (prompt, continuation)."""
+
+
+def run_study(
+    study: Study,
+    execution: Execution,
+    evaluate: Evaluate | None = None,
+    sample: Sampler | None = None,
+) -> StudyVerdict | None:
+    """Trains the runs that a study lacks, and writes its verdict: compare.html, compare.json and compare.md.
+
+    A run that was interrupted goes on. Finished ones are not trained again. `evaluate` scores the study's tasks.
+
+    Returns None if runs of other shares are still missing.
+
+    Raises:
+        InputError: the study, an arm or the folder cannot work, or a run failed.
+        SystemExit, KeyboardInterrupt: after a signal; the runs under way have saved a checkpoint.
+    """
+    recorded, share = study, execution.share()
+    study = with_equal_figures(study, load_arms(study))
+    configs = load_arms(study)
+    figures = {arm: {"rate": configs[arm].optim.lr, **figures_of(study, arm)} for arm in study.arms}
+    notes = [*warn_about(study, configs), *shared_weights(study)]
+
+    with claimed(recorded, configs, share) as folder:
+        runner = Runner(study, configs, execution)
+        if not runner.train_all():
+            missing = [run for run in runner.runs if not runner.result_of(run).ended]
+            print(
+                f"share {execution.shard} is done; {len(missing)} runs of others are missing. When they are "
+                f"done, nalanda compare {shlex.quote(study.output_dir)} says the verdict."
+            )
+            return None
+
+        runs, results = runner.runs, runner.results
+        parameters = {arm: int(each["parameters"]) for arm, each in figures.items()}
+        verdict = judge_study(study, runs, results, parameters)
+        scores = score_tasks(study, runs, results, folder, evaluate) if evaluate else []
+        samples = take_samples(study, runner, sample) if sample else []
+        report = page.Report(study, verdict, runs, results, figures, notes, scores, samples)
+        files = page.write_files(folder, report)
+        if is_store(study.output_dir):
+            for file in files:
+                upload(file, f"{study.output_dir}/{file.name}", RETRIES)
+    page.print_report(report)
+    print(*files, sep="\n")
+    return verdict
+
+
+def take_samples(study: Study, runner: Runner, sample: Sampler) -> list[tuple[str, str, str]]:
+    """(arm, prompt, continuation) by each arm's first seed, where its model is on this machine."""
+    texts = []
+    for arm in study.arms:
+        run = next((r for r in runner.runs if (r.arm, r.seed) == (arm, 1)), None)
+        folder = staging(folder_of(study, run)) if run else None
+        if folder and (folder / "final").is_dir():
+            texts += [(arm, prompt, text) for prompt, text in sample(folder)]
+    return texts

@@ -1,0 +1,94 @@
+"""The records of a study's runs, on this machine or in a store."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nalanda.report.runs import read_run
+from nalanda.storage.remote import is_store, read_bytes, staging
+from nalanda.train.log import read_facts, read_metrics, with_hours
+
+RETRIES = 3
+"""Tries to read a record from a store."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run as its records show it."""
+
+    state: str
+    """As `RunSummary.state`."""
+    step: int = 0
+    loss: float = math.inf
+    """Last validation loss in nats a token; infinite unless the run is finished."""
+    bits: float | None = None
+    """The same in bits a byte."""
+    tokens: int = 0
+    seconds: float = 0.0
+    """Of training, without validation and saving."""
+    diverged: bool = False
+    """Whether bad steps ended it, or its loss is not finite."""
+    reason: str = ""
+    """Why it failed."""
+    curve: tuple[tuple[int, float], ...] = ()
+    """Validations, as (tokens, nats a token)."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is a model with a finite loss."""
+        return self.state == "finished" and math.isfinite(self.loss)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has nothing left to train: it is finished, or has diverged."""
+        return self.state == "finished" or self.diverged
+
+
+def read_result(folder: str) -> Result | None:
+    """The result of the run in a folder, or None if it has no records. Raises `InputError`."""
+    local = staging(folder)
+    if is_store(folder) and not (local / "run.json").is_file():
+        fetch_records(folder, local)
+    if not (local / "run.json").is_file():
+        return None
+
+    summary, facts = read_run(local), read_facts(local)
+    state = summary.state
+    if state == "finished" and facts["step"] < facts["steps"]:
+        state = "interrupted"
+    lines = list(with_hours(read_metrics(local / "metrics.jsonl")))
+    validations = [line for line, _ in lines if "val_loss" in line]
+    last = validations[-1] if validations else {}
+    loss = float(last.get("val_loss", math.inf)) if state == "finished" else math.inf
+    lost = state == "finished" and not math.isfinite(loss)
+    return Result(
+        state=state,
+        step=summary.step or 0,
+        loss=loss,
+        bits=last.get("val_bpb"),
+        diverged=lost or (state == "failed" and facts.get("diverged", False)),
+        tokens=max((line.get("tokens", 0) for line, _ in lines), default=0),
+        seconds=3600 * lines[-1][1] if lines else 0.0,
+        reason=summary.problem or "",
+        curve=tuple((line["tokens"], float(line["val_loss"])) for line in validations),
+    )
+
+
+def fetch_records(folder: str, local: Path) -> None:
+    """Copies the records of a finished run from a store: another machine may have trained it."""
+    facts = read_bytes(f"{folder}/run.json", RETRIES, missing=b"")
+    if not facts or read_state(facts) not in ("finished", "failed"):
+        return
+    local.mkdir(parents=True, exist_ok=True)
+    for name in ("config.yaml", "metrics.jsonl"):
+        (local / name).write_bytes(read_bytes(f"{folder}/{name}", RETRIES))
+    (local / "run.json").write_bytes(facts)
+
+
+def read_state(facts: bytes) -> Any:
+    try:
+        return json.loads(facts).get("state")
+    except ValueError:
+        return None

@@ -1,0 +1,329 @@
+"""Carries out the runs of a study: each is `nalanda train` in a process of its own."""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from nalanda.common.errors import InputError, output_folder
+from nalanda.common.files import write_atomically
+from nalanda.common.progress import Progress
+from nalanda.compare.options import Execution
+from nalanda.compare.results import RETRIES, Result, read_result
+from nalanda.compare.study import (
+    Study,
+    StudyRun,
+    check_same,
+    command_of,
+    folder_of,
+    is_complete,
+    plan_runs,
+    study_text,
+    trunk_of,
+)
+from nalanda.config.load import differences, load_config
+from nalanda.config.schema import RunConfig
+from nalanda.data.workers import processors
+from nalanda.storage.remote import is_store, read_bytes, staging, upload
+from nalanda.train.log import last_metrics
+
+PAUSE = 0.1
+"""Seconds between two looks at the processes."""
+
+SHARED_PAUSE = 10.0
+"""Seconds between two looks at the records of other shares."""
+
+
+@contextlib.contextmanager
+def claimed(
+    study: Study, configs: Mapping[str, RunConfig], share: tuple[int, int]
+) -> Iterator[Path]:
+    """Claims the study's folder for one share of its runs, and records the study there. Yields the local folder.
+
+    Raises `InputError` if the folder has another study, or another command makes this share.
+    """
+    folder = staging(study.output_dir)
+    output_folder(folder, "output_dir")
+    lock = FileLock(folder / f".lock-{share[0] + 1}-of-{share[1]}")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise InputError(
+            f"{study.output_dir}: another command makes these runs; wait for its end, or take another "
+            "output_dir or --shard"
+        ) from None
+    with lock:
+        record_study(study, configs, folder)
+        yield folder
+
+
+def record_study(study: Study, configs: Mapping[str, RunConfig], folder: Path) -> None:
+    """Writes compare.yaml, the study, and the recipe of each arm to `arms`. Raises `InputError` for another one."""
+    file = folder / "compare.yaml"
+    if is_store(study.output_dir):
+        stored = read_bytes(f"{study.output_dir}/compare.yaml", RETRIES, missing=b"")
+        if stored:
+            write_atomically(file, stored)
+    others = (
+        {p.name for p in folder.iterdir()} - {"compare.yaml", "arms"} if folder.is_dir() else set()
+    )
+    if not file.is_file() and any(not name.startswith(".") for name in others):
+        raise InputError(f"{folder} has files that are no study; choose another output_dir")
+
+    if file.is_file():
+        check_same(file.read_text(encoding="utf-8"), study, str(file))
+    for arm, config in configs.items():
+        check_recipe(folder / "arms" / f"{arm}.yaml", config)
+
+    for arm, config in configs.items():
+        recipe = folder / "arms" / f"{arm}.yaml"
+        recipe.parent.mkdir(exist_ok=True)
+        write_atomically(recipe, config.to_yaml())
+    write_atomically(file, study_text(study))
+    if is_store(study.output_dir):
+        upload(file, f"{study.output_dir}/compare.yaml", RETRIES)
+
+
+def check_recipe(file: Path, config: RunConfig) -> None:
+    """Raises `InputError` if an arm was recorded with another recipe."""
+    if not file.is_file():
+        return
+    changed = differences(load_config(file).to_dict(), config.to_dict())
+    for key, (old, new) in changes_of_arm(changed).items():
+        raise InputError(
+            f"{file}: the recipe was another when the study began: {key} was {old!r} and is {new!r}; "
+            "set it back, or choose another output_dir"
+        )
+
+
+def changes_of_arm(changed: dict[str, Any]) -> dict[str, Any]:
+    """The changes that make another arm. The folder may move, and workers are no matter of the result."""
+    return {key: pair for key, pair in changed.items() if key not in ("output_dir", "data.workers")}
+
+
+# ------------------------------ processes
+
+
+@dataclass
+class TrainingProcess:
+    """A process that trains, and its number among those at work."""
+
+    process: subprocess.Popen
+    slot: int
+
+
+class Runner:
+    """The processes that train, and the results so far."""
+
+    def __init__(self, study: Study, configs: Mapping[str, RunConfig], execution: Execution):
+        self.study, self.configs, self.execution = study, configs, execution
+        self.share = execution.share()
+        self.workers: dict[StudyRun, TrainingProcess] = {}
+        self.results: dict[str, Result] = {}
+        self.seen = 0.0
+        self.warned: set[str] = set()
+
+    @property
+    def runs(self) -> list[StudyRun]:
+        return plan_runs(self.study, self.results)
+
+    def is_ours(self, run: StudyRun) -> bool:
+        number, count = self.share
+        return run.number % count == number
+
+    def result_of(self, run: StudyRun) -> Result:
+        return self.results.get(run.name, Result("empty"))
+
+    def train_all(self) -> bool:
+        """Trains this share of the runs. Returns whether all runs of the study have ended.
+
+        Raises `InputError` if a run cannot be trained for a reason that is none of its settings' merit.
+        """
+        self.look()
+        total = sum(self.steps_of(run) for run in self.runs)
+        with (
+            Progress("comparing", total, "steps", start=self.steps_done()) as progress,
+            self.ending(),
+        ):
+            while True:
+                self.reap(progress)
+                self.start(progress)
+                progress.to(
+                    self.steps_done(), self.describe(), total=sum(map(self.steps_of, self.runs))
+                )
+                waiting = [run for run in self.runs if self.waits_for(run)]
+                if not self.workers and not waiting:
+                    break
+                time.sleep(PAUSE)
+                if not self.workers or time.monotonic() - self.seen > SHARED_PAUSE:
+                    self.look()
+        return is_complete(self.study, self.runs) and all(
+            self.result_of(r).ended for r in self.runs
+        )
+
+    def look(self) -> None:
+        """Reads the records of all runs that have not ended here."""
+        while True:
+            before = self.runs
+            for run in before:
+                if self.result_of(run).ended or run in self.workers:
+                    continue
+                if result := read_result(folder_of(self.study, run)):
+                    self.results[run.name] = result
+            # What was read may tell a rate, and so further runs.
+            if self.runs == before:
+                break
+        self.seen = time.monotonic()
+
+    def waits_for(self, run: StudyRun) -> bool:
+        """Whether this command still has to wait for a run that it does not train itself now."""
+        result = self.result_of(run)
+        if result.ended or run in self.workers:
+            return False
+        if self.is_ours(run):
+            return True
+        # Of another share: only what decides on runs of ours.
+        rates_lack = run.trial and not is_complete(self.study, self.runs)
+        ours_leave_it = any(trunk_of(self.study, o) == run for o in self.runs if self.is_ours(o))
+        return rates_lack or ours_leave_it
+
+    def start(self, progress: Progress) -> None:
+        """Starts runs of this share, as many as there is room for."""
+        for run in self.runs:
+            if len(self.workers) >= self.execution.workers:
+                break
+            trunk = trunk_of(self.study, run)
+            ready = trunk is None or self.result_of(trunk).ended
+            state = self.result_of(run).state
+            if self.is_ours(run) and run not in self.workers and ready:
+                if self.result_of(run).ended or state == "running":
+                    continue
+                if trunk is not None and self.result_of(trunk).diverged:
+                    self.results[run.name] = Result(
+                        "failed", diverged=True, reason="its trunk diverged"
+                    )
+                    continue
+                self.workers[run] = self.launch(run)
+
+    def launch(self, run: StudyRun) -> TrainingProcess:
+        """Starts a run. Its output goes to a .log beside its folder."""
+        recipe, overrides = command_of(self.study, run, self.configs)
+        environment = dict(os.environ)
+        taken = {worker.slot for worker in self.workers.values()}
+        slot = min(set(range(self.execution.workers)) - taken)
+        overrides += self.place(run, slot, environment)
+
+        train = ["-m", "nalanda_cli", "train", recipe, *overrides]
+        command = [*shlex.split(self.execution.launch or shlex.quote(sys.executable)), *train]
+        log = staging(self.study.output_dir) / f"{run.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as stream:
+            stream.write(f"{shlex.join(command)}\n".encode())
+            stream.flush()
+            # A session of its own: an interrupt reaches this command alone, which then ends the run.
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        return TrainingProcess(process, slot)
+
+    def place(self, run: StudyRun, slot: int, environment: dict[str, str]) -> list[str]:
+        """Gives one of several workers its GPU, or its cores by an override, which it returns."""
+        import torch
+
+        workers = self.execution.workers
+        if workers == 1 or self.execution.launch:
+            return []
+        if torch.cuda.is_available():
+            if (
+                "CUDA_VISIBLE_DEVICES" not in os.environ
+                and (count := torch.cuda.device_count()) > 1
+            ):
+                environment["CUDA_VISIBLE_DEVICES"] = str(slot % count)
+            return []
+        cores = max(1, processors() // workers)
+        threads = self.configs[run.arm].train.cpu_threads
+        return [f"train.cpu_threads={min(cores, threads or cores)}"]
+
+    def reap(self, progress: Progress) -> None:
+        """Takes the results of the processes that have ended."""
+        for run, worker in list(self.workers.items()):
+            code = worker.process.poll()
+            if code is None:
+                continue
+            del self.workers[run]
+            result = read_result(folder_of(self.study, run)) or Result("empty")
+            self.results[run.name] = result
+            if not result.ended:
+                self.refuse(run, result, code)
+            progress.to(self.steps_done(), describe_result(run, result), end=True)
+
+    def refuse(self, run: StudyRun, result: Result, code: int) -> None:
+        """Raises `InputError` for a run that ended without a result."""
+        log = staging(self.study.output_dir) / f"{run.name}.log"
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        line = result.reason or (lines[-1] if lines else f"exit code {code}")
+        again = f"nalanda compare {shlex.quote(self.study.output_dir)} goes on"
+        raise InputError(f"{run.name}: {line.removeprefix('nalanda: ')}; see {log}; {again}")
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Ends the processes with this command: each finishes its step and saves a checkpoint."""
+        before = signal.signal(signal.SIGTERM, _raise_exit)
+        try:
+            yield
+        finally:
+            for worker in self.workers.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(worker.process.pid, signal.SIGTERM)
+            for worker in self.workers.values():
+                worker.process.wait()
+            signal.signal(signal.SIGTERM, before)
+
+    # ------------------------------ progress
+
+    def steps_of(self, run: StudyRun) -> int:
+        return self.configs[run.arm].train.steps
+
+    def steps_done(self) -> int:
+        """Steps of all runs, as far as this command knows."""
+        done = 0
+        for run in self.runs:
+            if run in self.workers:
+                file = staging(folder_of(self.study, run)) / "metrics.jsonl"
+                done += next((line["step"] for line in last_metrics(file) if "step" in line), 0)
+            else:
+                result = self.result_of(run)
+                done += self.steps_of(run) if result.ended else result.step
+        return done
+
+    def describe(self) -> str:
+        """What is under way: the runs of this command, or what it waits for."""
+        if self.workers:
+            return ", ".join(run.name for run in self.workers)
+        waiting = [run.name for run in self.runs if self.waits_for(run)]
+        return f"waiting for {', '.join(waiting[:3])}{' …' * (len(waiting) > 3)}" if waiting else ""
+
+
+def _raise_exit(number: int, _frame: Any) -> None:
+    raise SystemExit(128 + number)
+
+
+def describe_result(run: StudyRun, result: Result) -> str:
+    if result.diverged:
+        return f"{run.name} diverged: {result.reason or 'its loss is not finite'}"
+    bits = "" if result.bits is None else f", {result.bits:.4f} bits a byte"
+    return f"{run.name}: validation loss {result.loss:.4f}{bits}"

@@ -1,0 +1,416 @@
+"""A study: the arms that `nalanda compare` trains, and the runs that each of them needs.
+
+An arm is a recipe with overrides. Its runs are those of `nalanda train`, in folders of their own.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+
+from nalanda.common.errors import InputError
+from nalanda.common.text import redact
+from nalanda.compare.results import Result
+from nalanda.config.bounds import (
+    BETWEEN_0_AND_1,
+    POSITIVE,
+    at_least,
+    between,
+    check_bounds,
+    check_choice,
+)
+from nalanda.config.load import (
+    differences,
+    find_recipe,
+    load_config,
+    parse_yaml,
+    read_yaml,
+    section,
+)
+from nalanda.config.schema import RunConfig
+from nalanda.storage.remote import staging
+
+FIGURES = ("parameters", "flops", "state")
+"""Figures of a model that arms may share: parameters, training FLOPs a token, bytes of state."""
+
+FIRST_RATE_SEED = 101
+"""Rates are chosen on seeds from here on, which no verdict uses."""
+
+OCTAVES = 4
+"""Most octaves that a grid of rates grows by at an end."""
+
+OURS = {"seed", "optim.lr", "output_dir", "seed_by_name"}
+"""Keys of a recipe that the study sets for each run."""
+
+
+@dataclass
+class Study:
+    """The keys of a study file."""
+
+    recipe: str
+    """Recipe of the arms: a file, or the name of one that ships."""
+    arms: dict[str, Any]
+    """Name to settings in which an arm differs from the recipe, written as on the command line. A first word
+    without `=` is a recipe of the arm's own."""
+    output_dir: str
+    """Folder of the study, on this machine or in a store."""
+    overrides: list[str] = field(default_factory=list)
+    """Settings of all arms, such as train.steps=200."""
+    seeds: Annotated[int, between(1, 100)] = 3
+    """Runs of each arm, with the seeds 1, 2, …. A verdict needs two or more."""
+    rates: list[float] = field(default_factory=list)
+    """Learning rates to choose each arm's from; []: all arms share the recipe's."""
+    rate_seeds: Annotated[int, at_least(1)] = 1
+    """Seeds that choose the rates. No verdict uses them."""
+    margin: Annotated[float, POSITIVE] = 0.01
+    """Difference that matters, in bits a byte."""
+    equal: str | None = None
+    """Figure that all arms share with the first: parameters, flops or state."""
+    by: str | None = None
+    """Key that is fitted to make it equal, such as model.intermediate_size."""
+    fork_at: Annotated[float | None, BETWEEN_0_AND_1] = None
+    """Share of the steps that all arms of a seed have in common: the first arm's run, which the others leave
+    there. null: each arm begins on its own."""
+    tasks: list[str] = field(default_factory=list)
+    """Tasks of `nalanda eval` that compare the finished models as well."""
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        check_bounds(self, "study")
+        if len(self.arms) < 2:
+            raise InputError(f"arms: {len(self.arms)} given; a comparison needs two or more")
+        for name, text in self.arms.items():
+            if not re.fullmatch(r"[\w.+-]+", str(name)):
+                raise InputError(f"arms.{name}: a name has letters, digits and . _ + - alone")
+            if text is not None and not isinstance(text, str):
+                raise InputError(
+                    f"arms.{name}: expected settings as text, such as model.feature_map=nala"
+                )
+        if not all(isinstance(rate, int | float) and rate > 0 for rate in self.rates):
+            raise InputError(f"rates: expected positive numbers, got {self.rates}")
+        if len(self.rates) == 1:
+            raise InputError("rates: one rate leaves no choice; give two or more, or set optim.lr")
+        if self.equal is not None:
+            check_choice(self.equal, FIGURES, "equal")
+        if (self.equal is None) != (self.by is None):
+            raise InputError(
+                "equal: give the figure and the key to fit, such as --equal parameters "
+                "--by model.intermediate_size"
+            )
+        for override in [*self.overrides, *itertools.chain(*self.settings.values())]:
+            key = override.partition("=")[0]
+            if key in OURS:
+                raise InputError(f"{key}: the study sets it for each run; leave it out")
+
+    @cached_property
+    def settings(self) -> dict[str, list[str]]:
+        """The overrides of each arm beside those of the recipe."""
+        words = {name: split_settings(text) for name, text in self.arms.items()}
+        return {name: [w for w in each if "=" in w] for name, each in words.items()}
+
+    def recipe_of(self, arm: str) -> str:
+        """The recipe of an arm: its own, or the study's."""
+        words = split_settings(self.arms[arm])
+        own = [word for word in words if "=" not in word]
+        if len(own) > 1 or (own and words[0] != own[0]):
+            raise InputError(
+                f"arms.{arm}: {own[-1]}: expected section.key=value, such as train.steps=100"
+            )
+        return own[0] if own else self.recipe
+
+    @property
+    def first(self) -> str:
+        """The arm that others are made equal to, and that they leave."""
+        return next(iter(self.arms))
+
+
+def split_settings(text: str | None) -> list[str]:
+    """The words of an arm. Blanks within brackets, braces and quotes part none: `model.mixer=[gla, softmax]`."""
+    words, depth, quote = [""], 0, ""
+    for sign in text or "":
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "\"'":
+            quote = sign
+        depth += (sign in "[{") - (sign in "]}")
+        if sign.isspace() and not quote and depth <= 0:
+            words.append("")
+        else:
+            words[-1] += sign
+    return [word for word in words if word]
+
+
+# ------------------------------ reading
+
+
+def read_study(name: str, overrides: Sequence[str], options: Mapping[str, Any]) -> Study:
+    """The study of a file, or of a recipe with `options` beside it.
+
+    Args:
+        name: a study file, the folder of a study, or a recipe.
+        overrides: `section.key=value` for all arms, and output_dir.
+        options: values of the other fields of `Study`; those of a file stand in the file.
+
+    Raises `InputError`.
+    """
+    given = {key: value for key, value in options.items() if value not in (None, [], {})}
+    path = Path(name)
+    if (path / "compare.yaml").is_file():
+        path = path / "compare.yaml"
+    values = read_yaml(path) if path.is_file() else None
+
+    if isinstance(values, dict) and "arms" in values:
+        if given:
+            option = f"--{next(iter(given)).replace('_', '-').removesuffix('s')}"
+            raise InputError(f"{option}: {path} is a study; set its keys in the file")
+    else:
+        find_recipe(name)
+        if "arms" not in given:
+            raise InputError('give two arms or more, such as --arm "silu: model.feature_map=silu"')
+        values = {"recipe": name, "output_dir": f"runs/{Path(name).stem}-compare", **given}
+
+    own = [o for o in overrides if not o.startswith("output_dir=")]
+    folders = [o.partition("=")[2] for o in overrides if o.startswith("output_dir=")]
+    values = {**values, "overrides": [*values.get("overrides", []), *own]}
+    if folders:
+        values["output_dir"] = folders[-1]
+    values.setdefault("output_dir", f"runs/{path.stem}")
+
+    study: Study = section(Study, values, "")
+    study.check()
+    return study
+
+
+def read_arms(texts: Sequence[str]) -> dict[str, str]:
+    """The arms of `--arm "name: settings"`. Raises `InputError`."""
+    arms: dict[str, str] = {}
+    for text in texts:
+        name, colon, settings = text.partition(":")
+        if not colon:
+            raise InputError(f'--arm {text}: expected a name first: --arm "name: {text}"')
+        if name.strip() in arms:
+            raise InputError(f"--arm {name.strip()}: given twice; each arm needs another name")
+        arms[name.strip()] = settings.strip()
+    return arms
+
+
+def read_rates(text: str) -> list[float]:
+    """The rates of `1e-3,2e-3`. Raises `InputError`."""
+    rates = [parse_yaml(part, "--rates") for part in text.split(",") if part.strip()]
+    if not rates or not all(isinstance(rate, int | float) for rate in rates):
+        raise InputError(f"--rates {text}: expected numbers with commas, such as 1e-3,2e-3")
+    return sorted(map(float, rates))
+
+
+def load_arms(study: Study) -> dict[str, RunConfig]:
+    """The checked recipe of each arm, with the seed and folder of the study's first run.
+
+    Raises `InputError` for an arm that cannot be trained, and for two that are equal.
+    """
+    configs = {}
+    for name in study.arms:
+        overrides = [*study.overrides, *study.settings[name], f"output_dir={study.output_dir}"]
+        try:
+            configs[name] = load_config(study.recipe_of(name), overrides, training=True)
+        except InputError as error:
+            raise InputError(f"arm {name}: {error}") from None
+
+    for (a, one), (b, other) in itertools.combinations(configs.items(), 2):
+        if one == other:
+            raise InputError(f"arms {a} and {b}: their recipes are equal; change one")
+    for name, config in configs.items():
+        if config.validation.every == 0:
+            raise InputError(
+                f"arm {name}: validation.every: a comparison reads the validation loss; "
+                "leave it out, or set 1 or more"
+            )
+        if study.rates and config.train.steps == 1:
+            raise InputError(f"arm {name}: train.steps: 1 step cannot tell rates apart")
+    return configs
+
+
+def warn_about(study: Study, configs: Mapping[str, RunConfig]) -> list[str]:
+    """Sentences about arms that do not compare in all but their settings."""
+    first = configs[study.first]
+    notes = []
+    for name, config in configs.items():
+        changed = differences(first.to_dict(), config.to_dict())
+        if data := [key for key in changed if key.split(".")[0] == "data"]:
+            notes.append(f"{name} reads other rows than {study.first}: {', '.join(data)} differ.")
+        if any(key.startswith("tokenizer") for key in changed):
+            notes.append(
+                f"{name} has another tokenizer than {study.first}: only bits a byte compare."
+            )
+    if not study.rates and study.fork_at is None:
+        rates = {config.optim.lr for config in configs.values()}
+        if len(rates) == 1:
+            notes.append(
+                f"All arms share the rate {rates.pop():g}. An arm may prefer another; --rates gives each its own."
+            )
+    if study.seeds == 1:
+        notes.append("One seed each gives no verdict; --seeds 2 or more does.")
+    return notes
+
+
+# ------------------------------ runs
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """A run of the study."""
+
+    arm: str
+    seed: int
+    number: int
+    """Place in its stage, by which shards divide the runs."""
+    rate: float | None = None
+    """`optim.lr` in place of the recipe's."""
+    trial: bool = False
+    """Whether it only chooses a rate."""
+
+    @property
+    def name(self) -> str:
+        """Its folder in the study's: `silu/seed-1`, or for a trial `silu/rate-0.004-seed-101`."""
+        rate = f"rate-{self.rate:g}-" if self.trial else ""
+        return f"{self.arm}/{rate}seed-{self.seed}"
+
+
+Results = Mapping[str, Result]
+"""Results by the names of runs; a run that did not begin has none."""
+
+
+def plan_runs(study: Study, results: Results) -> list[StudyRun]:
+    """The runs that are known so far: trials of the rates, and the runs of each arm whose rate is chosen."""
+    swept = [study.first] if study.fork_at is not None else list(study.arms)
+    runs: list[StudyRun] = []
+    rates: dict[str, float | None] = dict.fromkeys(study.arms)
+    if study.rates:
+        for place, arm in enumerate(swept):
+            grid, chosen = choose_rate(study, arm, results)
+            trials = itertools.product(range(study.rate_seeds), enumerate(grid))
+            for seed, (step, rate) in trials:
+                number = (step * study.rate_seeds + seed) * len(swept) + place
+                runs.append(StudyRun(arm, FIRST_RATE_SEED + seed, number, rate, trial=True))
+            rates[arm] = chosen
+        runs.sort(key=lambda run: run.number)
+
+    for seed, (place, arm) in itertools.product(range(study.seeds), enumerate(study.arms)):
+        rate = rates[study.first if study.fork_at is not None else arm]
+        if rate is not None or not study.rates:
+            # The arms that leave a run stay with its share, whose machine has the checkpoint.
+            number = seed if study.fork_at is not None else seed * len(study.arms) + place
+            runs.append(StudyRun(arm, seed + 1, number, rate))
+    return runs
+
+
+def is_complete(study: Study, runs: Sequence[StudyRun]) -> bool:
+    """Whether the plan has every run of the study: no rate is still to be chosen."""
+    return sum(not run.trial for run in runs) == study.seeds * len(study.arms)
+
+
+def choose_rate(study: Study, arm: str, results: Results) -> tuple[list[float], float | None]:
+    """The grid of an arm, in the order in which its rates came, and the chosen rate once it is known.
+
+    The rate with the lowest mean validation loss over the trials is chosen. While it stands at an end of the
+    grid, an octave is added there. Raises `InputError` if every rate has failed.
+    """
+    grid = list(study.rates)
+    seeds = range(FIRST_RATE_SEED, FIRST_RATE_SEED + study.rate_seeds)
+    while True:
+        losses: dict[float, float] = {}
+        for rate in grid:
+            names = [StudyRun(arm, seed, 0, rate, trial=True).name for seed in seeds]
+            ended = [results[n] for n in names if n in results and results[n].ended]
+            if len(ended) < len(names):
+                return grid, None
+            losses[rate] = math.fsum(result.loss for result in ended) / len(ended)
+
+        best = min(grid, key=losses.__getitem__)
+        if not math.isfinite(losses[best]):
+            raise InputError(f"arm {arm}: no rate of {write_rates(grid)} can be trained")
+        further = {min(grid): min(grid) / 2, max(grid): max(grid) * 2}.get(best)
+        if further is None or len(grid) >= len(study.rates) + OCTAVES:
+            return grid, best
+        grid.append(further)
+
+
+def write_rates(rates: Sequence[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in sorted(rates))
+
+
+def command_of(
+    study: Study, run: StudyRun, configs: Mapping[str, RunConfig]
+) -> tuple[str, list[str]]:
+    """The recipe and the overrides with which `nalanda train` makes a run."""
+    overrides = [*study.overrides, *study.settings[run.arm]]
+    overrides += [f"seed={run.seed}", "seed_by_name=true"]
+    if run.rate is not None:
+        overrides.append(f"optim.lr={run.rate:g}")
+
+    if study.fork_at is not None and not run.trial:
+        steps = configs[study.first].train.steps
+        fork = max(1, round(study.fork_at * steps))
+        if run.arm == study.first:
+            overrides += [f"checkpoint.every={fork}", f"checkpoint.keep_every={fork}"]
+        else:
+            trunk = staging(folder_of(study, replace(run, arm=study.first)))
+            overrides.append(f"train.resume={trunk}/checkpoints/step-{fork}")
+    return study.recipe_of(run.arm), [*overrides, f"output_dir={folder_of(study, run)}"]
+
+
+def folder_of(study: Study, run: StudyRun) -> str:
+    return f"{study.output_dir.rstrip('/')}/{run.name}"
+
+
+def trunk_of(study: Study, run: StudyRun) -> StudyRun | None:
+    """The run that this one leaves, and waits for."""
+    if study.fork_at is None or run.trial or run.arm == study.first:
+        return None
+    return replace(run, arm=study.first)
+
+
+# ------------------------------ records
+
+
+def study_text(study: Study) -> str:
+    """The study as a file."""
+    default = Study(recipe="", arms={}, output_dir="")
+    values = {
+        key: value
+        for key, value in asdict(study).items()
+        if key in ("recipe", "arms", "output_dir", "seeds", "margin")
+        or value != getattr(default, key)
+    }
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def check_same(text: str, study: Study, where: str) -> int:
+    """Compares the recorded study of a folder with this one, and returns the recorded number of seeds.
+
+    Seeds, margin and tasks may change. Raises `InputError` for any other change.
+    """
+    recorded: Study = section(Study, parse_yaml(text, where), "")
+    free = ("output_dir", "seeds", "margin", "tasks")
+    for each in fields(Study):
+        old, new = getattr(recorded, each.name), getattr(study, each.name)
+        if each.name in free or old == new:
+            continue
+        key = each.name
+        if isinstance(old, dict):
+            key, (old, new) = next(iter(differences(old, new, f"{key}.").items()))
+        raise InputError(
+            f"{redact(where)}: another study: {key} is {old!r} there and {new!r} here; go on with that one, "
+            "or choose another output_dir"
+        )
+    if study.seeds < recorded.seeds:
+        raise InputError(
+            f"{redact(where)}: its study has {recorded.seeds} seeds, and fewer would drop runs; give "
+            f"{recorded.seeds} or more"
+        )
+    return recorded.seeds

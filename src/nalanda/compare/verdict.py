@@ -1,0 +1,250 @@
+"""The verdict of a study: differences paired by seed, with intervals, and one sentence for each pair of arms.
+
+Student's t over the seeds' differences gives the interval and the p; Holm's correction covers all pairs.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy import stats
+
+from nalanda.common.text import si
+from nalanda.compare.results import Result
+from nalanda.compare.study import Study, StudyRun
+
+Unit = Literal["bits a byte", "nats a token"]
+
+LEVEL = 0.05
+"""Two-sided level of the tests; intervals cover 1 − LEVEL."""
+
+POWER = 0.8
+"""Power at which `seeds_needed` counts a difference as told."""
+
+MOST_SEEDS = 10_000
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The difference of two arms' losses, the first less the second, over the seeds that both have finished."""
+
+    first: str
+    second: str
+    differences: tuple[float, ...]
+    mean: float
+    low: float
+    high: float
+    p: float
+    holm: float = math.nan
+    """p with Holm's correction over all pairs of the study."""
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the differences over the seeds."""
+        return float(np.std(self.differences, ddof=1))
+
+    @property
+    def told(self) -> bool:
+        """Whether the arms are told apart."""
+        return self.holm < LEVEL
+
+
+def pair_gap(first: str, second: str, a: Sequence[float], b: Sequence[float]) -> Gap:
+    """The gap of losses `a` and `b`, by seed, two or more."""
+    differences = tuple(float(x - y) for x, y in zip(a, b, strict=True))
+    mean = math.fsum(differences) / len(differences)
+    # Arms that compute alike have no spread, for which t is not defined.
+    if np.ptp(differences) == 0:
+        return Gap(first, second, differences, mean, mean, mean, float(mean == 0))
+    test = stats.ttest_rel(a, b)
+    low, high = test.confidence_interval(1 - LEVEL)
+    return Gap(first, second, differences, mean, float(low), float(high), float(test.pvalue))
+
+
+def corrected(gaps: Sequence[Gap]) -> list[Gap]:
+    """The gaps with Holm's p: the k-th smallest of n times n − k + 1, and never below the one before."""
+    order = np.argsort([gap.p for gap in gaps])
+    factors = np.arange(len(gaps), 0, -1)
+    ps = np.minimum(1, np.maximum.accumulate(np.array([gaps[i].p for i in order]) * factors))
+    by_place = dict(zip(order.tolist(), ps.tolist(), strict=True))
+    return [Gap(**{**vars(gap), "holm": by_place[i]}) for i, gap in enumerate(gaps)]
+
+
+def power_of(margin: float, deviation: float, seeds: int) -> float:
+    """The probability that a paired t-test over `seeds` tells a true difference of `margin`."""
+    if deviation == 0:
+        return 1.0
+    freedom, shift = seeds - 1, margin / deviation * math.sqrt(seeds)
+    edge = stats.t.ppf(1 - LEVEL / 2, freedom)
+    power = stats.nct.sf(edge, freedom, shift) + stats.nct.cdf(-edge, freedom, shift)
+    return float(np.nan_to_num(power, nan=1.0))
+
+
+def seeds_needed(margin: float, deviation: float) -> int:
+    """The fewest seeds with which a difference of `margin` is told with a probability of `POWER`."""
+    low, high = 1, 2
+    while power_of(margin, deviation, high) < POWER and high < MOST_SEEDS:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (
+            (low, middle) if power_of(margin, deviation, middle) >= POWER else (middle, high)
+        )
+    return high
+
+
+# ------------------------------ a study's
+
+
+@dataclass(frozen=True)
+class ArmSummary:
+    """An arm over its seeds. Its model's figures stand beside it, in `figures`."""
+
+    name: str
+    rate: float | None
+    runs: int
+    diverged: tuple[int, ...]
+    """Seeds that diverged."""
+    loss: float
+    """Mean in nats a token over the finished seeds; NaN without one."""
+    bits: float | None
+    spread: float | None
+    """Standard deviation over the seeds, in the verdict's unit; None for one seed."""
+    tokens: int
+    seconds: float
+    """Mean time of training."""
+
+
+@dataclass(frozen=True)
+class StudyVerdict:
+    """What a study says."""
+
+    unit: Unit
+    margin: float
+    arms: dict[str, ArmSummary]
+    gaps: list[Gap]
+    """Of all pairs of arms that share two or more finished seeds."""
+    sentences: list[str]
+    """One for each pair of arms."""
+
+
+def judge_study(
+    study: Study,
+    runs: Sequence[StudyRun],
+    results: Mapping[str, Result],
+    parameters: Mapping[str, int],
+) -> StudyVerdict:
+    """The verdict over the runs of a study that have ended. parameters: of each arm's model."""
+    by_arm: dict[str, dict[int, Result]] = {arm: {} for arm in study.arms}
+    rates = {}
+    for run in runs:
+        if not run.trial and run.name in results and results[run.name].ended:
+            by_arm[run.arm][run.seed] = results[run.name]
+            rates[run.arm] = run.rate
+
+    finished = [r for each in by_arm.values() for r in each.values() if r.finished]
+    # Masked models, and foreign tokenizers that do not tell a token's text, have no bits a byte.
+    unit: Unit = "bits a byte" if all(r.bits is not None for r in finished) else "nats a token"
+    losses = {
+        arm: {s: _loss_in(unit, r) for s, r in each.items() if r.finished}
+        for arm, each in by_arm.items()
+    }
+    arms = {
+        arm: summarise(arm, rates.get(arm), each, list(losses[arm].values()))
+        for arm, each in by_arm.items()
+    }
+
+    gaps = []
+    for a, b in itertools.combinations(study.arms, 2):
+        seeds = sorted(losses[a].keys() & losses[b].keys())
+        if len(seeds) > 1:
+            gaps.append(pair_gap(a, b, *([losses[arm][s] for s in seeds] for arm in (a, b))))
+    gaps = corrected(gaps)
+
+    told = {(gap.first, gap.second): gap for gap in gaps}
+    sentences = [
+        sentence(pair, told.get(pair), study.margin, unit, [arms[arm] for arm in pair], parameters)
+        for pair in itertools.combinations(study.arms, 2)
+    ]
+    return StudyVerdict(unit, study.margin, arms, gaps, sentences)
+
+
+def _loss_in(unit: Unit, result: Result) -> float:
+    bits = result.bits
+    return result.loss if unit == "nats a token" or bits is None else bits
+
+
+def summarise(
+    arm: str, rate: float | None, by_seed: Mapping[int, Result], losses: Sequence[float]
+) -> ArmSummary:
+    done = [result for result in by_seed.values() if result.finished]
+    bits = [result.bits for result in done if result.bits is not None]
+
+    def mean(values: Sequence[float]) -> float:
+        return math.fsum(values) / len(values) if values else math.nan
+
+    return ArmSummary(
+        name=arm,
+        rate=rate,
+        runs=len(by_seed),
+        diverged=tuple(sorted(seed for seed, result in by_seed.items() if result.diverged)),
+        loss=mean([result.loss for result in done]),
+        bits=mean(bits) if len(bits) == len(done) and done else None,
+        spread=float(np.std(losses, ddof=1)) if len(losses) > 1 else None,
+        tokens=max((result.tokens for result in done), default=0),
+        seconds=mean([result.seconds for result in done]),
+    )
+
+
+# ------------------------------ words
+
+
+def sentence(
+    pair: tuple[str, str],
+    gap: Gap | None,
+    margin: float,
+    unit: Unit,
+    arms: Sequence[ArmSummary],
+    parameters: Mapping[str, int],
+) -> str:
+    """The sentence about two arms that may be quoted."""
+    a, b = pair
+    lost = [
+        f"{len(arm.diverged)} of {arm.runs} runs of {arm.name} diverged"
+        for arm in arms
+        if arm.diverged
+    ]
+    end = f" {'; '.join(lost)}." if lost else ""
+    if gap is None:
+        return f"{a} and {b}: no verdict, since they share fewer than two finished seeds.{end}"
+
+    sizes = sorted({si(parameters[name]) for name in pair if name in parameters})
+    tokens = max(arm.tokens for arm in arms)
+    setting = (
+        f"({len(gap.differences)} seeds, {si(tokens)} tokens, {' and '.join(sizes)} parameters)"
+    )
+    if gap.told:
+        lower, higher = (a, b) if gap.mean < 0 else (b, a)
+        low, high = (
+            sorted((abs(gap.low), abs(gap.high))) if gap.low * gap.high > 0 else (gap.low, gap.high)
+        )
+        size = write_interval(abs(gap.mean), low, high)
+        return f"{lower} is lower than {higher} by {size} {unit} {setting}.{end}"
+
+    interval = f"{write_interval(gap.mean, gap.low, gap.high, signed=True)} {unit} {setting}"
+    if max(abs(gap.low), abs(gap.high)) < margin:
+        return f"{a} and {b} differ by less than {margin:g} {unit}: {interval}.{end}"
+    needed = seeds_needed(margin, gap.deviation)
+    more = f"{needed:,} seeds" if needed < MOST_SEEDS else "more seeds than are practical"
+    return f"{a} and {b} cannot be told apart: {interval}; {more} would tell a difference of {margin:g}.{end}"
+
+
+def write_interval(mean: float, low: float, high: float, signed: bool = False) -> str:
+    """`0.012 [0.004, 0.020]`, with two digits of the half width."""
+    half = (high - low) / 2
+    digits = min(6, max(3, 1 - math.floor(math.log10(half)))) if half > 0 else 4
+    form = f"{'+' if signed else ''}.{digits}f"
+    return "{} [{}, {}]".format(*(format(x, form).replace("-", "−") for x in (mean, low, high)))

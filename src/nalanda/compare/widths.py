@@ -1,0 +1,107 @@
+"""Gives the arms of a study an equal figure, by the key of the recipe that the study names."""
+
+import bisect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from nalanda.common.errors import InputError
+from nalanda.compare.study import Study
+from nalanda.data.records import field_of
+from nalanda.report.info import describe_recipe, info
+
+CLOSE = 0.02
+"""Relative difference up to which figures count as equal."""
+
+STEPS = {int: 8, float: 1 / 16}
+"""Steps of a key by its type: products run best at widths that are multiples of 8."""
+
+KEYS = {
+    "parameters": "parameters",
+    "flops": "training_flops_per_token",
+    "state": "state_bytes_per_sequence",
+}
+"""The figures by their keys in `info`."""
+
+
+def figures_of(study: Study, arm: str, *extra: str) -> dict[str, Any]:
+    """The figures of an arm's model, as `nalanda info` has them. Raises `InputError`."""
+    overrides = [*study.overrides, *study.settings[arm], *extra, f"output_dir={study.output_dir}"]
+    return info(study.recipe_of(arm), overrides, memory=False)
+
+
+def with_equal_figures(study: Study, configs: Any) -> Study:
+    """The study with the key `by` fitted in every arm but the first. Raises `InputError`."""
+    if study.equal is None or study.by is None:
+        return study
+    key, name = study.by, KEYS[study.equal]
+    wanted = figures_of(study, study.first)[name]
+    arms = dict(study.arms)
+    for arm in list(arms)[1:]:
+        value = field_of(configs[arm].to_dict(), key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InputError(
+                f"--by {key}: arm {arm} has no number there; name a width that it sets"
+            )
+
+        def figure(x: float, arm: str = arm) -> float:
+            return figures_of(study, arm, f"{key}={x:g}")[name]
+
+        fitted = fit(figure, value, wanted, f"arm {arm}: {key}")
+        arms[arm] = f"{arms[arm] or ''} {key}={fitted:g}".strip()
+    return replace(study, arms=arms)
+
+
+def fit(figure: Callable[[float], float], start: float, wanted: float, where: str) -> float:
+    """The value whose figure comes nearest to `wanted`, among multiples of a step up to eight times `start`.
+
+    figure: grows with the value; may raise `InputError` for one that does not suit the model.
+    """
+    step = STEPS[type(start)]
+    known: dict[int, float | None] = {}
+
+    def at(count: int) -> float | None:
+        if count not in known:
+            try:
+                known[count] = figure(type(start)(count * step))
+            except InputError:
+                known[count] = None
+        return known[count]
+
+    def up_to(count: int) -> float:
+        """The figure of the largest value up to this one that suits the model; 0 if none does."""
+        return next((f for n in range(count, 0, -1) if (f := at(n)) is not None), 0.0)
+
+    most = max(8, round(8 * start / step))
+    place = bisect.bisect_left(range(1, most + 1), wanted, key=up_to) + 1
+    # Of the values at either side of the wanted figure, the nearer one.
+    near = [n for n in range(max(1, place - 8), min(most, place + 8) + 1) if known.get(n) or at(n)]
+    if not near:
+        raise InputError(f"{where}: no value suits the model")
+    best = min(near, key=lambda n: abs((at(n) or 0) - wanted))
+    return type(start)(best * step)
+
+
+def shared_weights(study: Study) -> list[str]:
+    """Sentences about arms whose models begin with other weights than the first arm's.
+
+    Runs of a seed draw each module's weights by its name (`seed_by_name`): equal names and shapes get equal values.
+    """
+    shapes = {arm: shapes_of(study, arm) for arm in study.arms}
+    first = shapes[study.first]
+    notes = []
+    for arm, own in shapes.items():
+        shared = sum(shape.numel() for name, shape in own.items() if first.get(name) == shape)
+        if shared < sum(shape.numel() for shape in own.values()):
+            share = shared / sum(shape.numel() for shape in own.values())
+            notes.append(
+                f"{arm} shares {100 * share:.0f} % of its initial weights with {study.first}; the others have no "
+                "counterpart of their name and shape."
+            )
+    return notes
+
+
+def shapes_of(study: Study, arm: str) -> dict[str, Any]:
+    overrides = [*study.overrides, *study.settings[arm], f"output_dir={study.output_dir}"]
+    _, model = describe_recipe(study.recipe_of(arm), overrides)
+    return {name: parameter.shape for name, parameter in model.named_parameters()}

@@ -1,0 +1,595 @@
+"""`nalanda compare`: the plan of a study, its runs, its verdict, and what it refuses."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import yaml
+from scipy import stats
+from training import CLOCKED, ENVIRONMENT, tiny_recipe, write_recipe, write_texts
+
+from nalanda.common.errors import InputError
+from nalanda.compare.results import Result
+from nalanda.compare.study import Study, choose_rate, load_arms, plan_runs, split_settings
+from nalanda.compare.verdict import (
+    corrected,
+    judge_study,
+    pair_gap,
+    power_of,
+    seeds_needed,
+    write_interval,
+)
+from nalanda.compare.widths import figures_of, fit, with_equal_figures
+from nalanda.train.build import build_model
+from nalanda_cli import main
+
+PRETEND = Path(__file__).parents[1] / "helpers" / "pretend_train.py"
+LAUNCH = f"{sys.executable} {PRETEND}"
+ARMS = {"decay": "optim.weight_decay=0.1", "none": "optim.weight_decay=0"}
+
+
+def study_of(tmp_path: Path, **keys) -> Study:
+    values = {"recipe": "demo", "arms": dict(ARMS), "output_dir": str(tmp_path / "study"), **keys}
+    study = Study(**values)
+    study.check()
+    return study
+
+
+def compare(tmp_path: Path, *words: str, launch: str = LAUNCH) -> None:
+    """The command line, with runs that only pretend to train."""
+    arms = [word for name, text in ARMS.items() for word in ("--arm", f"{name}: {text}")]
+    given = [] if "--arm" in words or words[0] != "demo" else arms
+    main(["compare", *words, *given, "--launch", launch, f"output_dir={tmp_path / 'study'}"])
+
+
+def read_json(tmp_path: Path) -> dict:
+    return json.loads((tmp_path / "study" / "compare.json").read_text())
+
+
+def starts(tmp_path: Path) -> dict[str, int]:
+    """How often each run was started."""
+    folder = tmp_path / "study"
+    return {
+        str(file.parent.relative_to(folder)): len(file.read_text().splitlines())
+        for file in folder.rglob("starts")
+    }
+
+
+def finished(loss: float) -> Result:
+    return Result("finished", 10, loss, loss / 4, 1000, 1.0)
+
+
+# ------------------------------ the verdict
+
+
+@pytest.fixture
+def losses() -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(0)
+    shared = draw.normal(0, 0.1, 8)
+    return 3.0 + shared + draw.normal(0, 0.004, 8), 3.01 + shared + draw.normal(0, 0.004, 8)
+
+
+def test_a_gap_is_students_paired_interval(losses):
+    a, b = losses
+    gap = pair_gap("a", "b", a, b)
+
+    # Spelled out, since the product asks scipy's test for the pair.
+    differences = a - b
+    half = stats.t.ppf(0.975, 7) * differences.std(ddof=1) / math.sqrt(8)
+    assert gap.mean == pytest.approx(differences.mean(), rel=1e-12)
+    assert (gap.low, gap.high) == pytest.approx((gap.mean - half, gap.mean + half), rel=1e-9)
+    assert gap.p == pytest.approx(stats.ttest_1samp(differences, 0).pvalue, rel=1e-9)
+
+
+def test_arms_that_compute_alike_have_a_gap_of_zero():
+    gap = pair_gap("a", "b", [3.0, 4.0], [3.0, 4.0])
+    assert (gap.mean, gap.low, gap.high, gap.p) == (0, 0, 0, 1)
+
+
+def test_holm_multiplies_by_the_tests_that_are_left_and_never_falls():
+    gaps = [pair_gap("a", "b", [0.0, 1.0], [0.0, 0.9])] * 4
+    for ps in ([0.01, 0.04, 0.03, 0.005], [0.5, 0.4, 0.3, 0.2]):
+        given = [type(gap)(**{**vars(gap), "p": p}) for gap, p in zip(gaps, ps, strict=True)]
+        got = [gap.holm for gap in corrected(given)]
+        # Holm's step-down procedure, written as a loop over the sorted p.
+        expected, least = {}, 0.0
+        for left, i in enumerate(sorted(range(4), key=lambda i: ps[i])):
+            least = max(least, min(1, (4 - left) * ps[i]))
+            expected[i] = least
+        assert got == pytest.approx([expected[i] for i in range(4)])
+
+
+def test_power_is_that_of_drawn_studies():
+    draw = np.random.default_rng(0)
+    seeds, margin, deviation = 6, 0.01, 0.008
+    trials = draw.normal(margin, deviation, (20_000, seeds))
+    told = stats.ttest_1samp(trials, 0, axis=1).pvalue < 0.05
+    assert power_of(margin, deviation, seeds) == pytest.approx(told.mean(), abs=0.01)
+
+    needed = seeds_needed(margin, deviation)
+    assert power_of(margin, deviation, needed) >= 0.8 > power_of(margin, deviation, needed - 1)
+
+
+def verdict_of(tmp_path, losses: dict[str, list[float]], **keys):
+    study = study_of(
+        tmp_path, arms=dict.fromkeys(losses, ""), seeds=max(map(len, losses.values())), **keys
+    )
+    runs = plan_runs(study, {})
+    results = {
+        run.name: finished(losses[run.arm][run.seed - 1])
+        if math.isfinite(losses[run.arm][run.seed - 1])
+        else Result("failed", 3, diverged=True, reason="step 3: loss is nan")
+        for run in runs
+    }
+    return judge_study(study, runs, results, dict.fromkeys(losses, 2_000_000))
+
+
+def test_twenty_nulls_give_at_most_two_verdicts(tmp_path):
+    """Arms that differ by the noise of their seeds alone."""
+    draw = np.random.default_rng(0)
+    told = 0
+    for _ in range(20):
+        shared = draw.normal(3, 0.1, 5)
+        arms = {name: list(shared + draw.normal(0, 0.02, 5)) for name in ("a", "b")}
+        told += verdict_of(tmp_path, arms).gaps[0].told
+    assert told <= 2
+
+
+def test_a_planted_difference_is_told(tmp_path):
+    draw = np.random.default_rng(0)
+    shared = draw.normal(3, 0.1, 5)
+    arms = {"a": list(shared), "b": list(shared - 0.08 + draw.normal(0, 0.01, 5))}
+    verdict = verdict_of(tmp_path, arms)
+    (text,) = verdict.sentences
+    gap = verdict.gaps[0]
+    size = write_interval(gap.mean, gap.low, gap.high)
+    assert gap.low < 0.02 < gap.high
+    assert text == f"b is lower than a by {size} bits a byte (5 seeds, 1 K tokens, 2 M parameters)."
+
+
+def test_what_cannot_be_told_names_the_seeds_that_would(tmp_path):
+    draw = np.random.default_rng(1)
+    shared = draw.normal(3, 0.1, 4)
+    arms = {name: list(shared + draw.normal(0, 0.2, 4)) for name in ("a", "b")}
+    verdict = verdict_of(tmp_path, arms, margin=0.01)
+    (text,) = verdict.sentences
+    needed = seeds_needed(0.01, verdict.gaps[0].deviation)
+    assert text.startswith("a and b cannot be told apart: ")
+    assert text.endswith(f"; {needed:,} seeds would tell a difference of 0.01.")
+
+
+def test_a_small_difference_is_said_to_be_below_the_margin(tmp_path):
+    draw = np.random.default_rng(1)
+    arms = {
+        "a": [3.0, 3.1, 3.2, 3.3],
+        "b": [x + y for x, y in zip([3.0, 3.1, 3.2, 3.3], draw.normal(0, 0.002, 4), strict=True)],
+    }
+    (text,) = verdict_of(tmp_path, arms).sentences
+    assert text.startswith("a and b differ by less than 0.01 bits a byte: ")
+
+
+def test_one_seed_gives_no_verdict(tmp_path):
+    verdict = verdict_of(tmp_path, {"a": [3.0], "b": [2.0]})
+    assert verdict.gaps == []
+    (text,) = verdict.sentences
+    assert text == "a and b: no verdict, since they share fewer than two finished seeds."
+
+
+def test_a_diverged_run_is_counted_and_its_seed_left_out_of_the_pair(tmp_path):
+    losses = {"a": [3.0, 3.1, math.nan], "b": [2.0, 2.1, 2.5]}
+    verdict = verdict_of(tmp_path, losses)
+    assert len(verdict.gaps[0].differences) == 2
+    assert verdict.arms["a"].diverged == (3,)
+    assert verdict.arms["b"].loss == pytest.approx(2.2)
+    assert verdict.sentences[0].endswith(" 1 of 3 runs of a diverged.")
+
+
+def test_an_interval_has_two_digits_of_its_half_width():
+    assert write_interval(0.012345, 0.004, 0.0207) == "0.0123 [0.0040, 0.0207]"
+    assert write_interval(-1.5, -2.0, -1.0, signed=True) == "−1.500 [−2.000, −1.000]"
+
+
+# ------------------------------ the plan
+
+
+def test_settings_are_parted_outside_brackets_and_quotes():
+    text = "model.mixer=[gla, softmax] data.source='a b' model={mixer: gla, x: 1}"
+    assert split_settings(text) == [
+        "model.mixer=[gla, softmax]",
+        "data.source='a b'",
+        "model={mixer: gla, x: 1}",
+    ]
+
+
+def test_a_rate_at_an_end_of_the_grid_asks_for_an_octave_more(tmp_path):
+    study = study_of(tmp_path, rates=[0.001, 0.002])
+    results: dict[str, Result] = {}
+    grids = []
+    while True:
+        grid, chosen = choose_rate(study, "decay", results)
+        grids.append(len(grid))
+        if chosen is not None:
+            break
+        for rate in grid:
+            loss = abs(math.log2(rate / 0.004))
+            results[f"decay/rate-{rate:g}-seed-101"] = finished(3 + loss)
+    assert chosen == 0.004
+    assert sorted(grid) == [0.001, 0.002, 0.004, 0.008]
+    assert grids == [2, 3, 4, 4]
+
+
+def test_a_diverged_rate_is_the_worst(tmp_path):
+    study = study_of(tmp_path, rates=[0.001, 0.002, 0.004])
+    results = {
+        "decay/rate-0.001-seed-101": finished(3.2),
+        "decay/rate-0.002-seed-101": finished(3.0),
+        "decay/rate-0.004-seed-101": Result("failed", 5, diverged=True),
+    }
+    assert choose_rate(study, "decay", results)[1] == 0.002
+    lost = {name: Result("failed", 5, diverged=True) for name in results}
+    with pytest.raises(InputError, match=r"no rate of 0\.001, 0\.002, 0\.004 can be trained"):
+        choose_rate(study, "decay", lost)
+
+
+def test_trials_of_rates_share_no_seed_with_the_verdict(tmp_path):
+    study = study_of(tmp_path, rates=[0.001, 0.002, 0.004], rate_seeds=2)
+    trials = plan_runs(study, {})
+    assert all(run.trial for run in trials)
+    best = {run.name: finished(3 + abs(run.rate - 0.002)) for run in trials}
+    runs = [run for run in plan_runs(study, best) if not run.trial]
+    assert {run.rate for run in runs} == {0.002}
+    assert not {run.seed for run in runs} & {run.seed for run in trials}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_shards_part_the_runs(tmp_path, count):
+    study = study_of(tmp_path, seeds=5)
+    numbers = [run.number % count for run in plan_runs(study, {})]
+    sizes = [numbers.count(i) for i in range(count)]
+    assert sum(sizes) == 10
+    assert max(sizes) - min(sizes) <= 1
+
+
+# ------------------------------ runs that only pretend
+
+
+def test_a_study_from_the_command_line(tmp_path, capsys):
+    compare(tmp_path, "demo", "--seeds", "4", "train.steps=20")
+    printed = capsys.readouterr().out
+    assert "none is lower than decay by 0.06" in printed
+    assert "All arms share the rate 0.006." in printed
+
+    record = read_json(tmp_path)
+    (pair,) = record["pairs"]
+    losses = {
+        arm: [record["runs"][f"{arm}/seed-{seed}"]["bits"] for seed in (1, 2, 3, 4)] for arm in ARMS
+    }
+    assert pair["mean"] == pytest.approx(np.mean(losses["decay"]) - np.mean(losses["none"]))
+    page = (tmp_path / "study" / "compare.html").read_text()
+    assert record["sentences"][0] in page
+    assert "| decay | 0.006 | 4 |" in (tmp_path / "study" / "compare.md").read_text()
+
+    # The recorded study is a study file, and nothing is trained again.
+    main(["compare", str(tmp_path / "study"), "--launch", LAUNCH])
+    assert set(starts(tmp_path).values()) == {1}
+
+
+def test_rates_are_chosen_for_each_arm(tmp_path, capsys):
+    compare(tmp_path, "demo", "--seeds", "2", "--rates", "1e-2,2e-2,4e-2")
+    record = read_json(tmp_path)
+    assert {name: arm["rate"] for name, arm in record["arms"].items()} == {
+        "decay": 0.01,
+        "none": 0.005,
+    }
+    # The grid grew to where both arms' rates lie within.
+    rates = {run["rate"] for name, run in record["runs"].items() if name.startswith("none/rate")}
+    assert rates == {0.0025, 0.005, 0.01, 0.02, 0.04}
+    assert "All arms share the rate" not in capsys.readouterr().out
+
+
+def test_a_run_that_diverged_is_named_and_not_tried_again(tmp_path, capsys):
+    arms = ["--arm", "sound: optim.weight_decay=0.1", "--arm", "wild: optim.weight_decay=0"]
+    words = ["demo", *arms, "--seeds", "2", "--rates", "2e-2,4e-2,1e-1"]
+    compare(tmp_path, *words)
+    assert "sound/rate-0.1-seed-101 diverged: step 7: loss is nan" in capsys.readouterr().err
+    compare(tmp_path, *words)
+    assert set(starts(tmp_path).values()) == {1}
+
+
+@pytest.mark.slow
+def test_shards_in_two_processes_end_with_one_verdict(tmp_path):
+    words = [
+        *(sys.executable, "-m", "nalanda_cli", "compare", "demo", "--rates", "5e-3,1e-2,2e-2"),
+        *("--arm", "decay: optim.weight_decay=0.1", "--arm", "none: optim.weight_decay=0"),
+        *("--launch", LAUNCH, f"output_dir={tmp_path / 'study'}"),
+    ]
+    shards = [
+        subprocess.Popen([*words, "--shard", f"{i}/2"], stdout=subprocess.PIPE, text=True)
+        for i in (1, 2)
+    ]
+    printed = [process.communicate(timeout=300)[0] for process in shards]
+    assert [process.returncode for process in shards] == [0, 0]
+    assert set(starts(tmp_path).values()) == {1}
+    assert any("none is lower than decay" in text for text in printed)
+    assert (tmp_path / "study" / "compare.json").is_file()
+
+
+def test_forked_arms_begin_at_a_checkpoint_of_the_first(tmp_path):
+    compare(tmp_path, "demo", "--seeds", "2", "--from", "0.25", "train.steps=20")
+    folder = tmp_path / "study"
+    trunk = folder / "decay/seed-2"
+    begun = (folder / "none/seed-2/starts").read_text().strip()
+    assert begun == f"{trunk}/checkpoints/step-5"
+    assert (trunk / "starts").read_text().strip() == ""
+    log = (folder / "decay/seed-2.log").read_text()
+    assert "checkpoint.every=5 checkpoint.keep_every=5" in log
+
+
+def test_more_seeds_join_a_study_and_fewer_do_not(tmp_path, capsys):
+    compare(tmp_path, "demo", "--seeds", "2")
+    compare(tmp_path, "demo", "--seeds", "3")
+    assert len(starts(tmp_path)) == 6
+    assert set(starts(tmp_path).values()) == {1}
+    with pytest.raises(SystemExit):
+        compare(tmp_path, "demo", "--seeds", "2")
+    assert "its study has 3 seeds" in capsys.readouterr().err
+
+
+# ------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["demo", "--arm", "a: optim.lr=1", "--arm", "b:"],
+            "optim.lr: the study sets it for each run",
+        ),
+        (
+            ["demo", "--arm", "a: train.z_loss=0", "--arm", "b:"],
+            "arms a and b: their recipes are equal",
+        ),
+        (["demo", "--arm", "a:"], "arms: 1 given; a comparison needs two or more"),
+        (
+            ["demo", "--arm", "model.mixer=gla"],
+            'expected a name first: --arm "name: model.mixer=gla"',
+        ),
+        (["demo", "--arm", "a:", "--arm", "a: seed=2"], "--arm a: given twice"),
+        (["demo", "--arm", "a/b:", "--arm", "c:"], "arms.a/b: a name has letters"),
+        (
+            ["demo", "--arm", "a: model.mixer=glaa", "--arm", "b:"],
+            "arm a: model: unknown mixer 'glaa'",
+        ),
+        (["demo", "--arm", "a:", "--arm", "b: oops"], "arm b: oops: no such recipe or file"),
+        (["demo", "--seeds", "2", "--rates", "1e-3"], "rates: one rate leaves no choice"),
+        (["demo", "--rates", "fast,slow"], "--rates fast,slow: expected numbers with commas"),
+        (["demo", "--equal", "parameters"], "equal: give the figure and the key to fit"),
+        (["demo", "--equal", "speed", "--by", "model.hidden_size"], "equal: expected one of"),
+        (["demo", "--from", "1.5"], "study.fork_at: expected a number between 0 and 1"),
+        (["demo", "--shard", "3/2"], "--shard 3/2: expected I/N, such as 1/2"),
+        (["demo", "validation.every=0"], "arm decay: validation.every: a comparison reads"),
+        (["demo", "output_dir=elsewhere", "seed=3"], "seed: the study sets it for each run"),
+        (["demo", "--tasks", "no_such_task"], "no_such_task"),
+    ],
+)
+def test_bad_input_is_one_line_before_any_run(tmp_path, capsys, words, line):
+    with pytest.raises(SystemExit) as stop:
+        compare(tmp_path, *words)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert line in error
+    assert len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "study").exists()
+
+
+def test_without_arms_the_line_shows_one(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", "demo"])
+    assert (
+        'give two arms or more, such as --arm "silu: model.feature_map=silu"'
+        in capsys.readouterr().err
+    )
+
+
+def test_a_study_file_takes_no_options_of_a_study(tmp_path, capsys):
+    file = tmp_path / "maps.yaml"
+    file.write_text(
+        yaml.safe_dump({"recipe": "demo", "arms": ARMS, "output_dir": str(tmp_path / "s")})
+    )
+    with pytest.raises(SystemExit):
+        main(["compare", str(file), "--seeds", "2"])
+    assert f"--seed: {file} is a study; set its keys in the file" in capsys.readouterr().err
+
+
+def test_a_changed_arm_is_refused(tmp_path, capsys):
+    compare(tmp_path, "demo", "--seeds", "2")
+    words = [
+        "demo",
+        "--arm",
+        "decay: optim.weight_decay=0.2",
+        "--arm",
+        "none: optim.weight_decay=0",
+    ]
+    with pytest.raises(SystemExit):
+        compare(tmp_path, *words, "--seeds", "2")
+    error = capsys.readouterr().err
+    assert "another study: arms.decay is 'optim.weight_decay=0.1' there" in error
+    assert "choose another output_dir" in error
+
+
+def test_a_recipe_that_changed_under_a_study_is_refused(tmp_path, capsys):
+    from nalanda.config.load import find_recipe
+
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(find_recipe("demo").read_text())
+    arms = ["--arm", "decay: optim.weight_decay=0.1", "--arm", "none: optim.weight_decay=0"]
+    compare(tmp_path, str(recipe), *arms, "--seeds", "2")
+    recipe.write_text(recipe.read_text().replace("warmup_steps: 40", "warmup_steps: 41"))
+    with pytest.raises(SystemExit):
+        compare(tmp_path, str(recipe), *arms, "--seeds", "2")
+    assert "schedule.warmup_steps was 40 and is 41" in capsys.readouterr().err
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path, capsys):
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "notes.txt").touch()
+    with pytest.raises(SystemExit):
+        compare(tmp_path, "demo", "--seeds", "2")
+    assert "has files that are no study; choose another output_dir" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_start_ends_the_study_with_its_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        compare(
+            tmp_path, "demo", "--seeds", "2", launch=f"{sys.executable} -c 'raise SystemExit(3)'"
+        )
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stop.value.code == 2
+    assert "decay/seed-1: " in error
+    assert "goes on" in error
+
+
+# ------------------------------ equal figures
+
+
+def test_a_key_is_fitted_to_equal_parameters(tmp_path):
+    arms = {"silu": "model.feature_map=silu model.expand_k=1", "nala": "model.feature_map=nala"}
+    study = study_of(tmp_path, arms=arms, equal="parameters", by="model.intermediate_size")
+    fitted = with_equal_figures(study, load_arms(study))
+    silu, nala = (figures_of(fitted, arm)["parameters"] for arm in arms)
+    before = figures_of(study, "nala")["parameters"]
+    assert abs(nala / silu - 1) < 0.002 < abs(before / silu - 1)
+    assert fitted.settings["silu"] == study.settings["silu"]
+
+
+def test_values_that_do_not_suit_the_model_are_passed_over():
+    def figure(x: float) -> float:
+        if x % 32:
+            raise InputError("heads")
+        return 10 * x
+
+    assert fit(figure, 64, 1000, "k") == 96
+    assert fit(figure, 64, 1130, "k") == 128
+    with pytest.raises(InputError, match="no value suits the model"):
+        fit(lambda x: (_ for _ in ()).throw(InputError("no")), 64, 1000, "k")
+
+
+# ------------------------------ weights by name
+
+
+def test_models_of_a_seed_share_the_weights_of_equal_modules(tmp_path):
+    import torch
+
+    arms = {"wide": "model.intermediate_size=768", "narrow": "model.intermediate_size=512"}
+    study = study_of(tmp_path, arms=arms)
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 4095}, **ids)
+    models = {}
+    for by_name in (True, False):
+        for name, config in load_arms(study).items():
+            config.seed, config.seed_by_name = 5, by_name
+            torch.manual_seed(5)
+            models[name, by_name] = dict(build_model(config, tokenizer).named_parameters())
+
+    def differing(by_name: bool) -> set[str]:
+        wide, narrow = (models[name, by_name] for name in arms)
+        same = {n for n in wide if wide[n].shape == narrow[n].shape}
+        return {n for n in same if not torch.equal(wide[n], narrow[n])}
+
+    assert differing(True) == set()
+    assert len(differing(False)) > 5
+
+
+# ------------------------------ runs that train
+
+
+@pytest.fixture
+def tiny_study(tmp_path) -> Path:
+    """A study of a tiny model: the second arm hardly learns."""
+    write_texts(tmp_path / "texts.jsonl", 200, [20, 40])
+    recipe = tiny_recipe(
+        tmp_path,
+        {"mixer": "linear_attention", "num_hidden_layers": 1},
+        {"steps": 60, "tokens_per_step": 128, "micro_batch_size": 2},
+        tokenizer={"train": "bpe", "vocab_size": 300},
+        data={"source": str(tmp_path / "texts.jsonl"), "seq_len": 64},
+        checkpoint={"every": 10},
+    )
+    study = {
+        "recipe": str(write_recipe(tmp_path / "tiny.yaml", recipe)),
+        "arms": {"own": "", "slow": "schedule.warmup_steps=60"},
+        "seeds": 2,
+        "output_dir": str(tmp_path / "study"),
+    }
+    file = tmp_path / "maps.yaml"
+    file.write_text(yaml.safe_dump(study))
+    return file
+
+
+def start_compare(study: Path, *words: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "nalanda_cli", "compare", str(study), *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=os.environ | ENVIRONMENT, **pipes)
+
+
+def metrics_of(run: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in line if key not in CLOCKED} for line in lines]
+
+
+@pytest.mark.slow
+def test_a_study_that_was_stopped_goes_on_to_the_same_losses(tiny_study, tmp_path):
+    whole = start_compare(tiny_study, f"output_dir={tmp_path / 'whole'}")
+    printed, error = whole.communicate(timeout=600)
+    assert whole.returncode == 0, error
+    assert "own is lower than slow by" in printed or "cannot be told apart" in printed
+
+    # Two runs at a time, stopped once the first ones have saved.
+    stopped = start_compare(tiny_study, "--workers", "2")
+    saved = tmp_path / "study" / "own" / "seed-1" / "checkpoints" / "step-10"
+    while not saved.is_dir():
+        assert stopped.poll() is None, stopped.communicate()
+        time.sleep(0.05)
+    stopped.send_signal(signal.SIGINT)
+    assert stopped.wait(timeout=120) == 130
+    facts = json.loads((tmp_path / "study/own/seed-1/run.json").read_text())
+    assert facts["state"] == "interrupted"
+
+    again = start_compare(tiny_study)
+    _, error = again.communicate(timeout=600)
+    assert again.returncode == 0, error
+    for arm in ("own", "slow"):
+        for seed in (1, 2):
+            run = f"{arm}/seed-{seed}"
+            assert metrics_of(tmp_path / "study" / run) == metrics_of(tmp_path / "whole" / run)
+
+    # Runs of a seed read the same rows, from the same weights: their first losses are equal.
+    firsts = {
+        run: metrics_of(tmp_path / "whole" / run)[0]["loss"]
+        for run in ("own/seed-1", "slow/seed-1")
+    }
+    assert len(set(firsts.values())) == 1
+    assert metrics_of(tmp_path / "whole" / "own/seed-2")[0]["loss"] not in firsts.values()
+
+
+@pytest.mark.slow
+def test_an_arm_that_leaves_a_run_without_a_change_ends_where_that_run_ends(tiny_study, tmp_path):
+    values = yaml.safe_load(tiny_study.read_text())
+    # Logging changes no weight.
+    values |= {"fork_at": 0.5, "seeds": 1, "arms": {"own": "", "same": "log.every=2"}}
+    tiny_study.write_text(yaml.safe_dump(values))
+    process = start_compare(tiny_study)
+    _, error = process.communicate(timeout=600)
+    assert process.returncode == 0, error
+
+    own, same = (metrics_of(tmp_path / "study" / arm / "seed-1") for arm in ("own", "same"))
+    assert same[0]["step"] == 32
+    assert own[-1]["val_loss"] == same[-1]["val_loss"]
