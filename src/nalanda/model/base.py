@@ -24,6 +24,7 @@ With `rule.write` "own" it defines
 It may define
 
 - `inputs` and `read_out`, before and after `mix`; `linears`, the Linear layers that read x, one product;
+- `project_tokens(x, seq, state)`: the outputs of `linears`, where they read more than x or are not all;
 - `gates(projected, inputs)`: the inputs with g and beta, from the outputs of `linears`;
 - `gate_parameters`, the parameters that decide what the state forgets and takes. Muon leaves them to AdamW;
 - `metrics`, names and functions of numbers that validation logs.
@@ -60,6 +61,7 @@ from .epilogues import norm_gate, swiglu
 from .feature_maps import EPS, build_feature_map
 from .layers import (
     LayerNorm,
+    PreviousToken,
     RMSNorm,
     ShortConv,
     altered,
@@ -98,7 +100,7 @@ class CarriedState:
 
 
 def convolve(
-    convs: list[ShortConv],
+    convs: list[ShortConv] | list[PreviousToken],
     xs: list[Tensor],
     seq: Sequences,
     states: list[Tensor] | None,
@@ -116,12 +118,9 @@ def convolve(
     if seq.parts is not None:
         xs, states = seq.parts.conv_states(xs, convs[0].width - 1, states)
 
-    filters = [conv.weight.squeeze(1) for conv in convs]
+    filters = [conv.filters(x) for conv, x in zip(convs, xs, strict=True)]
     # An offloaded one is in memory only while its own module runs.
     if not filters[0].is_meta and not any(map(altered, convs)):
-        for i, conv in enumerate(convs):
-            if conv.copies > 1:
-                filters[i] = filters[i].repeat(conv.copies, 1)
         served = by_kernel(
             "short_convs",
             "auto",
@@ -355,15 +354,8 @@ class Mixer(FusedLinears):
 
         state: as `mix` takes it.
         """
-        rule, layout, carries = self.rule, seq.layout, state is not None
-        past, new = state or {}, {}
-        if layout is None:
-            outputs = project_inputs(self, x)
-        else:
-            # The Linear layers see the batch's columns, where layers do.
-            of_columns = project_inputs(self, layout.unpack(x))
-            outputs = {name: layout.pack(y) for name, y in of_columns.items()}
-
+        rule, carries, past = self.rule, state is not None, state or {}
+        outputs, new = self.project_tokens(x, seq, state)
         heads, local = [outputs[name] for name in rule.projected], None
         if rule.conv:
             convs = [getattr(self, f"{name}_conv1d") for name in rule.projected]
@@ -396,6 +388,17 @@ class Mixer(FusedLinears):
             features = map_features(q, k, self.feature_map)
             q, k = (lrpe(y, positions).to(q.dtype) for y in features)
         return self.gates(outputs, Inputs(q, k, v, gate=outputs.get("gate"), local=local)), new
+
+    def project_tokens(
+        self, x: Tensor, seq: Sequences, state: LayerState | None
+    ) -> tuple[dict[str, Tensor], LayerState]:
+        """x `[B, T, D]` to the outputs of `linears`, by name, and states that they need of earlier tokens: none."""
+        layout = seq.layout
+        if layout is None:
+            return project_inputs(self, x), {}
+        # The Linear layers see the batch's columns, where layers do.
+        of_columns = project_inputs(self, layout.unpack(x))
+        return {name: layout.pack(y) for name, y in of_columns.items()}, {}
 
     def gates(self, projected: dict[str, Tensor], inputs: Inputs) -> Inputs:
         """The inputs with the gates of the state: g, the log-decay, `[B, T, HV]` or `[B, T, HV, F]`, and beta."""

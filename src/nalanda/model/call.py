@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
     g: Tensor | None = None  # [B, T, HV] or [B, T, HV, F], the log-decay
     erase: Tensor | None = None  # [B, T, HV, F], erased in place of β
     dt: Tensor | None = None  # [B, T, HV], Mamba 2's step, which multiplies v
-    skip: Tensor | None = None  # [HV], the share of v in the output
+    skip: Tensor | None = None  # [HV] or [B, T, HV], the share of v in the output
     gate: Tensor | None = None  # [B, T, …], the output gate before its activation
     local: Tensor | None = None  # [B, T, HV, V], the convolution of v that is added to the output
 

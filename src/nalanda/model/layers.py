@@ -339,18 +339,23 @@ class ShortConv(nn.Module):
     def width(self) -> int:
         return self.weight.shape[-1]
 
+    def filters(self, x: Tensor) -> Tensor:
+        """The filters of the channels of x, `[D, W]`, or `[D, W, W]` over images."""
+        weight = self.weight.squeeze(1)
+        return weight.repeat(self.copies, *[1] * (weight.dim() - 1)) if self.copies > 1 else weight
+
     def forward(
         self, x: Tensor, seq: Sequences, state: Tensor | None = None, carry: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        if self.weight.dim() == 4:  # of images, over a grid of patches
+        weight = self.filters(x)
+        if weight.dim() == 3:  # of images, over a grid of patches
             assert seq.grid is not None, "the convolution of an image needs its grid"
-            weight = self.weight.to(x.dtype).repeat(self.copies, 1, 1, 1)
             image = x.unflatten(1, seq.grid).movedim(-1, 1)  # [B, D, rows, columns]
-            y = F.conv2d(image, weight, padding=self.width // 2, groups=len(weight))
+            taps = weight.to(x.dtype)[:, None]
+            y = F.conv2d(image, taps, padding=self.width // 2, groups=len(taps))
             return y.movedim(1, -1).flatten(1, 2), None
 
-        gap, weight = self.width - 1, self.weight.squeeze(1).T.to(x.dtype)  # [W, D]
-        weight = weight.repeat(1, self.copies) if self.copies > 1 else weight
+        gap, weight = self.width - 1, weight.T.to(x.dtype)  # [W, D]
         after = self.width // 2 if seq.bidirectional else 0  # of a centred one
 
         if seq.cu_seqlens is None:
@@ -379,6 +384,16 @@ class ShortConv(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, width={self.width}"
+
+
+class PreviousToken(nn.Module):
+    """x_{t−1} for x `[B, T, D]`, 0 before each sequence: a `ShortConv` with the taps (1, 0) and no parameters."""
+
+    width = 2
+    forward = ShortConv.forward
+
+    def filters(self, x: Tensor) -> Tensor:
+        return F.pad(x.new_ones(x.shape[-1], 1), (0, 1))  # [D, 2], the older tap first
 
 
 class PatchEmbedding(nn.Module):

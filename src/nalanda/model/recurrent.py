@@ -102,25 +102,33 @@ def mix_steps(
     layer: Any, inputs: Inputs, seq: Sequences, state: LayerState | None
 ) -> tuple[Tensor, LayerState]:
     """Several steps of the delta rule a token, as one row of n·T steps."""
-    n, beta, g = layer.rule.steps, inputs.beta, inputs.g
-    assert beta is not None
+    n = layer.rule.steps
+    o, new = mix_delta(layer, by_step(inputs, n), seq.repeated(n), state)
+    return o[:, n - 1 :: n], new  # q reads after each token's last step
 
-    def by_step(x: Tensor) -> Tensor:
-        """`[B, T, n·H, …]` to `[B, T·n, H, …]`."""
+
+def by_step(inputs: Inputs, n: int) -> Inputs:
+    """The inputs of n steps a token as those of n·T tokens: `[B, T, n·H, …]` to `[B, T·n, H, …]`.
+
+    q and g have one entry a token. The decay comes before its first step, and q may read after each.
+    """
+
+    def apart(x: Tensor) -> Tensor:
         return x.unflatten(2, (n, -1)).flatten(1, 2)
 
+    g, beta, erase = inputs.g, inputs.beta, inputs.erase
     if g is not None:
-        # The decay comes before a token's first step: [B, T, HV] to [B, T·n, HV], with 0 at every later one.
-        g = F.pad(g[:, :, None], (0, 0, 0, n - 1)).flatten(1, 2)
-    steps = Inputs(
+        # [B, T, HV] or [B, T, HV, F] to [B, T·n, …], with 0 at every later step.
+        later = (0, 0) * (g.ndim - 2) + (0, n - 1)
+        g = F.pad(g[:, :, None], later).flatten(1, 2)
+    return Inputs(
         q=inputs.q.repeat_interleave(n, 1),
-        k=by_step(inputs.k),
-        v=by_step(inputs.v),
-        beta=by_step(beta),
+        k=apart(inputs.k),
+        v=apart(inputs.v),
+        beta=None if beta is None else apart(beta),
         g=g,
+        erase=None if erase is None else apart(erase),
     )
-    o, new = mix_delta(layer, steps, seq.repeated(n), state)
-    return o[:, n - 1 :: n], new  # q reads after each token's last step
 
 
 def per_value(layer: Any, x: Tensor) -> Tensor:
