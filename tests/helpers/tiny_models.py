@@ -60,6 +60,13 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
     },
     "value_conv_alone": {"mixer": "gated_deltanet", "value_conv": 3, "conv_size": 0},
     "value_conv_gated": {"mixer": "gated_deltanet2", "value_conv": 3},
+    "rwkv7_unshifted": {
+        "mixer": "rwkv7",
+        "mixer_options": {"token_shift": False, "decay_rank": 5},
+        "expand_v": 2.0,
+        "use_gate": False,
+        "value_conv": 3,
+    },
     "relu_blocks": {
         "mixer": "diag_attention",
         "mixer_options": {"block_size": 5, "scores": "relu"},

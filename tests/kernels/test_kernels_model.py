@@ -32,6 +32,7 @@ KERNELS = {  # the kernels that serve a mixer's tokens; no other kernel may serv
     "kda": {"delta_rule", "short_convs"},
     "gated_deltanet2": {"delta_rule", "short_convs"},
     "delta_product": {"delta_rule", "short_convs"},
+    "rwkv7": {"delta_rule", "short_convs"},
     "mamba2": {"linear_attention", "short_convs"},
     "linear_attention": {"normalized_attention", "short_convs"},
     "nala": {"normalized_attention", "short_convs"},

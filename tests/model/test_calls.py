@@ -20,7 +20,8 @@ from nalanda import NalandaCache
 from nalanda.model import MIXERS
 from nalanda.model.delta import Decay
 from nalanda.model.feature_maps import FeatureMap
-from nalanda.model.layers import ShortConv
+from nalanda.model.layers import PreviousToken, ShortConv
+from nalanda.model.rwkv7 import Rates, TokenShift
 from nalanda.model.transnormer import LRPE
 
 
@@ -263,7 +264,9 @@ def trained(model, **inputs):
 
 def between_tokens(module):
     """Whether a module of a mixer works on the tokens themselves, behind the projections."""
-    return isinstance(module, (ShortConv, FeatureMap, Decay, LRPE))
+    return isinstance(
+        module, (ShortConv, FeatureMap, Decay, LRPE, PreviousToken, Rates, TokenShift)
+    )
 
 
 @pytest.mark.parametrize(

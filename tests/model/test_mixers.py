@@ -1,5 +1,6 @@
 """Each mixer's formula, written out once more as a masked quadratic form in plain float64."""
 
+import math
 import traceback
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from nalanda.model.call import Inputs
 from nalanda.model.decoder import Decoder
 from nalanda.model.layers import place_angles, rotate
 from nalanda.model.mixers import build_mixer
+from nalanda.model.rwkv7 import LEAST_LOGIT
 from nalanda.model.sequences import Sequences
 from nalanda.testing import build_map, norm_awareness, normal
 
@@ -335,6 +337,141 @@ def test_delta_nets(mixer, conv_size, options):
     same(y, module.o_proj(o), 1e-6)  # the decay's parameters are fp32
 
 
+@pytest.mark.parametrize("shift", [True, False])
+@pytest.mark.parametrize("gate", [True, False])
+def test_rwkv7(shift, gate):
+    module = build("rwkv7", use_gate=gate, expand_v=1.5, mixer_options={"token_shift": shift})
+    x = torch.randn(2, T, H * K, dtype=torch.float64)
+    own, before = module.rates, F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+    def seen(name):
+        return x + getattr(module.shift, f"x_{name}") * (before - x) if shift else x
+
+    def heads(z):
+        return z.unflatten(-1, (H, -1))
+
+    q, k, v = (heads(getattr(module, f"{name}_proj")(seen(name))) for name in ("q", "k", "v"))
+    w = module.w_up_proj(torch.tanh(module.w_proj(seen("w")))) + own.w_bias
+    a = module.a_up_proj(module.a_proj(seen("a"))) + own.a_bias
+    a = heads(a.clamp_min(LEAST_LOGIT).sigmoid())
+    w = heads(torch.exp(-math.exp(-0.5) * w.sigmoid()))
+    kappa = k * heads(own.k_k)
+    kappa = kappa / (kappa.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    written = k * (1 + (a - 1) * heads(own.k_a))
+
+    state, rows = torch.zeros(2, H, K, module.V, dtype=torch.float64), []
+    for t in range(T):
+        held = torch.einsum("bhk,bhkv->bhv", kappa[:, t], state)
+        state = w[:, t, ..., None] * state + torch.einsum("bhk,bhv->bhkv", written[:, t], v[:, t])
+        state = state - torch.einsum("bhk,bhv->bhkv", (a * kappa)[:, t], held)
+        rows.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    o = torch.stack(rows, 1)
+    o = (o - o.mean(-1, keepdim=True)) / (o.var(-1, correction=0, keepdim=True) + K * 1e-6).sqrt()
+    o = o * heads(module.o_norm.weight) + heads(module.o_norm.bias)
+    o = (o + (q * heads(own.r_k) * written).sum(-1, keepdim=True) * v).flatten(-2)
+    if gate:
+        o = o * module.g_up_proj(module.g_proj(seen("gate")).sigmoid())
+    same(module(x, Sequences())[0], module.o_proj(o))
+
+
+FLA_NAMES = {
+    "r_proj": "q_proj",
+    "w_lora.lora.0": "w_proj",
+    "w_lora.lora.2.weight": "w_up_proj.weight",
+    "w_lora.lora.2.bias": "rates.w_bias",
+    "a_lora.lora.0": "a_proj",
+    "a_lora.lora.2.weight": "a_up_proj.weight",
+    "a_lora.lora.2.bias": "rates.a_bias",
+    "g_lora.lora.0": "g_proj",
+    "g_lora.lora.2": "g_up_proj",
+    "g_norm": "o_norm",
+    "x_r": "shift.x_q",
+    "x_g": "shift.x_gate",
+    **{f"x_{name}": f"shift.x_{name}" for name in "wkva"},
+    **{name: f"rates.{name}" for name in ("k_k", "k_a", "r_k")},
+}
+
+
+@pytest.mark.filterwarnings("ignore:According to Bo")
+def test_rwkv7_is_the_first_layer_of_fla(monkeypatch):
+    """Its module with the references that stand beside its kernels, in float64: outputs and all gradients."""
+    theirs = pytest.importorskip("fla.layers.rwkv7")
+    from fla.modules.token_shift import token_shift_ref
+    from fla.ops.generalized_delta_rule.dplr.naive import dplr_recurrence
+    from fla.ops.rwkv7 import fused_addcmul, fused_k_update, gate_output_correction
+
+    def chunk(r, w, k, v, a, b, scale, **_):
+        q = r * scale * r.shape[-1] ** 0.5
+        o, state = dplr_recurrence(*(x.transpose(1, 2) for x in (q, k, v, a, b, w)))
+        return o.transpose(1, 2), state
+
+    for name, reference in {
+        "token_shift": lambda x, *_, **__: (token_shift_ref(x), None),
+        "fused_addcmul_rwkv7": fused_addcmul.torch_addcmul_rwkv7,
+        "fused_k_rwkv7": fused_k_update.k_update_ref,
+        "gate_output_correction": gate_output_correction.gate_output_correction_ref,
+        "chunk_rwkv7": chunk,
+    }.items():
+        monkeypatch.setattr(theirs, name, reference)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+    ranks = {"decay_rank": 8, "rate_rank": 4, "gate_rank": 5}
+    ours = build("rwkv7", norm_eps=1e-5, mixer_options=ranks)
+    low = {"decay_low_rank_dim": 8, "a_low_rank_dim": 4, "gate_low_rank_dim": 5}
+    layer = theirs.RWKV7Attention(
+        hidden_size=H * K, head_dim=K, layer_idx=0, num_hidden_layers=2, **low
+    ).double()
+    pairs = {}
+    for name, parameter in layer.named_parameters():
+        mine = next((n + name[len(p) :] for p, n in FLA_NAMES.items() if name.startswith(p)), name)
+        pairs[name] = (parameter, ours.get_parameter(mine))
+    assert len({id(mine) for _, mine in pairs.values()}) == len(list(ours.parameters()))
+    with torch.no_grad():
+        for parameter, mine in pairs.values():
+            mine.data = mine.double()
+            parameter.copy_(mine.view(parameter.shape))
+
+    x = torch.randn(2, T, H * K, dtype=torch.float64)
+    expected, found = layer(x)[0], ours(x, Sequences())[0]
+    # Theirs adds 1e-6 to the length of κ only in a kernel.
+    same(found, expected, 1e-5)
+    for y in (expected, found):
+        y.square().sum().backward()
+    for name, (parameter, mine) in pairs.items():
+        right = parameter.grad
+        assert right.abs().max() > 1e-3, name
+        same(mine.grad.view(right.shape) / right.abs().max(), right / right.abs().max(), 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:According to Bo")
+@pytest.mark.parametrize("i", [0, 2])
+def test_rwkv7_begins_as_in_fla(i):
+    """The numbers of channels; matrices have the initial weights of every mixer."""
+    theirs = pytest.importorskip("fla.layers.rwkv7")
+    layer = theirs.RWKV7Attention(hidden_size=64, head_dim=16, layer_idx=i, num_hidden_layers=3)
+    model = tiny("rwkv7", hidden_size=64, num_heads=4, num_hidden_layers=3)
+    ours = model.model.layers[i].mixer
+    for name, mine in FLA_NAMES.items():
+        if mine.startswith(("shift", "rates")):
+            first = layer.get_parameter(name)
+            same(ours.get_parameter(mine).view(first.shape), first.double(), 1e-6)
+    assert [ours.w_proj.out_features, ours.a_proj.out_features, ours.g_proj.out_features] == [
+        getattr(layer, f"{name}_low_rank_dim") for name in ("decay", "a", "gate")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mixer_options": {"gate_rank": 0}}, "gate_rank=0 must be at least 1"),
+        ({"mixer_options": {"token_shift": True}, "is_decoder": False}, "leave it out in encoders"),
+    ],
+)
+def test_rwkv7_refuses(options, words):
+    with pytest.raises(ValueError, match=words):
+        build("rwkv7", **options)
+
+
 @pytest.mark.parametrize("name", ["nala", "silu"])
 def test_norm_write(name, monkeypatch):
     """A step of 1 for a long key, of 0 for none; under qk_norm none and rms β‖k‖² ≤ 1 all the same."""
@@ -412,6 +549,7 @@ def test_whether_norms_move_the_normalised_weights(name):
         ("qk", {"mixer": "soft"}),
         ("", {"mixer": "pola"}),
         ("", {"mixer": "retention"}),
+        ("", {"mixer": "rwkv7"}),
         ("", {"mixer": "gla"}),
     ],
     ids=str,

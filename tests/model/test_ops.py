@@ -24,8 +24,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from nalanda import ops
+from nalanda.model.call import Inputs
 from nalanda.model.chunk import chunk_op
 from nalanda.model.chunk_forward import Chunk
+from nalanda.model.rwkv7 import STRONGEST
+from nalanda.model.sequences import Sequences
+from nalanda.testing import build
 
 # Largest error relative to the largest entry of the same tensor.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -117,6 +121,35 @@ def test_steps_between_tokens_are_deltaproduct(mode):
     first[:, :, 1:] = 0
     ours, final = call(**x, mode=mode, output_final_state=True)
     assert_same({"o": o, "state": state}, {"o": ours[:, n - 1 :: n], "state": final}, torch.float32)
+
+
+@every_mode
+def test_two_steps_are_rwkv7(mode, monkeypatch):
+    """The generalised delta rule Diag(w) + b a⊤: one step decays and erases, the next one writes."""
+    naive = pytest.importorskip("fla.ops.generalized_delta_rule.dplr.naive")
+    # Theirs computes in fp32: here in float64.
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    layer = build("rwkv7", head_dim=8, expand_v=1.5).model.layers[0].mixer
+    x = make(2, 70, k_dim=8, v_dim=12, kind="vector_delta")
+    x = {name: x[name] for name in ("q", "k", "v", "g", "initial_state")}
+    x |= {"a": torch.rand_like(x["k"]), "erased": F.normalize(torch.randn_like(x["k"]), dim=-1)}
+    x["g"] = x["g"].clamp_min(STRONGEST)
+
+    def ours(mode, output_final_state, q, k, v, g, a, erased, initial_state):
+        keys, erase = torch.cat([a * erased, k], 2), (-g).exp() / a
+        inputs = Inputs(q, keys, v, g=g, erase=erase)
+        o, state = layer.mix(inputs, Sequences(), {"recurrent": initial_state})
+        return o, state["recurrent"]
+
+    def theirs(mode, output_final_state, q, k, v, g, a, erased, initial_state):
+        tokens = (y.transpose(1, 2) for y in (q * 8**0.5, k, v, -erased, a * erased, g))
+        o, state = naive.dplr_recurrence(*tokens, initial_state=initial_state)
+        return o.transpose(1, 2), state
+
+    right = run(x, mode, function=theirs)
+    in_torch = ops._run_in_torch
+    monkeypatch.setattr(ops, "_run_in_torch", lambda c, o: in_torch(c, o._replace(mode=mode)))
+    assert_same(run(x, mode, function=ours), right)
 
 
 @pytest.mark.parametrize("kind", ["linear", "gated_linear", "vector_linear"])

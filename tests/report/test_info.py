@@ -42,6 +42,7 @@ MILLIONS = {
     "nala_gated_deltanet_340m_deploy": 380.1,
     "gated_deltanet2_340m": 375.8,
     "delta_product_340m": 375.0,
+    "rwkv7_340m": 388.3,
     "mamba2_340m": 374.9,
     "kda_340m": 387.0,
     "kda_hybrid_340m": 380.6,

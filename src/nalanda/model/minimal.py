@@ -14,9 +14,10 @@ The rules differ in g [K], e [K] and w [V] alone:
     DeltaNet, DeltaProduct                  0               β           β
     Gated DeltaNet; KDA                     a head; channel β           β
     Gated DeltaNet 2                        one a channel   its own     its own
+    RWKV-7, with k = aκ; k                  a channel; 0    1/(aw); 0   0; 1
 
-DeltaProduct has several tokens here for one of the text. Nothing imports this file: `ops.py`, `chunk_forward.py` and
-the kernels compute the same faster, and tests hold each of them to this function.
+DeltaProduct and RWKV-7 have several tokens here for one of the text. Nothing imports this file: `ops.py`,
+`chunk_forward.py` and the kernels compute the same faster, and tests hold each of them to this function.
 """
 
 from collections.abc import Callable

@@ -19,6 +19,7 @@ from .linear import (
 )
 from .options import check_names, check_types, did_you_mean
 from .plugins import missing_plugins, register
+from .rwkv7 import RWKV7
 from .transnormer import NormAttention
 
 MIXERS: dict[str, type[Mixer]] = {
@@ -27,6 +28,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "kda": KDA,
     "gated_deltanet2": GatedDeltaNet2,
     "delta_product": DeltaProduct,
+    "rwkv7": RWKV7,
     "linear_attention": LinearAttention,
     "nala": NaLaAttention,
     "mala": MALA,

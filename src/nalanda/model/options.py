@@ -91,6 +91,7 @@ ALIASES = {
     "none": "identity",
     "polaformer": "pola",
     "retnet": "retention",
+    "rwkv": "rwkv7",
     "ssd": "mamba2",
     "ssm": "mamba2",
     "swish": "silu",
