@@ -406,7 +406,7 @@ def test_a_study_file_takes_no_options_of_a_study(tmp_path, capsys):
     )
     with pytest.raises(SystemExit):
         main(["compare", str(file), "--seeds", "2"])
-    assert f"--seed: {file} is a study; set its keys in the file" in capsys.readouterr().err
+    assert f"--seeds: {file} is a study; set its keys in the file" in capsys.readouterr().err
 
 
 def test_a_changed_arm_is_refused(tmp_path, capsys):

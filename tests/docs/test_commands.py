@@ -18,6 +18,7 @@ from pages import DATA, ROOT, STEPS, TINY, Command, read_page, write_corpus
 
 import nalanda_cli
 from nalanda.common.errors import InputError
+from nalanda.compare.study import load_arms, read_arms, read_study
 from nalanda.config.load import find_recipe, load_config, read_sections
 from nalanda.config.schema import DataConfig
 
@@ -108,6 +109,10 @@ def check_nalanda(arguments: list[str], named: bool = False) -> None:
     given, name = context.params, context.info_name
     if name == "prepare":
         DataConfig(given["source"], name=given["name"], revision=given["revision"]).check()
+    if name == "compare":
+        options = {"arms": read_arms(given["arms"] or [])}
+        load_arms(read_study(given["recipe"], given["overrides"] or [], options))
+        return
     recipe = None if given.get("keys") else given.get("recipe")
     overrides = given.get("overrides") or []
     if name == "prepare" and overrides:  # the settings of a recipe

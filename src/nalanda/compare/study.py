@@ -167,7 +167,8 @@ def read_study(name: str, overrides: Sequence[str], options: Mapping[str, Any]) 
 
     if isinstance(values, dict) and "arms" in values:
         if given:
-            option = f"--{next(iter(given)).replace('_', '-').removesuffix('s')}"
+            key = next(iter(given))
+            option = {"arms": "--arm", "fork_at": "--from"}.get(key, f"--{key.replace('_', '-')}")
             raise InputError(f"{option}: {path} is a study; set its keys in the file")
     else:
         find_recipe(name)
