@@ -101,6 +101,7 @@ def test_foreign_text_is_escaped_and_passwords_are_left_out(runs):
     assert texts.text.count(EVIL) >= 4  # the event, the recipe, the differing setting, the sample
     assert "b <i>&amp;" in texts.text
     assert "<i>" not in page.replace("b &lt;i&gt;", "")
+    assert "2 runs, one seed each:" in texts.text
     assert "secret" not in unescape(page)
     assert "https://***@server" in texts.text
 
@@ -114,6 +115,7 @@ def test_curves_of_an_interrupted_run(runs):
     assert page.count("<p>No values.</p>") == 2
     assert page.count('data-root-id="') == 4
     assert "Settings that differ" not in page
+    assert "one seed each" not in page
 
 
 def test_runs_without_records(tmp_path, runs, capsys):

@@ -10,7 +10,7 @@ from typing import Any
 from nalanda.common.errors import InputError, output_file
 from nalanda.common.text import redact
 from nalanda.report.figures import COLOURS
-from nalanda.report.plot import TEXTS, smoothed
+from nalanda.report.plot import TEXTS, count_seeds, smoothed
 from nalanda.report.runs import check_run_folder, read_recipe, read_run
 from nalanda.train.log import read_facts, read_metrics
 
@@ -84,6 +84,7 @@ def write_page(
         "page.html",
         draw_panels(runs),
         runs=runs,
+        seeds=count_seeds([run.config for run in runs]) if len(runs) > 1 else "",
         curves=CURVES,
         signs={kind: sign for kind, (_, sign) in EVENTS.items()},
         tables=make_tables(runs),

@@ -209,19 +209,23 @@ def _title(curves: Sequence[Curve]) -> str:
         # No run is called the best: it may be by its seed.
         losses, unit = (bits, "bits a byte") if tokenizers_differ else (ends, "nats a token")
         span = f"{min(losses):.3f} to {max(losses):.3f} {unit}"
-        return f"Last validation losses of {len(curves)} runs, {_count_seeds(curves)}: {span}"
+        return f"Last validation losses of {len(curves)} runs, {count_seeds([c.config for c in curves])}: {span}"
 
     figures = [f"perplexity {math.exp(min(ends[0], 700)):.4g}"]
     figures += [f"{figure:.3f} bits a byte" for figure in bits]
     return f"{curves[0].name}: validation loss {ends[0]:.3f} ({', '.join(figures)})"
 
 
-def _count_seeds(curves: Sequence[Curve]) -> str:
-    """The seeds of each setting: `one seed each`, `1 to 3 seeds each`, or of a lone setting `3 seeds`."""
+def count_seeds(configs: Sequence[dict]) -> str:
+    """The seeds of each setting: `one seed each`, `1 to 3 seeds each`, or of a lone setting `3 seeds`.
+
+    configs: recipes, whose values may stand by `key.key`.
+    """
     seeds: dict[str, set[Any]] = {}
-    for c in curves:
-        setting = json.dumps([c.config.get(section) for section in SECTIONS], default=str)
-        seeds.setdefault(setting, set()).add(c.config.get("seed"))
+    for config in configs:
+        of_curve = {key: each for key, each in config.items() if key.split(".")[0] in SECTIONS}
+        setting = json.dumps(of_curve, sort_keys=True, default=str)
+        seeds.setdefault(setting, set()).add(config.get("seed"))
 
     counts = [len(each) for each in seeds.values()]
     fewest, most = min(counts), max(counts)
