@@ -534,10 +534,10 @@ def tiny_study(tmp_path) -> Path:
     return file
 
 
-def start_compare(study: Path, *words: str) -> subprocess.Popen:
+def start_compare(study: Path | str, *words: str, **environment: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "nalanda_cli", "compare", str(study), *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=os.environ | ENVIRONMENT, **pipes)
+    return subprocess.Popen(command, env=os.environ | ENVIRONMENT | environment, **pipes)
 
 
 def metrics_of(run: Path) -> list[dict]:
@@ -593,3 +593,33 @@ def test_an_arm_that_leaves_a_run_without_a_change_ends_where_that_run_ends(tiny
     own, same = (metrics_of(tmp_path / "study" / arm / "seed-1") for arm in ("own", "same"))
     assert same[0]["step"] == 32
     assert own[-1]["val_loss"] == same[-1]["val_loss"]
+
+
+@pytest.mark.slow
+def test_machines_that_share_a_store_end_with_one_verdict(tiny_study, tmp_path, bucket):
+    """Each has a cache of its own; one command is killed and starts again."""
+    machines = [{"NALANDA_CACHE": str(tmp_path / f"machine-{i}")} for i in (1, 2)]
+    output = "output_dir=s3://bucket/study"
+    first, second = (
+        start_compare(tiny_study, output, "--shard", f"{i}/2", **machine)
+        for i, machine in enumerate(machines, 1)
+    )
+    while not [*(tmp_path / "machine-1").rglob("own/seed-1.log")]:
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.05)
+    first.kill()
+    first.wait()
+
+    # The run of the killed command may still be at work; the new one waits for it.
+    again = start_compare(tiny_study, output, "--shard", "1/2", **machines[0])
+    printed = [process.communicate(timeout=600) for process in (again, second)]
+    assert [again.returncode, second.returncode] == [0, 0], printed
+    assert any("own is lower than" in text or "told apart" in text for text, _ in printed)
+    assert "study/compare.html" in bucket.names("study/compare")
+
+    # A third machine reads the verdict, and trains nothing.
+    third = start_compare("s3://bucket/study", NALANDA_CACHE=str(tmp_path / "machine-3"))
+    text, error = third.communicate(timeout=300)
+    assert third.returncode == 0, error
+    assert "s3://bucket/study/compare.html" in text
+    assert not [*(tmp_path / "machine-3").rglob("*.log")]

@@ -45,8 +45,8 @@ def run_study(
         if not runner.train_all():
             missing = [run for run in runner.runs if not runner.result_of(run).ended]
             print(
-                f"share {execution.shard} is done; {len(missing)} runs of others are missing. When they are "
-                f"done, nalanda compare {shlex.quote(study.output_dir)} says the verdict."
+                f"share {execution.shard} is done; others still lack {len(missing)} run(s). After them, "
+                f"nalanda compare {shlex.quote(study.output_dir)} says the verdict."
             )
             return None
 
@@ -57,11 +57,12 @@ def run_study(
         samples = take_samples(study, runner, sample) if sample else []
         report = page.Report(study, verdict, runs, results, figures, notes, scores, samples)
         files = page.write_files(folder, report)
+        named = [f"{study.output_dir.rstrip('/')}/{file.name}" for file in files]
         if is_store(study.output_dir):
-            for file in files:
-                upload(file, f"{study.output_dir}/{file.name}", RETRIES)
+            for file, url in zip(files, named, strict=True):
+                upload(file, url, RETRIES)
     page.print_report(report)
-    print(*files, sep="\n")
+    print(*named, sep="\n")
     return verdict
 
 

@@ -130,7 +130,6 @@ class Runner:
         self.workers: dict[StudyRun, TrainingProcess] = {}
         self.results: dict[str, Result] = {}
         self.seen = 0.0
-        self.warned: set[str] = set()
 
     @property
     def runs(self) -> list[StudyRun]:
@@ -146,7 +145,7 @@ class Runner:
     def train_all(self) -> bool:
         """Trains this share of the runs. Returns whether all runs of the study have ended.
 
-        Raises `InputError` if a run cannot be trained for a reason that is none of its settings' merit.
+        Raises `InputError` if a run ended for another reason than bad steps.
         """
         self.look()
         total = sum(self.steps_of(run) for run in self.runs)
@@ -156,7 +155,7 @@ class Runner:
         ):
             while True:
                 self.reap(progress)
-                self.start(progress)
+                self.start()
                 progress.to(
                     self.steps_done(), self.describe(), total=sum(map(self.steps_of, self.runs))
                 )
@@ -166,6 +165,8 @@ class Runner:
                 time.sleep(PAUSE)
                 if not self.workers or time.monotonic() - self.seen > SHARED_PAUSE:
                     self.look()
+        # The last share to end sees what the others have finished meanwhile.
+        self.look()
         return is_complete(self.study, self.runs) and all(
             self.result_of(r).ended for r in self.runs
         )
@@ -196,23 +197,23 @@ class Runner:
         ours_leave_it = any(trunk_of(self.study, o) == run for o in self.runs if self.is_ours(o))
         return rates_lack or ours_leave_it
 
-    def start(self, progress: Progress) -> None:
+    def start(self) -> None:
         """Starts runs of this share, as many as there is room for."""
         for run in self.runs:
             if len(self.workers) >= self.execution.workers:
                 break
             trunk = trunk_of(self.study, run)
-            ready = trunk is None or self.result_of(trunk).ended
-            state = self.result_of(run).state
-            if self.is_ours(run) and run not in self.workers and ready:
-                if self.result_of(run).ended or state == "running":
-                    continue
-                if trunk is not None and self.result_of(trunk).diverged:
-                    self.results[run.name] = Result(
-                        "failed", diverged=True, reason="its trunk diverged"
-                    )
-                    continue
+            if trunk is not None and self.result_of(trunk).diverged:
+                lost = Result("failed", diverged=True, reason=f"{trunk.name} diverged")
+                self.results[run.name] = lost
+            if self.can_start(run):
                 self.workers[run] = self.launch(run)
+
+    def can_start(self, run: StudyRun) -> bool:
+        """Whether a run is of this share, not at work anywhere, and has the checkpoint that it leaves."""
+        result, trunk = self.result_of(run), trunk_of(self.study, run)
+        idle = run not in self.workers and result.state != "running" and not result.ended
+        return self.is_ours(run) and idle and (trunk is None or self.result_of(trunk).ended)
 
     def launch(self, run: StudyRun) -> TrainingProcess:
         """Starts a run. Its output goes to a .log beside its folder."""
@@ -248,11 +249,8 @@ class Runner:
         if workers == 1 or self.execution.launch:
             return []
         if torch.cuda.is_available():
-            if (
-                "CUDA_VISIBLE_DEVICES" not in os.environ
-                and (count := torch.cuda.device_count()) > 1
-            ):
-                environment["CUDA_VISIBLE_DEVICES"] = str(slot % count)
+            # Without the variable all cards are this command's.
+            environment.setdefault("CUDA_VISIBLE_DEVICES", str(slot % torch.cuda.device_count()))
             return []
         cores = max(1, processors() // workers)
         threads = self.configs[run.arm].train.cpu_threads
@@ -275,9 +273,11 @@ class Runner:
         """Raises `InputError` for a run that ended without a result."""
         log = staging(self.study.output_dir) / f"{run.name}.log"
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        line = result.reason or (lines[-1] if lines else f"exit code {code}")
+        # Below a launcher the line stands in its report.
+        ours = [line.partition("nalanda: ")[2] for line in lines if "nalanda: " in line]
+        line = result.reason or [*lines[-1:], f"exit code {code}", *ours][-1]
         again = f"nalanda compare {shlex.quote(self.study.output_dir)} goes on"
-        raise InputError(f"{run.name}: {line.removeprefix('nalanda: ')}; see {log}; {again}")
+        raise InputError(f"{run.name}: {line}; see {log}; {again}")
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:

@@ -34,7 +34,7 @@ from nalanda.config.load import (
     section,
 )
 from nalanda.config.schema import RunConfig
-from nalanda.storage.remote import staging
+from nalanda.storage.remote import is_store, read_bytes, staging
 
 FIGURES = ("parameters", "flops", "state")
 """Figures of a model that arms may share: parameters, training FLOPs a token, bytes of state."""
@@ -153,7 +153,7 @@ def read_study(name: str, overrides: Sequence[str], options: Mapping[str, Any]) 
     """The study of a file, or of a recipe with `options` beside it.
 
     Args:
-        name: a study file, the folder of a study, or a recipe.
+        name: a study file, the folder of a study (here or in a store), or a recipe.
         overrides: `section.key=value` for all arms, and output_dir.
         options: values of the other fields of `Study`; those of a file stand in the file.
 
@@ -163,13 +163,17 @@ def read_study(name: str, overrides: Sequence[str], options: Mapping[str, Any]) 
     path = Path(name)
     if (path / "compare.yaml").is_file():
         path = path / "compare.yaml"
-    values = read_yaml(path) if path.is_file() else None
+    if is_store(name):
+        stored = read_bytes(f"{name.rstrip('/')}/compare.yaml", retries=3)
+        values = parse_yaml(stored.decode(errors="replace"), name)
+    else:
+        values = read_yaml(path) if path.is_file() else None
 
     if isinstance(values, dict) and "arms" in values:
         if given:
             key = next(iter(given))
             option = {"arms": "--arm", "fork_at": "--from"}.get(key, f"--{key.replace('_', '-')}")
-            raise InputError(f"{option}: {path} is a study; set its keys in the file")
+            raise InputError(f"{option}: {redact(name)} is a study; set its keys in the file")
     else:
         find_recipe(name)
         if "arms" not in given:
