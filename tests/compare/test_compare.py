@@ -17,6 +17,7 @@ from scipy import stats
 from training import CLOCKED, ENVIRONMENT, tiny_recipe, write_recipe, write_texts
 
 from nalanda.common.errors import InputError
+from nalanda.compare.page import HEADINGS, Report, arm_rows
 from nalanda.compare.results import Result
 from nalanda.compare.study import Study, choose_rate, load_arms, plan_runs, split_settings
 from nalanda.compare.verdict import (
@@ -27,7 +28,7 @@ from nalanda.compare.verdict import (
     seeds_needed,
     write_interval,
 )
-from nalanda.compare.widths import figures_of, fit, with_equal_figures
+from nalanda.compare.widths import KEYS, figures_of, fit, with_equal_figures
 from nalanda.train.build import build_model
 from nalanda_cli import main
 
@@ -195,6 +196,22 @@ def test_a_diverged_run_is_counted_and_its_seed_left_out_of_the_pair(tmp_path):
 def test_an_interval_has_two_digits_of_its_half_width():
     assert write_interval(0.012345, 0.004, 0.0207) == "0.0123 [0.0040, 0.0207]"
     assert write_interval(-1.5, -2.0, -1.0, signed=True) == "−1.500 [−2.000, −1.000]"
+
+
+def test_figures_far_from_the_first_arms_are_marked(tmp_path):
+    verdict = verdict_of(tmp_path, {"a": [3.0, 3.1], "b": [3.0, 3.2], "c": [2.0, 2.1]})
+    study = study_of(tmp_path, arms=dict.fromkeys("abc", ""))
+    sizes = {"a": (100, 64, True), "b": (101, 640, False), "c": (103, 700, False)}
+    figures = {
+        arm: {"rate": 0.1, KEYS["parameters"]: n, KEYS["flops"]: n, KEYS["state"]: state}
+        | {"state_grows": grows}
+        for arm, (n, state, grows) in sizes.items()
+    }
+    rows = arm_rows(Report(study, verdict, [], {}, figures, []))
+    cells = {row[0]: dict(zip(HEADINGS, row, strict=True)) for row in rows}
+    assert [cells[arm]["parameters"] for arm in "abc"] == ["100", "101", "103 ≠"]
+    # Fixed states compare with the first fixed one.
+    assert [cells[arm]["state"] for arm in "abc"] == ["64 B, grows", "640 B", "700 B ≠"]
 
 
 # ------------------------------ the plan

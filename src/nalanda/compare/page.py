@@ -55,16 +55,19 @@ def arm_rows(report: Report) -> list[list[str]]:
         if arm.diverged:
             seeds += f" of {arm.runs}"
 
-        def model_figure(key: str, write: Any, name: str = name) -> str:
-            value, reference = figures[name].get(KEYS[key]), figures[first].get(KEYS[key])
+        own = figures[name]
+
+        def model_figure(key: str, write: Any, first: str = first, own: Any = own) -> str:
+            value, reference = own.get(KEYS[key]), figures[first].get(KEYS[key])
             if value is None:
                 return "–"
             differs = reference and abs(value / reference - 1) > CLOSE
             return write(value) + " ≠" * bool(differs)
 
-        state = model_figure("state", size)
-        if figures[name].get("state_grows"):
-            state += ", grows"
+        # A state that grows has its size at one length, which no fixed one must equal.
+        fixed = next((arm for arm in verdict.arms if not figures[arm].get("state_grows")), name)
+        grows = own.get("state_grows")
+        state = model_figure("state", size, name if grows else fixed) + ", grows" * bool(grows)
         rows.append(
             [
                 name,
