@@ -146,10 +146,17 @@ FLA = {
         {"num_heads": 4, "num_kv_heads": 2, "window_size": 5, "rope_theta": 100.0},
         {"q_proj": (32, D), "k_proj": (16, D), "v_proj": (16, D), "o_proj": (D, 32)},
     ),
+    "forgetting_transformer": (
+        {"num_heads": 4, "num_kv_heads": 2, "use_output_gate": True},
+        {
+            **{"q_proj": (32, D), "k_proj": (16, D), "v_proj": (16, D), "o_proj": (D, 32)},
+            **{"f_proj": (4, D), "f_proj.bias": (4,), "g_proj": (32, D)},
+        },
+    ),
 }
 # Softmax attention in the first layer: a "hybrid" kind.
 ATTN = {"layers": [0], "qkv_bias": False, **FLA["transformer"][0]}
-HYBRIDS = [f"{kind} hybrid" for kind in FLA if kind != "transformer"]
+HYBRIDS = [f"{kind} hybrid" for kind in FLA if "transformer" not in kind]
 KINDS = (*FLA, *HYBRIDS)
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -247,12 +254,18 @@ def mixed(kind, c, w, x):
     q = q.view(T, H, -1)
     k = k.view(T, -1, q.shape[-1])
     scale = q.shape[-1] ** -0.5
-    if kind == "transformer":
-        q, k, v = rope(q, c["rope_theta"]), rope(k, c["rope_theta"]), v.view(T, k.shape[1], -1)
-        k, v = (p.repeat_interleave(H // p.shape[1], 1) for p in (k, v))
+    if "transformer" in kind:
+        v = v.view(T, k.shape[1], -1)
         place = torch.arange(T)
-        seen = (place[:, None] >= place) & (place[:, None] - place < c["window_size"])
+        seen = place[:, None] >= place
+        if kind == "transformer":
+            q, k = rope(q, c["rope_theta"]), rope(k, c["rope_theta"])
+            seen = seen & (place[:, None] - place < c["window_size"])
+        k, v = (p.repeat_interleave(H // p.shape[1], 1) for p in (k, v))
         scores = torch.einsum("thk,shk->hts", q, k) * scale
+        if kind == "forgetting_transformer":
+            c = F.logsigmoid(x @ w["f_proj.weight"].T + w["f_proj.bias"]).cumsum(0).T  # [H, T]
+            scores = scores + c[:, :, None] - c[:, None]
         return torch.einsum("hts,shv->thv", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
     HV, steps = c.get("num_v_heads", H), c.get("num_householder", 1)
     delta = "delta" in kind or kind == "kda"
@@ -308,7 +321,8 @@ def logits_of(kind, c, tensors, ids):
         for name in ("o_norm.weight", "g_norm.weight", "g_norm_swish_gate.weight"):
             o = rms(o, mixer[name], eps) if name in mixer else o
         o = o.flatten(1)
-        o = o * F.silu(y @ mixer["g_proj.weight"].T) if "g_proj.weight" in mixer else o
+        activation = torch.sigmoid if here == "forgetting_transformer" else F.silu
+        o = o * activation(y @ mixer["g_proj.weight"].T) if "g_proj.weight" in mixer else o
         if "g_proj.0.weight" in mixer:
             gate = (
                 y @ mixer["g_proj.0.weight"].T @ mixer["g_proj.1.weight"].T + mixer["g_proj.1.bias"]
@@ -399,6 +413,8 @@ def test_what_we_train_goes_out_and_comes_back(tmp_path):
             },
             {"mixer": "softmax", "mixer_options": {"window": 9}, "tie_word_embeddings": True},
             {"mixer": "softmax", "mixer_options": {"qk_norm": True}, "norm_eps": 1e-5},
+            {"mixer": "forgetting", "mixer_options": {"num_kv_heads": 1}},
+            {"mixer": "forgetting", "mixer_options": {"gate": "channel"}, "norm_eps": 1e-5},
             {
                 "mixer": ["softmax", "gla"],
                 "expand_k": 0.5,
@@ -757,6 +773,24 @@ QWEN3_5 = {"gated_deltanet": {}, "softmax": {"qk_norm": True, "gate": "channel"}
         ("llama", {"mixer": "softmax", "mixer_options": {"qk_norm": True}}, "qk_norm=True"),
         ("qwen3", {"mixer": "softmax"}, "qk_norm=False"),
         ("fla", {"mixer": "softmax", "mixer_options": {"rope_scaling": LLAMA3}}, "rope_scaling={"),
+        *(
+            (
+                "fla",
+                {"mixer": "forgetting", "mixer_options": options},
+                f"{name} of mixer 'forgetting'",
+            )
+            for name, options in {
+                "window=5": {"window": 5},
+                "rope_theta=500.0": {"rope_theta": 500.0},
+                "qk_norm=True": {"qk_norm": True},
+                "gate='head'": {"gate": "head"},
+            }.items()
+        ),
+        ("fla", {"mixer": ["forgetting", "softmax"]}, "softmax beside those of forgetting"),
+        *(
+            (to, {"mixer": "forgetting"}, f"mixer 'forgetting' can become fla: not {to}")
+            for to in ("llama", "qwen3", "qwen3_5", "kimi_linear", "gguf", "mlx")
+        ),
         (None, {"mixer": "softmax"}, "can become fla or llama: choose one with --to"),
         (
             None,

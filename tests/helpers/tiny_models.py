@@ -39,6 +39,10 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
         "mixer": "softmax",
         "mixer_options": {"window": 5, "conv_size": 3, "gate": "head", "q_norm": "length"},
     },
+    "forgetting_window": {
+        "mixer": "forgetting",
+        "mixer_options": {"window": 5, "num_kv_heads": 1, "gate": "channel"},
+    },
     "gated": {
         "mixer": ["gated_deltanet", "softmax"],
         "mixer_options": {

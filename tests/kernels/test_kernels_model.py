@@ -42,18 +42,19 @@ KERNELS = {  # the kernels that serve a mixer's tokens; no other kernel may serv
     "retention": {"linear_attention"},
     "gla": {"linear_attention"},
     "softmax": set(),
+    "forgetting": set(),
     "diag_attention": {"block_attention"},
     "norm_attention": {"linear_attention", "map_features"},
 }
 # Their kernels serve other mixers too, which are in the quick tests of a model.
 SAME_KERNELS = (
     *("deltanet", "gated_deltanet2", "delta_product", "linear_attention", "mala"),
-    *("soft", "retention", "softmax"),
+    *("soft", "retention", "softmax", "forgetting"),
 )
 # In a training step few mixers are quick: with all their kernels but those that `test_every_mixer` runs.
 STEPPED = ("gated_deltanet", "gla", "diag_attention", "nala")
-# In half precision their kernels do the same for gated_deltanet, nala and mamba2; softmax has none of its own.
-ALIKE = ("deltanet", "linear_attention", "soft", "retention", "softmax")
+# In half precision their kernels do the same for gated_deltanet, nala and mamba2; attention has none of its own.
+ALIKE = ("deltanet", "linear_attention", "soft", "retention", "softmax", "forgetting")
 NORMS = {"norm_write": True, "norm_read": True}
 ROWS = [
     *(

@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM
 from nalanda.model.attention import last
 from nalanda.model.base import Mixer
+from nalanda.model.call import Inputs
 from nalanda.model.sequences import Sequences
 from nalanda.model.transnormer import LRPE, SimpleRMSNorm
 
@@ -130,6 +131,54 @@ def test_softmax(heads, window):
         close(
             mixer(x, Sequences())[0], softmax_reference(mixer, x, window), 1e-5
         )  # angles are fp32
+
+
+def test_a_forget_gate_is_that_of_flash_linear_attention():
+    naive = pytest.importorskip("fla.ops.forgetting_attn.naive").naive_forgetting_attn
+    for heads, window in itertools.product((1, 2, 4), (None, 1, 5, 100)):
+        mixer = mixer_of("forgetting", {"num_kv_heads": heads, "window": window})
+        for T in (1, 5, 33):
+            x = draw(2, T, D).requires_grad_()
+            inputs, _ = mixer.inputs(x, Sequences(), None)
+            o, _ = mixer.mix(inputs, Sequences(), None)
+            # theirs computes in fp32
+            theirs = naive(inputs.q, inputs.k, inputs.v, inputs.g, window_size=window)
+            close(o, theirs.double(), 1e-5)
+            weights = [*mixer.f_proj.parameters(), x]
+            sides = [
+                torch.autograd.grad(y.sin().sum(), weights, retain_graph=True) for y in (o, theirs)
+            ]
+            for ours, right in zip(*sides, strict=True):
+                close(ours, right, 1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mean", [0.01, 1.0])
+def test_long_texts_lose_no_digits_to_a_forget_gate(dtype, mean):
+    """8192 tokens with Σ −log f of 80 and of 8000, whole and the last of them from a cache, beside float64."""
+    T, width = 8192, 32
+    mixer = build("forgetting", hidden_size=width, num_heads=1).model.layers[0].mixer.to(dtype)
+    q, k, v = (draw(1, T, 1, width, seed=i).to(dtype) for i in range(3))
+    inputs = Inputs(q, k, v, g=-mean * 2 * draw(1, T, 1, seed=3).sigmoid().float())
+
+    def tokens(*span: int) -> Inputs:
+        return Inputs(*(None if x is None else x[:, slice(*span)] for x in inputs))
+
+    o, _ = mixer.mix(inputs, Sequences(), None)
+    _, state = mixer.mix(tokens(T - 8), Sequences(), {})
+    cached = []
+    for t in range(T - 8, T):
+        y, state = mixer.mix(tokens(t, t + 1), Sequences(past=torch.tensor([t])), state)
+        cached.append(y)
+
+    c = inputs.g[0, :, 0].double().cumsum(0)
+    assert -c[-1] > 0.9 * mean * T
+    s = (q[0, :, 0].double() @ k[0, :, 0].double().T) / math.sqrt(width) + c[:, None] - c
+    right = (s + torch.full_like(s, -math.inf).triu(1)).softmax(-1) @ v[0, :, 0].double()
+    slack = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}[dtype]
+    close(o[0, :, 0].double(), right, slack)
+    close(torch.cat(cached, 1)[0, :, 0].double(), right[-8:], slack)
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -301,6 +350,8 @@ CASES = {
     "softmax": ("softmax", {}),
     "gqa": ("softmax", {"num_kv_heads": 2}),
     "window": ("softmax", {"window": 5, "num_kv_heads": 2}),
+    "forgetting": ("forgetting", {"num_kv_heads": 2}),
+    "forgetting_window": ("forgetting", {"window": 5}),
     "diag": ("diag_attention", {"block_size": 5}),
     "relu": ("diag_attention", {"block_size": 5, "scores": "relu"}),
     "norm": ("norm_attention", {}),

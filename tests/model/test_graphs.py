@@ -18,7 +18,7 @@ from nalanda import NalandaCache
 from nalanda.model import FEATURE_MAPS, MIXERS, decoding
 
 ROWS = {name: {"mixer": name} for name in MIXERS} | VARIANTS
-SERVED = [name for name in ROWS if name != "softmax"]  # its state grows
+SERVED = [name for name in ROWS if name not in ("softmax", "forgetting")]  # their states grow
 SOME = ["gated_deltanet", "nala", "hybrid"]
 NEW = 7
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}

@@ -53,6 +53,7 @@ MILLIONS = {
     "nala_hybrid_340m": 380.8,
     "mamba_340m": 385.6,
     "transformer_340m": 373.9,
+    "forgetting_340m": 374.3,
     "retnet_340m": 375.5,
     "gla_340m": 374.5,
     "linear_attention_340m": 374.2,

@@ -21,7 +21,7 @@ def combinations():
     """Each mixer with constant states, and with each map that it takes."""
     rows = {}
     for mixer, row in MIXERS.items():
-        if mixer != "softmax":
+        if mixer not in ("softmax", "forgetting"):
             rows[mixer] = {"mixer": mixer}
         for name in FEATURE_MAPS if row.rule.map else ():
             options = {"mixer": mixer, "feature_map": name}
@@ -44,6 +44,7 @@ GROUPED = {"softmax": {"num_kv_heads": 1, "qk_norm": True, "gate": "head", "rota
 HYBRIDS = {
     "softmax": {"mixer": ["softmax", "softmax"]},
     "softmax with a window": {"mixer": "softmax", "mixer_options": {"window": 16}},
+    "forgetting with a window": {"mixer": "forgetting", "mixer_options": {"window": 16}},
     "nala, softmax 1:1": {"mixer": ["nala", "softmax"] * 2},
     "kda, softmax 1:1, grouped": {"mixer": ["kda", "softmax"] * 2, "mixer_options": GROUPED},
     "gated_deltanet, softmax 2:1": {"mixer": ["gated_deltanet", "gated_deltanet", "softmax"] * 2},
@@ -235,7 +236,17 @@ def test_what_is_not_served_is_refused_by_name(tmp_path, serve, options, problem
         serve(folder, **options)
 
 
-def test_softmax_layers_with_convolutions_are_refused(tmp_path, serve):
-    folder, _ = build(tmp_path, mixer="softmax", mixer_options={"conv_size": 4})
-    with pytest.raises(ValueError, match="conv_size: softmax layers with it are not served"):
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (
+            {"mixer": "softmax", "mixer_options": {"conv_size": 4}},
+            "conv_size: softmax layers with it are not served",
+        ),
+        ({"mixer": "forgetting"}, "mixer forgetting: its gate is served with a window alone"),
+    ],
+)
+def test_attention_that_is_not_served_is_refused(tmp_path, serve, options, problem):
+    folder, _ = build(tmp_path, **options)
+    with pytest.raises(ValueError, match=problem):
         serve(folder)

@@ -178,6 +178,18 @@ def _read_transformer(foreign: Config, ours: Config) -> None:
         )
 
 
+def _read_forgetting(foreign: Config, ours: Config) -> None:
+    _read_fla(foreign, ours)
+    if foreign["use_output_gate"]:
+        ours["mixer_options"]["gate"] = "channel"
+
+
+def _write_forgetting(ours: Config, foreign: Config) -> None:
+    if "softmax" in ours["layers"]:
+        raise InputError("layers of softmax beside those of forgetting cannot be expressed there")
+    foreign["use_output_gate"] = ours["mixer_options"]["forgetting"]["gate"] == "channel"
+
+
 FORMATS = {
     "delta_net": Format(
         "DeltaNetForCausalLM",
@@ -291,6 +303,23 @@ FORMATS = {
         },
         _read_transformer,
         _write_fla,
+        _FLA_NAMES,
+    ),
+    "forgetting_transformer": Format(
+        "ForgettingTransformerForCausalLM",
+        "forgetting",
+        _FLA
+        | {
+            "num_heads": Field(32, "num_heads"),
+            "num_kv_heads": Field(None, ".num_kv_heads"),
+            "qkv_bias": only(False),
+            "qk_norm": only(False),  # its weights differ by head there
+            "window_size": only(None),  # read there, and no token is left out
+            "use_output_gate": Field(False),
+            "elementwise_affine": only(True),
+        },
+        _read_forgetting,
+        _write_forgetting,
         _FLA_NAMES,
     ),
 }

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from nalanda.common.errors import InputError
 from nalanda.model import MIXERS, NalandaConfig
+from nalanda.model.attention import SoftmaxAttention
 
 Config = dict[str, Any]
 
@@ -325,7 +326,7 @@ def _resolved_options(config: NalandaConfig, name: str, mixer: Any) -> Config:
     # None means as many as num_heads.
     if "num_v_heads" in options:
         options["num_v_heads"] = mixer.num_v_heads
-    if name != "softmax":
+    if not isinstance(mixer, SoftmaxAttention):
         return options
 
     sizes = {

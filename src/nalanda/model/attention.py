@@ -45,6 +45,8 @@ class CachedAttention(Mixer):
     blocks = False
     """Whether a token sees only those of its own block of `reach` tokens."""
     scores = "softmax"
+    scale: float | None = None
+    """Of q·k; None: by the width of q."""
 
     def mix(
         self, inputs: Inputs, seq: Sequences, state: LayerState | None
@@ -125,7 +127,7 @@ class CachedAttention(Mixer):
                 torch.cat([left, x[:, start:end]], 1)
                 for left, x in zip(before, (k, v), strict=True)
             )
-            continued.append(weigh(q[:, start:end], keys, values, causal=True))
+            continued.append(weigh(q[:, start:end], keys, values, causal=True, scale=self.scale))
         if not continued:
             return o, new
         o_continued = torch.cat(continued, 1)
@@ -140,7 +142,7 @@ class CachedAttention(Mixer):
 
     def attend_all(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences) -> Tensor:
         """Attends whole sequences, a batch `[B, T, …]` or `[1, ΣT, …]`."""
-        rule = self.reach, self.blocks, self.scores, seq.bidirectional
+        rule = self.reach, self.blocks, self.scores, seq.bidirectional, self.scale
         if seq.cu_seqlens is None:
             dynamic = torch.compiler.is_exporting() and not isinstance(q.shape[1], int)
             return (_attend_op if dynamic and self.reach is not None else attend)(q, k, v, *rule)
@@ -154,13 +156,13 @@ class CachedAttention(Mixer):
         L, past = q.shape[1], seq.common_past()
         if L == 1 and past is not None:  # the common decoding step needs no mask
             seen = self.span(past)
-            return weigh(q, k[:, -seen:], v[:, -seen:], scores=self.scores)
+            return weigh(q, k[:, -seen:], v[:, -seen:], scores=self.scores, scale=self.scale)
         if self.reach is not None:
             # The first of L queries sees reach − 1 keys before its own; older ones are seen by none.
             k, v = (x[:, -(self.reach - 1 + L) :] for x in (k, v))
         positions = seq.last_positions(T, k.shape[1], q.device)  # [N or 1, W]
         mask = self.visible(positions, positions[:, k.shape[1] - L :])
-        return weigh(q, k, v, mask, scores=self.scores)
+        return weigh(q, k, v, mask, scores=self.scores, scale=self.scale)
 
     def span(self, position: int) -> int:
         """The number of tokens that the token at `position` sees, including itself."""
@@ -308,6 +310,95 @@ class SoftmaxAttention(CachedAttention):
             return super().read_out(o, inputs, x)
         factor = inputs.gate.sigmoid().unflatten(-1, (self.num_heads, -1))
         return self.o_proj((o.to(x.dtype) * factor.to(x.dtype)).flatten(-2))
+
+
+class ForgettingAttention(SoftmaxAttention):
+    """Softmax attention with a forget gate (Forgetting Transformer, Lin et al. 2025, arXiv 2503.02130):
+
+        o_t = Σ_{j≤t} softmax_j(K^-½ q_t·k_j + Σ_{j<i≤t} log f_i) v_j, f_t = σ(w_f·x_t + b_f) a head,
+
+    without rotary positions. With d_t = −Σ_{i≤t} log f_i, from the document's first token on, the gates add
+    d_j − d_t to a score. So keys have entries more for d_j, and queries for −d_t, and kernels of softmax attention
+    compute the rest. bf16 has 8 bits, so d is three entries, each with the bits that those before it lack. A key has
+    those of each query head that reads it.
+
+    A row's softmax does not need d_t. With it the sums stay small; and errors of a score in half precision reach the
+    gates between the two tokens alone, not all before them. The last kept key has d of the text so far.
+
+    Options: those of `SoftmaxAttention`; `rope_theta` is null by default. Cost: that of softmax attention with keys,
+    queries and values 3(n + 1) entries wider, rounded up to a multiple of 8, where n query heads share a key. State:
+    as wide.
+    """
+
+    equation = "o = Σ_j softmax_j(K^−½ q·k_j + Σ_{i>j} log f_i) v_j"
+    source = "arXiv 2503.02130"
+    rule = replace(SoftmaxAttention.rule, decay="given", unmasked=False)
+    unit = 32.0
+    """Of d in the keys: fp16 ends at 65504."""
+
+    def __init__(self, config, layer_idx: int, *, rope_theta: float | None = None, **options):
+        super().__init__(config, layer_idx, rope_theta=rope_theta, **options)
+        self.f_proj = nn.Linear(config.hidden_size, self.num_heads)
+        self.scale = self.K**-0.5
+        self.group = self.num_heads // self.num_v_heads
+        # Kernels take widths that 8 divides, and those of q, k and v to be equal.
+        width = self.K + 3 * (self.group + 1)
+        self.width = width + -width % 8
+
+    def linears(self) -> dict[str, nn.Linear]:
+        return super().linears() | {"f": self.f_proj}
+
+    def gates(self, projected: dict[str, Tensor], inputs: Inputs) -> Inputs:
+        return inputs._replace(g=F.logsigmoid(at_least_fp32(projected["f"])))  # [B, T, H]
+
+    def mix(
+        self, inputs: Inputs, seq: Sequences, state: LayerState | None
+    ) -> tuple[Tensor, LayerState]:
+        assert inputs.g is not None
+        q, k, v = inputs.q, inputs.k, inputs.v
+        # d in the unit that the scale turns into 1: [B, T, H, 3] in the dtype of k.
+        d = seq.sums(-(self.K**0.5) / self.unit * inputs.g, self.kept_sums(state))
+        parts = split_in_three(d, k.dtype)
+
+        # A key has d_j of each query head that reads it, then the unit; a query the unit at its own, then −d_i.
+        of_keys = parts.unflatten(2, (-1, self.group)).transpose(-1, -2)  # [B, T, HK, 3, group]
+        of_keys = F.pad(of_keys, (0, 1), value=self.unit)
+        own = self.unit * torch.eye(self.group, dtype=q.dtype, device=q.device)
+        own = own.repeat(self.num_v_heads, 1)[:, None].expand(*parts.shape, -1)
+        of_queries = torch.cat([own, -parts[..., None]], -1)  # [B, T, H, 3, group + 1]
+        # In front: there the large numbers cancel before the small ones are added.
+        q = torch.cat([of_queries.flatten(-2), q], -1)
+        k = torch.cat([of_keys.flatten(-2), k], -1)
+
+        wide = (F.pad(x, (0, max(0, self.width - x.shape[-1]))) for x in (q, k, v))
+        o, new = super().mix(Inputs(*wide), seq, state)
+        return o[..., : v.shape[-1]], new
+
+    def kept_sums(self, state: LayerState | None) -> Tensor | None:
+        """d of the last kept key of each text, `[N, H]` in float64; None without any."""
+        kept, _ = kept_of(state)
+        if kept is None or not kept.shape[1]:
+            return None
+        of_keys = kept[:, -1, :, : 3 * (self.group + 1)].double()
+        # [N, HK, 3, group + 1], without the unit
+        return of_keys.unflatten(-1, (3, -1))[..., :-1].sum(-2).flatten(1)
+
+    def state_spec(self, T: int) -> StateSpec:
+        spec = super().state_spec(T)
+        for name, size in (("k", self.width), ("v", max(self.V, self.width))):
+            (rows, heads, _), dtype = spec[name]
+            spec[name] = (rows, heads, size), dtype
+        return spec
+
+
+def split_in_three(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x `[…]` as three numbers `[…, 3]` in `dtype`, whose sum it is: the first two have 8 bits, the last the rest.
+
+    The gradient is that of the last one: all three have the same.
+    """
+    high = x.detach().to(torch.bfloat16).to(x.dtype)
+    middle = (x.detach() - high).to(torch.bfloat16).to(x.dtype)
+    return torch.stack([high, middle, x - high - middle], -1).to(dtype)
 
 
 def check_rotation(
@@ -460,10 +551,11 @@ def weigh(
     mask: Tensor | None = None,
     causal: bool = False,
     scores: str = "softmax",
+    scale: float | None = None,
 ) -> Tensor:
     """Attention of q `[B, L, H, K]` over k and v `[B, W, HK, …]`: `[B, L, H, V]`. scores: softmax or relu.
 
-    causal: the last query sees all keys, and each before it one fewer.
+    causal: the last query sees all keys, and each before it one fewer. scale: of q·k; by default K^-½.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, L or W, ·]
     if mask is not None:
@@ -475,9 +567,9 @@ def weigh(
             # No matrix where a kernel knows the order.
             bias, causal = causal_lower_right(q.shape[2], k.shape[2]), False
         options = {"attn_mask": bias, "is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
-        return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, **options).transpose(1, 2)
 
-    p = F.relu(q @ k.mT * q.shape[-1] ** -0.5)  # [B, H, L, W]
+    p = F.relu(q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale))  # [B, H, L, W]
     p = p if mask is None else p.masked_fill(~mask, 0)
     return ((p.tril() if causal else p) @ v).transpose(1, 2)
 
@@ -490,6 +582,7 @@ def attend(
     blocks: bool,
     scores: str,
     both: bool = False,
+    scale: float | None = None,
     real: Tensor | None = None,
 ) -> Tensor:
     """Attends sequences `[B, T, …]` from their first tokens; linear in T with a reach.
@@ -498,9 +591,9 @@ def attend(
     """
     T = q.shape[1]
     if both:
-        return _attend_both(q, k, v, reach, blocks, scores, real)
+        return _attend_both(q, k, v, reach, blocks, scores, scale, real)
     if reach is None or reach >= T:
-        return weigh(q, k, v, causal=True, scores=scores)
+        return weigh(q, k, v, causal=True, scores=scores, scale=scale)
 
     # Whole blocks of `reach` tokens, padded behind the last token, which no earlier one sees.
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, -T % reach)) for x in (q, k, v))
@@ -509,10 +602,12 @@ def attend(
             *(x.unflatten(1, (-1, reach)).flatten(0, 1) for x in (q, k, v)),
             causal=True,
             scores=scores,
+            scale=scale,
         )
         return o.unflatten(0, (len(q), -1)).flatten(1, 2)[:, :T]
     # The first block has none before it.
-    first = weigh(q[:, :reach], k[:, :reach], v[:, :reach], causal=True, scores=scores)
+    start = (x[:, :reach] for x in (q, k, v))
+    first = weigh(*start, causal=True, scores=scores, scale=scale)
     # Each further block of queries sees the keys of its own block and the previous one.
     q = q[:, reach:].unflatten(1, (-1, reach))
     # [B·(blocks − 1), 2·reach, H, ·]; windows overlap by a block.
@@ -520,7 +615,7 @@ def attend(
     keys = torch.arange(2 * reach, device=q.device)
     queries = keys[reach:, None]
     seen = (keys <= queries) & (keys > queries - reach)  # [reach, 2·reach]
-    rest = weigh(q.flatten(0, 1), k, v, seen[None], scores=scores)
+    rest = weigh(q.flatten(0, 1), k, v, seen[None], scores=scores, scale=scale)
     return torch.cat([first, rest.unflatten(0, q.shape[:2]).flatten(1, 2)[:, : T - reach]], 1)
 
 
@@ -531,12 +626,14 @@ def _attend_both(
     reach: int | None,
     blocks: bool,
     scores: str,
+    scale: float | None,
     real: Tensor | None,
 ) -> Tensor:
     """`attend` in both directions: all tokens, those of a block, or those less than `reach` away."""
     B, T = q.shape[:2]
     if reach is None or reach >= T:
-        return weigh(q, k, v, None if real is None else real[:, None], scores=scores)
+        mask = None if real is None else real[:, None]
+        return weigh(q, k, v, mask, scores=scores, scale=scale)
     if real is None:
         real = torch.ones(B, T, dtype=torch.bool, device=q.device)
     # Each block of `reach` queries sees the keys of its own block, and of one on each side.
@@ -555,7 +652,8 @@ def _attend_both(
     )
     itself = distance == 0  # padding sees itself: no empty row
     seen = (distance.abs() < reach) & real[:, None] | itself
-    return weigh(q, k, v, seen, scores=scores).unflatten(0, (B, count)).flatten(1, 2)[:, :T]
+    o = weigh(q, k, v, seen, scores=scores, scale=scale)
+    return o.unflatten(0, (B, count)).flatten(1, 2)[:, :T]
 
 
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, *rule) -> Tensor:
@@ -597,7 +695,7 @@ def _packed_backward(
 _NAMESPACE = re.sub(r"\W", "_", __name__)  # copies of this file in checkpoints have another
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int? reach, bool blocks, str scores, "
-    "bool bidirectional"
+    "bool bidirectional, float? scale"
 )
 _packed_op = torch.library.custom_op(
     f"{_NAMESPACE}::attend_packed", _packed, mutates_args=(), schema=f"({_INPUTS}) -> Tensor"

@@ -228,6 +228,19 @@ class Parts:
         inputs_before = left.new_zeros(len(self.past), *left.shape[1:]).index_copy(0, first, left)
         return list(x.split(sizes, -1)), list(inputs_before.split(sizes, -1))
 
+    @torch.compiler.disable
+    def sums(self, x: Tensor, held: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x, see `left`, and the sum of each sequence's tokens before this part, `[N, …]`. held: `[B, …]`, the
+        sums of the carried states."""
+        # A carried sum is one more token before the row, which a document that began there reaches.
+        x, left = self.left(x, None, None if held is None else held[:, None])
+        ages = torch.arange(left.shape[1], 0, -1)
+        in_document = ages <= self.past[self.rows.first, None]  # bool [B, width]
+        in_document = in_document.to(x.device).view(*left.shape[:2], *(1,) * (x.dim() - 2))
+        before = left.double().where(in_document, 0).sum(1)  # [B, …]
+        first = self.rows.first.to(x.device)
+        return x, before.new_zeros(len(self.past), *before.shape[1:]).index_copy(0, first, before)
+
 
 def _document_bounds(cu_seqlens: Tensor | None, B: int, T: int) -> Tensor:
     """The bounds of the documents in B·T tokens, without empty ones. Raises ValueError for other bounds."""

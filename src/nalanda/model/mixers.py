@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from .attention import DiagAttention, SoftmaxAttention
+from .attention import DiagAttention, ForgettingAttention, SoftmaxAttention
 from .base import Mixer
 from .delta import KDA, DeltaNet, DeltaProduct, GatedDeltaNet, GatedDeltaNet2
 from .linear import (
@@ -38,6 +38,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "gla": GLA,
     "mamba2": Mamba2,
     "softmax": SoftmaxAttention,
+    "forgetting": ForgettingAttention,
     "diag_attention": DiagAttention,
     "norm_attention": NormAttention,
 }

@@ -35,6 +35,8 @@ def is_described(layer: Any) -> bool:
     rule = layer.rule
     if not layer.follows_rule or rule.shared_qk or rule.norm_write or rule.norm_read:
         return False
+    if rule.write == "rows" and rule.decay != "none":
+        return False
     # A kernel reads the norm's weight, which an adapter around the norm does not have.
     return rule.norm != "head" or isinstance(layer.o_norm, RMSNorm)
 

@@ -75,6 +75,8 @@ ALIASES = {
     "attention": "softmax",
     "deltanet2": "gated_deltanet2",
     "deltarule": "deltanet",
+    "forgettingtransformer": "forgetting",
+    "fox": "forgetting",
     "gateddeltaproduct": "delta_product",
     "gateddeltarule": "gated_deltanet",
     "gatedlinearattention": "gla",

@@ -47,7 +47,7 @@ MEASURED: dict[str, tuple[str | None, ...]] = {
     "norm_attention": ("elu1",),
 }
 """Mixers, and the maps with which a text of 16 k tokens was read in each precision."""
-NO_MATRIX = ("softmax", "diag_attention")
+NO_MATRIX = ("softmax", "forgetting", "diag_attention")
 """Mixers without a state to round."""
 _IN_NONE: set[Pair] = {("mala", "elu1"), ("norm_attention", "elu1")}
 LOSES: dict[str, set[Pair]] = {

@@ -14,8 +14,9 @@ class Rule:
     write: Literal["own", "add", "delta", "rows"] = "own"
     """A mixer's own `mix`; S ← S + k vᵀ; the delta rule, which erases the value under k first; kept keys and values."""
     decay: Literal["none", "given", "head", "channel", "dt", "retention", "sigmoid"] = "none"
-    """Of S before each write: none; g of the mixer's own; `delta.Decay`; `delta.ChannelDecay`; that of
-    `linear.Discretization`, whose step multiplies v; 1 − 2^(−5−h) for head h; σ(W₂ W₁ x + b)^(1/temperature)."""
+    """Of S before each write: none; g of the mixer's own, which attention adds to its scores; `delta.Decay`;
+    `delta.ChannelDecay`; that of `linear.Discretization`, whose step multiplies v; 1 − 2^(−5−h) for head h;
+    σ(W₂ W₁ x + b)^(1/temperature)."""
     temperature: float = 16.0
     erase: bool = False
     """Whether gates by channel for what is erased and written stand in β's place."""

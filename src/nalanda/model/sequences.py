@@ -183,6 +183,25 @@ class Sequences:
         ends = cu[:-1] + cu[1:] - 1  # a token and its place in the other order add up to these
         return x.index_select(1, ends[sequence] - torch.arange(len(sequence), device=x.device))
 
+    def sums(self, x: Tensor, before: Tensor | None = None) -> Tensor:
+        """Σ x over the tokens of each sequence so far, each token with itself: `[B, T, …]` in float64.
+
+        before: the sums of earlier calls, `[N, …]`, or with `rows` those of carried states, `[B, …]`.
+        """
+        if self.parts is not None:
+            x, before = self.parts.sums(x, before)  # before this part
+        elif before is not None and self.rows is not None:
+            before = self.scatter_states(before)
+
+        sums = x.double().cumsum(1)
+        if self.cu_seqlens is None:
+            return sums if before is None else sums + before[:, None]
+        cu, sequence, _, _ = self.on_device(x.device)
+        # What sums over the whole row count too much: all before a sequence's first token.
+        others = F.pad(sums[0], (0, 0) * (x.dim() - 2) + (1, 0)).index_select(0, cu[:-1])
+        start = -others if before is None else before - others  # [N, …]
+        return sums + start.index_select(0, sequence)
+
     def split(self, x: Tensor) -> list[Tensor]:
         """Each sequence of a packed row, `[1, ΣT, …]` to N times `[1, T, …]`, without the empty ones."""
         return [tokens for tokens in x.split(self.lengths.tolist(), 1) if tokens.shape[1]]

@@ -133,6 +133,10 @@ class CheckedConfig(VerifyAndUpdateConfig):
             ),
             (bool(unknown), f"--additional-config: unknown: {unknown}; its one key is state_dtype"),
             (not model.hf_config.is_decoder, "encoders are not served"),
+            (
+                any(mixer.rule.decay != "none" for mixer in softmax),
+                "mixer forgetting: its gate is served with a window alone; set one, or use transformers",
+            ),
             (any(mixer.rule.conv for mixer in softmax), f"conv_size: {uncomputed}"),
             (any(mixer.rule.value_conv for mixer in softmax), f"value_conv: {uncomputed}"),
             (
