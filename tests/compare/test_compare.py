@@ -19,7 +19,14 @@ from training import CLOCKED, ENVIRONMENT, tiny_recipe, write_recipe, write_text
 from nalanda.common.errors import InputError
 from nalanda.compare.page import HEADINGS, Report, arm_rows
 from nalanda.compare.results import Result
-from nalanda.compare.study import Study, choose_rate, load_arms, plan_runs, split_settings
+from nalanda.compare.study import (
+    Study,
+    choose_rate,
+    load_arms,
+    plan_runs,
+    split_settings,
+    warn_about,
+)
 from nalanda.compare.verdict import (
     corrected,
     judge_study,
@@ -273,6 +280,19 @@ def test_shards_part_the_runs(tmp_path, count):
     sizes = [numbers.count(i) for i in range(count)]
     assert sum(sizes) == 10
     assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        ("data.seq_len=256", "b reads other rows than a: data.seq_len."),
+        ("tokenizer.vocab_size=1024", "b has another tokenizer than a: only bits a byte compare."),
+        ("optim.weight_decay=0", None),
+    ],
+)
+def test_notes_say_in_what_arms_do_not_compare(tmp_path, settings, note):
+    study = study_of(tmp_path, arms={"a": "", "b": settings}, rates=[0.001, 0.002])
+    assert warn_about(study, load_arms(study)) == ([note] if note else [])
 
 
 # ------------------------------ runs that only pretend

@@ -247,7 +247,7 @@ def warn_about(study: Study, configs: Mapping[str, RunConfig]) -> list[str]:
     for name, config in configs.items():
         changed = differences(first.to_dict(), config.to_dict())
         if data := [key for key in changed if key.split(".")[0] == "data"]:
-            notes.append(f"{name} reads other rows than {study.first}: {', '.join(data)} differ.")
+            notes.append(f"{name} reads other rows than {study.first}: {', '.join(data)}.")
         if any(key.startswith("tokenizer") for key in changed):
             notes.append(
                 f"{name} has another tokenizer than {study.first}: only bits a byte compare."
