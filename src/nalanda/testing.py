@@ -262,19 +262,24 @@ def gradients_are_finite_differences(model: Any) -> None:
 
     gradients = torch.autograd.grad(loss(), parameters)
     slope = torch.stack([(g * d).sum() for g, d in zip(gradients, towards, strict=True)]).sum()
-    ends = []
-    with torch.no_grad():
+
+    @torch.no_grad()
+    def difference(step: float) -> Tensor:
+        """(L(θ + ε d) − L(θ − ε d)) / 2ε, whose error is of order ε²."""
+        ends = []
         for sign in (1, -1):
             for p, d in zip(parameters, towards, strict=True):
                 p += sign * step * d
             ends.append(loss())
             for p, d in zip(parameters, towards, strict=True):
                 p -= sign * step * d
-    # (L(θ + ε d) − L(θ − ε d)) / 2ε, whose error is of order ε²
-    difference = (ends[0] - ends[1]) / (2 * step)
-    assert (slope - difference).abs() < 1e-4 * (1 + slope.abs()), (
-        f"{float(slope)} and {float(difference)}"
-    )
+        return (ends[0] - ends[1]) / (2 * step)
+
+    found, slack = difference(step), 1e-4 * (1 + slope.abs())
+    if (slope - found).abs() >= slack:
+        # A norm of a difference, such as Comba's q − d k, bends strongly. Two steps cancel the ε².
+        found = (4 * found - difference(2 * step)) / 3
+    assert (slope - found).abs() < slack, f"{float(slope)} and {float(found)}"
 
 
 def chunkwise_is_recurrent_is_reference(model: Any) -> None:
