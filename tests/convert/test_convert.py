@@ -84,6 +84,22 @@ FLA = {
             **{"o_norm": (6,), "o_proj": (D, 24)},
         },
     ),
+    "comba": (
+        {
+            "num_heads": 2,
+            "num_v_heads": 4,
+            "head_dim": 12,
+            "expand_v": 0.5,
+            "correction_factor": 0.02,
+        },
+        {
+            **{"A_log": (4,), "dt_bias": (4,), "D": (2,), "decay": (2,)},
+            **{"a_proj": (4, D), "b_proj": (4, D), "g_proj": (24, D)},
+            **{"q_proj": (24, D), "k_proj": (24, D), "v_proj": (24, D)},
+            **{"q_conv1d": (24, 1, 4), "k_conv1d": (24, 1, 4), "v_conv1d": (24, 1, 4)},
+            **{"o_norm": (6,), "o_proj": (D, 24)},
+        },
+    ),
     "kda": (
         {
             "num_heads": 2,
@@ -181,7 +197,7 @@ def tensors_of(kind, seed=0):
         layer = {f"attn.{name}": shape for name, shape in FLA[layers[i]][1].items()}
         layer |= {"attn_norm": (D,), "mlp_norm": (D,)}
         layer |= {"mlp.gate_proj": (I, D), "mlp.up_proj": (I, D), "mlp.down_proj": (D, I)}
-        bare = ("A_log", "dt_bias", "bias")
+        bare = ("A_log", "dt_bias", "bias", ".D", ".decay")
         shapes |= {
             f"model.layers.{i}.{n}" + ".weight" * (not n.endswith(bare)): s
             for n, s in layer.items()
@@ -268,12 +284,13 @@ def mixed(kind, c, w, x):
             scores = scores + c[:, :, None] - c[:, None]
         return torch.einsum("hts,shv->thv", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
     HV, steps = c.get("num_v_heads", H), c.get("num_householder", 1)
-    delta = "delta" in kind or kind == "kda"
+    delta = "delta" in kind or kind in ("kda", "comba")
     if delta:
         activation = (lambda p: F.elu(p) + 1) if kind == "delta_net" else F.silu
-        q, k = (
-            p / (p.square().sum(-1, keepdim=True) + 1e-6).sqrt() for p in map(activation, (q, k))
-        )
+        q, k = activation(q), activation(k)
+        if kind == "comba":
+            q = q - (w["D"] * w["decay"].sigmoid())[:, None] * k
+        q, k = (p / (p.square().sum(-1, keepdim=True) + 1e-6).sqrt() for p in (q, k))
         v, beta = (
             F.silu(v),
             (x @ w["b_proj.weight"].T).sigmoid() * (2 if c.get("allow_neg_eigval") else 1),
@@ -295,12 +312,12 @@ def mixed(kind, c, w, x):
     v = v.view(T, steps * HV, -1)
     S, out = x.new_zeros(HV, k.shape[-1], v.shape[-1]), []
     for t in range(T):
-        S = S * g[t].exp().view(HV, -1, 1)
+        before, S = S, S * g[t].exp().view(HV, -1, 1)
         for i in range(steps):
             mine = slice(i * HV, (i + 1) * HV)
-            write = v[t, mine]
+            write, read = v[t, mine], before if kind == "comba" else S
             if delta:
-                write = beta[t, mine, None] * (write - torch.einsum("hkv,hk->hv", S, k[t, mine]))
+                write = beta[t, mine, None] * (write - torch.einsum("hkv,hk->hv", read, k[t, mine]))
             S = S + k[t, mine, :, None] * write[:, None]
         out.append(torch.einsum("hkv,hk->hv", S, q[t]) * scale)
     return torch.stack(out)
@@ -321,7 +338,7 @@ def logits_of(kind, c, tensors, ids):
         for name in ("o_norm.weight", "g_norm.weight", "g_norm_swish_gate.weight"):
             o = rms(o, mixer[name], eps) if name in mixer else o
         o = o.flatten(1)
-        activation = torch.sigmoid if here == "forgetting_transformer" else F.silu
+        activation = torch.sigmoid if here in ("forgetting_transformer", "comba") else F.silu
         o = o * activation(y @ mixer["g_proj.weight"].T) if "g_proj.weight" in mixer else o
         if "g_proj.0.weight" in mixer:
             gate = (
@@ -414,6 +431,18 @@ def test_what_we_train_goes_out_and_comes_back(tmp_path):
             {"mixer": "softmax", "mixer_options": {"window": 9}, "tie_word_embeddings": True},
             {"mixer": "softmax", "mixer_options": {"qk_norm": True}, "norm_eps": 1e-5},
             {"mixer": "forgetting", "mixer_options": {"num_kv_heads": 1}},
+            {
+                "mixer": "comba",
+                "head_dim": 6,
+                "expand_v": 2.0,
+                "conv_size": 0,
+                "mixer_options": {"correction": None, "inner_decay": False, "num_v_heads": 4},
+            },
+            {
+                "mixer": "comba",
+                "use_gate": False,
+                "mixer_options": {"correction": 0.02, "inner_decay": False},
+            },
             {"mixer": "forgetting", "mixer_options": {"gate": "channel"}, "norm_eps": 1e-5},
             {
                 "mixer": ["softmax", "gla"],
@@ -693,6 +722,7 @@ def refused(source, tmp_path, to=None):
         ("delta_net", {"share_conv_kernel": True}),
         ("gated_deltanet", {"output_gate_activation": "sigmoid"}),
         ("gated_deltanet", {"attnres_block_size": 2}),
+        ("comba", {"use_inner_decay": True, "use_output_correction": False}),
         ("kda", {"safe_gate": True, "lower_bound": -5.0}),
         ("gla", {"clamp_min": -1.0}),
         ("gla", {"use_short_conv": True}),
@@ -737,6 +767,8 @@ QWEN3_5 = {"gated_deltanet": {}, "softmax": {"qk_norm": True, "gate": "channel"}
     [
         ("fla", {"mixer": "deltanet", "feature_map": "nala"}, "feature_map='nala'"),
         ("fla", {"mixer": "gated_deltanet", "feature_map": "relu"}, "feature_map='relu'"),
+        ("fla", {"mixer": "comba", "expand_k": 0.5, "feature_map": "nala"}, "feature_map='nala'"),
+        ("mlx", {"mixer": "comba"}, "mixer 'comba' can become fla: not mlx"),
         ("fla", {"mixer": "deltanet", "mixer_options": {"num_v_heads": 4}}, "num_v_heads=4"),
         ("fla", {"mixer": "deltanet", "use_bias": True}, "use_bias=True"),
         ("fla", {"mixer": "kda", "use_gate": False}, "use_gate=False"),

@@ -110,6 +110,11 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
                 {"norm_write": True, "norm_read": True, "num_v_heads": 4, "gate_bias": False},
                 {"mixer": "kda"},
             ),
+            (
+                "uncorrected",
+                {"correction": None, "inner_decay": False, "num_v_heads": 4},
+                {"mixer": "comba", "use_gate": False},
+            ),
             ("erase", {"allow_neg_eigval": True, "num_v_heads": 4}, {"mixer": "gated_deltanet2"}),
             (
                 "steps",

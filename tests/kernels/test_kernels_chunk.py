@@ -9,10 +9,11 @@ import op_inputs
 import pytest
 import torch
 from nalanda_kernels.triton import common, recurrence
-from op_inputs import RESETS, ROWS, call, cases, make, run, with_resets
+from op_inputs import RESETS, ROWS, call, cases, errors, make, run, with_resets
 
 from nalanda import ops
 from nalanda.model.feature_maps import build_feature_map
+from nalanda.model.layers import at_least_fp32
 
 pytestmark = pytest.mark.slow
 
@@ -120,6 +121,29 @@ def test_heads_of_models(K, V, name):
 def test_identical_keys_with_beta_one_in_bf16(kind):
     inputs, _ = ROWS["identical_keys"].make(kind, 100, heads=1, value_heads=1, k_dim=12, v_dim=20)
     hold(inputs, torch.bfloat16, tolerance=0.06)  # intermediates are bf16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [70, 101])
+def test_a_step_that_holds_the_decay(length, dtype):
+    """Comba's: β e^−g and e^g v, where every seventh g is −20. Gradients are those of β, g and v themselves."""
+    inputs = one_head(length, "gated_delta", k_dim=32, v_dim=32)
+    inputs["beta"] = inputs["beta"] / 2
+    inputs["g"][:, ::7] = -20
+
+    def held(function):
+        def comba(v, beta, g, **rest):
+            beta, g = at_least_fp32(beta), at_least_fp32(g)  # as in a layer, whatever v is
+            v = (g.exp()[..., None] * v).to(v.dtype)
+            return function(**rest, v=v, beta=beta * (-g).exp(), g=g, allow_neg_eigval=True)
+
+        return comba
+
+    rounded = {name: x.to(dtype).double() for name, x in inputs.items()}
+    expected = run(rounded, "reference", function=held(call))
+    found = run(inputs, "chunk", dtype, function=held(on_device))
+    wrong = {name: x for name, x in errors(found, expected).items() if not x <= TOLERANCE[dtype]}
+    assert not wrong
 
 
 @pytest.mark.parametrize("kind", ["delta", "gated_delta", "vector_delta"])

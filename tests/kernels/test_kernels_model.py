@@ -29,6 +29,7 @@ PROMPT = LENGTHS[0] + 2
 KERNELS = {  # the kernels that serve a mixer's tokens; no other kernel may serve them
     "deltanet": {"delta_rule", "short_convs"},
     "gated_deltanet": {"delta_rule", "short_convs"},
+    "comba": {"delta_rule", "short_convs", "map_features"},
     "kda": {"delta_rule", "short_convs"},
     "gated_deltanet2": {"delta_rule", "short_convs"},
     "delta_product": {"delta_rule", "short_convs"},

@@ -18,6 +18,7 @@ from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausal
 
 from nalanda import NalandaCache
 from nalanda.model import MIXERS
+from nalanda.model.comba import Correction
 from nalanda.model.delta import Decay
 from nalanda.model.feature_maps import FeatureMap
 from nalanda.model.layers import PreviousToken, ShortConv
@@ -264,9 +265,8 @@ def trained(model, **inputs):
 
 def between_tokens(module):
     """Whether a module of a mixer works on the tokens themselves, behind the projections."""
-    return isinstance(
-        module, (ShortConv, FeatureMap, Decay, LRPE, PreviousToken, Rates, TokenShift)
-    )
+    kinds = (ShortConv, FeatureMap, Correction, Decay, LRPE, PreviousToken, Rates, TokenShift)
+    return isinstance(module, kinds)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def in_python(options) -> bool:
     unstated = {"norm_write", "norm_read"} & options.get("mixer_options", {}).keys()
     norm = options.get("feature_map_options", {}).get("norm")
     unknown = options.get("feature_map") in UNKNOWN_MAPS or norm == "sum"
-    return bool(unstated) or unknown or mixer in ("soft", "rwkv7", "forgetting")
+    return bool(unstated) or unknown or mixer in ("soft", "comba", "rwkv7", "forgetting")
 
 
 def near(a, b, dtype=None):

@@ -3,6 +3,7 @@
 import math
 import traceback
 from dataclasses import replace
+from types import SimpleNamespace
 
 import nalanda_kernels
 import pytest
@@ -12,11 +13,13 @@ from drawn import drawn
 from tiny_models import build as tiny
 
 from nalanda import NalandaConfig
+from nalanda.convert.fla import FORMATS
 from nalanda.model import FEATURE_MAPS, MIXERS, chunk, recurrent
 from nalanda.model.call import Inputs
 from nalanda.model.decoder import Decoder
 from nalanda.model.layers import place_angles, rotate
 from nalanda.model.mixers import build_mixer
+from nalanda.model.ops import l2norm
 from nalanda.model.rwkv7 import LEAST_LOGIT
 from nalanda.model.sequences import Sequences
 from nalanda.testing import build_map, norm_awareness, normal
@@ -337,6 +340,147 @@ def test_delta_nets(mixer, conv_size, options):
     same(y, module.o_proj(o), 1e-6)  # the decay's parameters are fp32
 
 
+@pytest.mark.parametrize("gate", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"inner_decay": False, "num_v_heads": 2 * H}, {"correction": None, "inner_decay": False}],
+    ids=str,
+)
+def test_comba(options, gate):
+    module = build("comba", use_gate=gate, expand_v=1.5, mixer_options=options)
+    x = torch.randn(2, T, H * K, dtype=torch.float64)
+    q, k = (F.silu(getattr(module, f"{n}_proj")(x)).unflatten(-1, (H, K)) for n in "qk")
+    if module.correction is not None:
+        d = module.correction.D
+        d = d * module.correction.decay.sigmoid() if options.get("inner_decay", True) else d
+        q = q - d.double()[:, None] * k
+    q, k = (
+        (z / (z.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(
+            module.num_v_heads // H, 2
+        )
+        for z in (q, k)
+    )
+    v = F.silu(module.v_proj(x)).unflatten(-1, (-1, module.V))
+    beta, own = module.b_proj(x).sigmoid(), module.decay
+    decay = torch.exp(-own.A_log.exp() * F.softplus(module.a_proj(x) + own.dt_bias))
+
+    state, rows = torch.zeros(2, module.num_v_heads, K, module.V, dtype=torch.float64), []
+    for t in range(T):
+        held = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
+        written = torch.einsum("bh,bhk,bhv->bhkv", beta[:, t], k[:, t], v[:, t] - held)
+        state = decay[:, t, :, None, None] * state + written
+        rows.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * K**-0.5)
+    o = rms(torch.stack(rows, 1), module.o_norm.weight).flatten(-2)
+    o = o * module.g_proj(x).sigmoid() if gate else o
+    same(module(x, Sequences())[0], module.o_proj(o), 1e-6)  # the decay's parameters are fp32
+
+
+@pytest.mark.filterwarnings("ignore:The correction_factor", "ignore:ShortConvolution is crucial")
+@pytest.mark.parametrize("inner_decay", [True, False])
+def test_comba_is_that_of_fla(inner_decay, monkeypatch):
+    """Its module with the form by chunks that stands beside its kernels, in float64: outputs and all gradients."""
+    theirs = pytest.importorskip("fla.layers.comba")
+    from fla.ops.comba import naive
+
+    def chunk(q, k, v, p, g, beta, use_qk_l2norm_in_kernel, **_):
+        q, k, p = (l2norm(z) for z in (q, k, p))
+        return naive.naive_chunk_comba(q, k, v, p, g, beta)
+
+    class NormGate(torch.nn.Module):
+        def __init__(self, size, activation, eps):
+            super().__init__()
+            assert activation == "sigmoid"
+            self.weight, self.eps = torch.nn.Parameter(torch.ones(size)), eps
+
+        def forward(self, o, gate):
+            o = o / (o.square().mean(-1, keepdim=True) + self.eps).sqrt()
+            return o * self.weight * gate.sigmoid()
+
+    wide = {"float": torch.float64, "float32": torch.float64}
+    monkeypatch.setattr(naive, "torch", SimpleNamespace(**vars(torch) | wide))
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(theirs, "chunk_comba", chunk)
+    monkeypatch.setattr(theirs, "FusedRMSNormGated", NormGate)
+
+    ours = build("comba", expand_v=1.5, mixer_options={"inner_decay": inner_decay})
+    layer = theirs.Comba(
+        hidden_size=H * K,
+        expand_v=1.5,
+        head_dim=K,
+        num_heads=H,
+        use_short_conv=False,
+        use_inner_decay=inner_decay,
+        norm_eps=1e-6,
+    ).double()
+    names = FORMATS["comba"]
+    pairs = {
+        name: (layer.get_parameter(names.tensor(f".mixer.{name}", {}).removeprefix(".attn.")), mine)
+        for name, mine in ours.named_parameters()
+    }
+    assert len({id(right) for right, _ in pairs.values()}) == len(list(layer.parameters()))
+    with torch.no_grad():
+        for right, mine in pairs.values():
+            mine.data = mine.double()
+            right.copy_(mine)
+
+    x = torch.randn(2, T, H * K, dtype=torch.float64)
+    expected, found = layer(x)[0], ours(x, Sequences())[0]
+    # Behind the factor their norm adds 1e-6 to the square of a smaller length: all that it leaves in the state.
+    slack = 1e-4 if inner_decay else 1e-9
+    same(found, expected, slack)
+    for y in (expected, found):
+        y.square().sum().backward()
+    for name, (right, mine) in pairs.items():
+        size = right.grad.abs().max()
+        assert size > 1e-3, name
+        same(mine.grad / size, right.grad / size, slack)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_comba_under_decays_that_leave_nothing(dtype):
+    """Every seventh decay is e^−200: values and all gradients beside float64, which has no floor either."""
+    module = build("comba").to(dtype)
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"q": (H, K), "k": (H, K), "v": (H, K), "beta": (H,), "g": (H,)}
+    tokens = {
+        name: torch.randn(2, 101, *shape, generator=generator).to(dtype).double()
+        for name, shape in shapes.items()
+    }
+    tokens |= {"beta": tokens["beta"].sigmoid(), "g": -tokens["g"].abs()}
+    tokens["g"][:, ::7] = -200
+
+    def results(compute, dtype):
+        wide = torch.promote_types(dtype, torch.float32)
+        leaves = {
+            name: x.to(dtype if name in "qkv" else wide, copy=True).requires_grad_()
+            for name, x in tokens.items()
+        }
+        o = compute(**leaves).double()
+        (
+            o * torch.randn(o.shape, generator=torch.Generator().manual_seed(4)).double()
+        ).sum().backward()
+        return {"o": o.detach()} | {name: x.grad.double() for name, x in leaves.items()}
+
+    def plainly(q, k, v, beta, g):
+        q, k = F.silu(q), F.silu(k)
+        own = module.correction
+        q = q - (own.D * own.decay.sigmoid()).double()[:, None] * k
+        q, k = l2norm(q), l2norm(k)
+        state, rows = torch.zeros(2, H, K, K, dtype=torch.float64), []
+        for t in range(q.shape[1]):
+            held = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
+            write = torch.einsum("bh,bhk,bhv->bhkv", beta[:, t], k[:, t], v[:, t] - held)
+            state = g[:, t, :, None, None].exp() * state + write
+            rows.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * K**-0.5)
+        return torch.stack(rows, 1)
+
+    right = results(plainly, torch.float64)
+    found = results(lambda **leaves: module.mix(Inputs(**leaves), Sequences(), None)[0], dtype)
+    slack = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    for name, x in right.items():
+        assert (found[name] - x).abs().max() < slack * x.abs().max(), name
+
+
 @pytest.mark.parametrize("shift", [True, False])
 @pytest.mark.parametrize("gate", [True, False])
 def test_rwkv7(shift, gate):
@@ -470,6 +614,26 @@ def test_rwkv7_begins_as_in_fla(i):
 def test_rwkv7_refuses(options, words):
     with pytest.raises(ValueError, match=words):
         build("rwkv7", **options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_repeated_token_does_not_lengthen_the_state_of_comba(dtype):
+    """Behind decays that leave nothing it turns the state into its negative: a key longer than 1 would add up."""
+    module = build("comba", feature_map="identity").to(dtype)
+    some = torch.randn(1000, K, generator=torch.Generator().manual_seed(0)).to(dtype)
+    k = some[l2norm(some).float().square().sum(-1).argmax()].expand(1, 2000, H, K)
+    gates = {"beta": torch.ones(1, 2000, H), "g": torch.full((1, 2000, H), -20.0)}
+    state = {"recurrent": l2norm(k[:, 0].float())[..., None].repeat(1, 1, 1, K)}
+    inputs = Inputs(k, k, torch.zeros_like(k), **gates)
+    _, after = module.mix(inputs, Sequences(), state)
+    grown = after["recurrent"].norm() / state["recurrent"].norm()
+    assert 0.9 < grown < 1.1
+
+
+def test_comba_refuses_a_factor_of_no_correction():
+    with pytest.raises(ValueError, match="set inner_decay false"):
+        build("comba", mixer_options={"correction": None})
 
 
 @pytest.mark.parametrize("name", ["nala", "silu"])

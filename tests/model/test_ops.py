@@ -152,6 +152,41 @@ def test_two_steps_are_rwkv7(mode, monkeypatch):
     assert_same(run(x, mode, function=ours), right)
 
 
+@every_mode
+@pytest.mark.parametrize("strongest", [2.0, 20.0])
+def test_a_step_that_holds_the_decay_is_comba(mode, strongest, monkeypatch):
+    """Their form by chunks reads before the decay; the one by token reads behind it, so it is another rule."""
+    naive = pytest.importorskip("fla.ops.comba.naive")
+    # Theirs computes in fp32: here in float64.
+    wide = {"float": torch.float64, "float32": torch.float64}
+    monkeypatch.setattr(naive, "torch", types.SimpleNamespace(**vars(torch) | wide))
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    layer = build("comba", head_dim=8, num_heads=2).model.layers[0].mixer
+    layer.feature_map = layer.correction = None  # those of a layer are in test_mixers.py
+    x = make(2, 70, v_dim=12)
+    x |= {"beta": x["beta"] / 2, "g": -strongest * torch.rand_like(x["g"]) ** 4}
+
+    def ours(mode, output_final_state, initial_state, **tokens):
+        o, state = layer.mix(Inputs(**tokens), Sequences(), {"recurrent": initial_state})
+        return o, state["recurrent"]
+
+    def of_fla(function):
+        def theirs(mode, output_final_state, q, k, v, beta, g, initial_state):
+            q, k = ops.l2norm(q), ops.l2norm(k)
+            tokens = {"q": q, "k": k, "v": v, "p": k, "g": g, "beta": beta}
+            return function(**tokens, initial_state=initial_state, output_final_state=True)
+
+        return theirs
+
+    right = run(x, mode, function=of_fla(naive.naive_chunk_comba))
+    behind = run(x, mode, function=of_fla(naive.naive_recurrent_comba))
+    in_torch = ops._run_in_torch
+    monkeypatch.setattr(ops, "_run_in_torch", lambda c, o: in_torch(c, o._replace(mode=mode)))
+    found = run(x, mode, function=ours)
+    assert_same(found, right)
+    assert (found["o"] - behind["o"]).abs().max() > 0.02 * behind["o"].abs().max()
+
+
 @pytest.mark.parametrize("kind", ["linear", "gated_linear", "vector_linear"])
 def test_linear_attention_is_the_masked_quadratic_form(kind):
     x = make(2, 9, kind=kind, value_heads=4, initial=False)
@@ -627,7 +662,7 @@ def test_a_backend_that_cannot_says_why_once_and_the_next_one_serves(monkeypatch
 
 def test_kernels_of_another_api_are_refused_once(monkeypatch):
     with pytest.warns(UserWarning, match="API 7"):
-        module = load_copy(monkeypatch, types.SimpleNamespace(API=7))
+        module = load_copy(monkeypatch, types.types.SimpleNamespace(API=7))
     with warnings.catch_warnings(action="error"):
         module.delta_rule(**make(1, 20))
     with pytest.raises(ValueError, match=r"choose one of auto, torch$"):

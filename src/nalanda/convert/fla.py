@@ -160,6 +160,25 @@ def _write_gated_deltanet(ours: Config, foreign: Config) -> None:
     foreign |= {"head_dim": ours["key_dim"], "expand_v": ours["value_dim"] / ours["key_dim"]}
 
 
+def _read_comba(foreign: Config, ours: Config) -> None:
+    _read_gated_deltanet(foreign, ours)
+    if foreign["use_output_correction"]:
+        return
+    if foreign["use_inner_decay"]:
+        raise InputError(
+            "use_inner_decay: without use_output_correction it has no effect there; "
+            "set it to false and leave out the tensors decay"
+        )
+    ours["mixer_options"]["correction"] = None
+
+
+def _write_comba(ours: Config, foreign: Config) -> None:
+    _write_gated_deltanet(ours, foreign)
+    foreign["use_output_correction"] = foreign["correction_factor"] is not None
+    if foreign["correction_factor"] is None:
+        foreign["correction_factor"] = 1.0  # of no effect there
+
+
 def _write_retnet(ours: Config, foreign: Config) -> None:
     if ours["key_dim"] > 256:
         raise InputError(
@@ -225,6 +244,27 @@ FORMATS = {
         _read_gated_deltanet,
         _write_gated_deltanet,
         _FLA_NAMES | {".decay.": "."},
+    ),
+    "comba": Format(
+        "CombaForCausalLM",
+        "comba",
+        _RECURRENT
+        | {
+            "use_short_conv": Field(True),
+            "conv_size": Field(4, "conv_size"),
+            "num_hidden_layers": Field(21, "num_hidden_layers"),
+            "num_heads": Field(6, "num_heads"),
+            "num_v_heads": Field(None, ".num_v_heads"),
+            "head_dim": Field(256),
+            "expand_v": Field(2.0),
+            "use_output_gate": Field(True, "use_gate"),
+            "use_output_correction": Field(True),
+            "correction_factor": Field(1.0, ".correction"),
+            "use_inner_decay": Field(True, ".inner_decay"),
+        },
+        _read_comba,
+        _write_comba,
+        _FLA_NAMES | {".decay.": ".", ".correction.": "."},
     ),
     "kda": Format(
         "KDAForCausalLM",

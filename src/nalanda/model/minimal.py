@@ -13,6 +13,7 @@ The rules differ in g [K], e [K] and w [V] alone:
     gated linear attention                  one a channel   0           1
     DeltaNet, DeltaProduct                  0               β           β
     Gated DeltaNet; KDA                     a head; channel β           β
+    Comba                                   one a head      βe^−g       β
     Gated DeltaNet 2                        one a channel   its own     its own
     RWKV-7, with k = aκ; k                  a channel; 0    1/(aw); 0   0; 1
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from .attention import DiagAttention, ForgettingAttention, SoftmaxAttention
 from .base import Mixer
+from .comba import Comba
 from .delta import KDA, DeltaNet, DeltaProduct, GatedDeltaNet, GatedDeltaNet2
 from .linear import (
     GLA,
@@ -25,6 +26,7 @@ from .transnormer import NormAttention
 MIXERS: dict[str, type[Mixer]] = {
     "deltanet": DeltaNet,
     "gated_deltanet": GatedDeltaNet,
+    "comba": Comba,
     "kda": KDA,
     "gated_deltanet2": GatedDeltaNet2,
     "delta_product": DeltaProduct,
