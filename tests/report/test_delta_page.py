@@ -27,4 +27,4 @@ def test_a_row_of_the_mixers(row):
 
 
 def test_rows_are_all_there():
-    assert len(ROWS) == 7
+    assert len(ROWS) == 8

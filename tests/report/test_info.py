@@ -40,6 +40,7 @@ MILLIONS = {
     "nala_fixed_gated_deltanet_340m": 379.9,
     "gated_deltanet_340m_deploy": 380.1,
     "nala_gated_deltanet_340m_deploy": 380.1,
+    "comba_340m": 379.9,
     "gated_deltanet2_340m": 375.8,
     "delta_product_340m": 375.0,
     "rwkv7_340m": 388.3,
