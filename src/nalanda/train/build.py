@@ -366,12 +366,18 @@ def open_batches(
 
 
 def draw_by_name(model: PreTrainedModel, seed: int) -> None:
-    """Initialises the model again, each module by a generator of its own, seeded by its name and `seed`."""
+    """Initialises the model again, each module by a generator of its own, seeded by its name and `seed`.
+
+    A matrix that modules share is drawn for the first of them: the embeddings, tied or not, are alike.
+    """
+    drawn: set[int] = set()
     with torch.random.fork_rng():
         for name, module in model.named_modules():
             torch.manual_seed(int.from_bytes(sha256(f"{seed}/{name}".encode()).digest()[:7]))
             for parameter in module.parameters(recurse=False):
-                parameter._is_hf_initialized = False  # pyrefly: ignore[missing-attribute]
+                # transformers draws no parameter that is marked.
+                parameter._is_hf_initialized = id(parameter) in drawn  # pyrefly: ignore[missing-attribute]
+                drawn.add(id(parameter))
             model._init_weights(module)
 
 
