@@ -52,7 +52,8 @@ def run_study(
 
         runs, results = runner.runs, runner.results
         parameters = {arm: int(each["parameters"]) for arm, each in figures.items()}
-        verdict = judge_study(study, runs, results, parameters)
+        tokenizers = {arm: config.tokenizer for arm, config in configs.items()}
+        verdict = judge_study(study, runs, results, parameters, tokenizers)
         scores = score_tasks(study, runs, results, folder, evaluate) if evaluate else []
         samples = take_samples(study, runner, sample) if sample else []
         report = page.Report(study, verdict, runs, results, figures, notes, scores, samples)

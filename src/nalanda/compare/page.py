@@ -45,6 +45,11 @@ class Report:
     """(arm, prompt, continuation)"""
 
 
+def differs(value: float, reference: float | None) -> bool:
+    """Whether a figure is more than 2 % from that of the first arm."""
+    return bool(reference and value and abs(value / reference - 1) > CLOSE)
+
+
 def arm_rows(report: Report) -> list[list[str]]:
     """A row of cells for each arm. A figure more than 2 % beyond that of the first arm is marked ≠."""
     verdict, figures = report.verdict, report.figures
@@ -61,8 +66,7 @@ def arm_rows(report: Report) -> list[list[str]]:
             value, reference = own.get(KEYS[key]), figures[first].get(KEYS[key])
             if value is None:
                 return "–"
-            differs = reference and abs(value / reference - 1) > CLOSE
-            return write(value) + " ≠" * bool(differs)
+            return write(value) + " ≠" * differs(value, reference)
 
         # A state that grows has its size at one length, which no fixed one must equal.
         fixed = next((arm for arm in verdict.arms if not figures[arm].get("state_grows")), name)
@@ -80,7 +84,7 @@ def arm_rows(report: Report) -> list[list[str]]:
                 model_figure("parameters", si),
                 model_figure("flops", si),
                 state,
-                si(arm.tokens),
+                si(arm.tokens) + " ≠" * differs(arm.tokens, verdict.arms[first].tokens),
                 duration(arm.seconds) if math.isfinite(arm.seconds) else "–",
             ]
         )
@@ -194,13 +198,15 @@ def as_html(report: Report) -> str:
     if verdict.gaps:
         panels["gaps"] = draw_gaps(verdict)
     intervals = [write_interval(gap.mean, gap.low, gap.high, signed=True) for gap in verdict.gaps]
-    settings = [[name, " ".join(words) or "–"] for name, words in study.settings.items()]
+    settings = [
+        [name, study.recipe_of(name), " ".join(words) or "–"]
+        for name, words in study.settings.items()
+    ]
     lost = [run for run in report.runs if _diverged(run, report.results)]
     return render(
         "compare/page.html",
         panels,
         title=", ".join(study.arms),
-        recipe=study.recipe,
         verdict=verdict,
         notes=report.notes,
         headings=HEADINGS,

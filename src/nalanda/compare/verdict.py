@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from scipy import stats
@@ -73,26 +73,33 @@ def corrected(gaps: Sequence[Gap]) -> list[Gap]:
     return [Gap(**{**vars(gap), "holm": by_place[i]}) for i, gap in enumerate(gaps)]
 
 
-def power_of(margin: float, deviation: float, seeds: int) -> float:
+def power_of(margin: float, deviation: float, seeds: int, level: float = LEVEL) -> float:
     """The probability that a paired t-test over `seeds` tells a true difference of `margin`."""
     if deviation == 0:
         return 1.0
     freedom, shift = seeds - 1, margin / deviation * math.sqrt(seeds)
-    edge = stats.t.ppf(1 - LEVEL / 2, freedom)
-    power = stats.nct.sf(edge, freedom, shift) + stats.nct.cdf(-edge, freedom, shift)
-    return float(np.nan_to_num(power, nan=1.0))
+    edge = stats.t.ppf(1 - level / 2, freedom)
+    # Far out scipy gives NaN: there the upper tail has all of the probability, and the lower one none.
+    upper = np.nan_to_num(stats.nct.sf(edge, freedom, shift), nan=1.0)
+    lower = np.nan_to_num(stats.nct.cdf(-edge, freedom, shift), nan=0.0)
+    return float(upper + lower)
 
 
-def seeds_needed(margin: float, deviation: float) -> int:
-    """The fewest seeds with which a difference of `margin` is told with a probability of `POWER`."""
+def seeds_needed(margin: float, deviation: float, pairs: int = 1) -> int:
+    """The fewest seeds with which a difference of `margin` is told with a probability of `POWER`.
+
+    pairs: of the study. The smallest p of theirs is told below LEVEL / pairs (`corrected`).
+    """
+
+    def suffices(seeds: int) -> bool:
+        return power_of(margin, deviation, seeds, LEVEL / pairs) >= POWER
+
     low, high = 1, 2
-    while power_of(margin, deviation, high) < POWER and high < MOST_SEEDS:
+    while not suffices(high) and high < MOST_SEEDS:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (
-            (low, middle) if power_of(margin, deviation, middle) >= POWER else (middle, high)
-        )
+        low, high = (low, middle) if suffices(middle) else (middle, high)
     return high
 
 
@@ -136,8 +143,12 @@ def judge_study(
     runs: Sequence[StudyRun],
     results: Mapping[str, Result],
     parameters: Mapping[str, int],
+    tokenizers: Mapping[str, Any] | None = None,
 ) -> StudyVerdict:
-    """The verdict over the runs of a study that have ended. parameters: of each arm's model."""
+    """The verdict over the runs of a study that have ended.
+
+    parameters: of each arm's model. tokenizers: each arm's section; None: all have one tokenizer.
+    """
     by_arm: dict[str, dict[int, Result]] = {arm: {} for arm in study.arms}
     rates = {}
     for run in runs:
@@ -147,11 +158,24 @@ def judge_study(
 
     finished = [r for each in by_arm.values() for r in each.values() if r.finished]
     # Masked models, and foreign tokenizers that do not tell a token's text, have no bits a byte.
-    unit: Unit = "bits a byte" if all(r.bits is not None for r in finished) else "nats a token"
+    some = not finished or any(r.bits is not None for r in finished)
+    unit: Unit = "bits a byte" if some else "nats a token"
     losses = {
-        arm: {s: _loss_in(unit, r) for s, r in each.items() if r.finished}
+        arm: {s: loss for s, r in each.items() if (loss := _loss_in(unit, r)) is not None}
         for arm, each in by_arm.items()
     }
+    reasons = {}
+    for a, b in itertools.combinations(study.arms, 2):
+        lacking = [
+            arm
+            for arm in (a, b)
+            if not losses[arm] and any(r.finished for r in by_arm[arm].values())
+        ]
+        if lacking:
+            verb = "has" if len(lacking) == 1 else "have"
+            reasons[a, b] = f"since {' and '.join(lacking)} {verb} no {unit}"
+        elif unit == "nats a token" and tokenizers and tokenizers[a] != tokenizers[b]:
+            reasons[a, b] = "since nats a token of two tokenizers do not compare"
     arms = {
         arm: summarise(arm, rates.get(arm), each, list(losses[arm].values()))
         for arm, each in by_arm.items()
@@ -160,21 +184,28 @@ def judge_study(
     gaps = []
     for a, b in itertools.combinations(study.arms, 2):
         seeds = sorted(losses[a].keys() & losses[b].keys())
-        if len(seeds) > 1:
+        if len(seeds) > 1 and (a, b) not in reasons:
             gaps.append(pair_gap(a, b, *([losses[arm][s] for s in seeds] for arm in (a, b))))
     gaps = corrected(gaps)
 
-    told = {(gap.first, gap.second): gap for gap in gaps}
-    sentences = [
-        sentence(pair, told.get(pair), study.margin, unit, [arms[arm] for arm in pair], parameters)
-        for pair in itertools.combinations(study.arms, 2)
-    ]
+    paired = {(gap.first, gap.second): gap for gap in gaps}
+    sentences = []
+    for pair in itertools.combinations(study.arms, 2):
+        two = [arms[arm] for arm in pair]
+        gap = paired.get(pair)
+        if gap is None:
+            reason = reasons.get(pair, "since they share fewer than two finished seeds")
+            sentences.append(f"{pair[0]} and {pair[1]}: no verdict, {reason}.{lost_runs(two)}")
+        else:
+            sentences.append(sentence(gap, study.margin, unit, two, parameters, len(gaps)))
     return StudyVerdict(unit, study.margin, arms, gaps, sentences)
 
 
-def _loss_in(unit: Unit, result: Result) -> float:
-    bits = result.bits
-    return result.loss if unit == "nats a token" or bits is None else bits
+def _loss_in(unit: Unit, result: Result) -> float | None:
+    """The loss of a finished run in the unit, if it has that."""
+    if not result.finished:
+        return None
+    return result.loss if unit == "nats a token" else result.bits
 
 
 def summarise(
@@ -202,42 +233,47 @@ def summarise(
 # ------------------------------ words
 
 
-def sentence(
-    pair: tuple[str, str],
-    gap: Gap | None,
-    margin: float,
-    unit: Unit,
-    arms: Sequence[ArmSummary],
-    parameters: Mapping[str, int],
-) -> str:
-    """The sentence about two arms that may be quoted."""
-    a, b = pair
+def lost_runs(arms: Sequence[ArmSummary]) -> str:
+    """How many runs diverged, as an end of the sentence about two arms; "" if none did."""
     lost = [
         f"{len(arm.diverged)} of {arm.runs} runs of {arm.name} diverged"
         for arm in arms
         if arm.diverged
     ]
-    end = f" {'; '.join(lost)}." if lost else ""
-    if gap is None:
-        return f"{a} and {b}: no verdict, since they share fewer than two finished seeds.{end}"
+    return f" {'; '.join(lost)}." if lost else ""
 
-    sizes = sorted({si(parameters[name]) for name in pair if name in parameters})
-    tokens = max(arm.tokens for arm in arms)
-    setting = (
-        f"({len(gap.differences)} seeds, {si(tokens)} tokens, {' and '.join(sizes)} parameters)"
-    )
+
+def sentence(
+    gap: Gap,
+    margin: float,
+    unit: Unit,
+    arms: Sequence[ArmSummary],
+    parameters: Mapping[str, int],
+    pairs: int,
+) -> str:
+    """The sentence about two arms that may be quoted. pairs: of the study, which Holm's correction covers."""
+    a, b = gap.first, gap.second
+    end = lost_runs(arms)
+    # In the order of the arms; equal ones once.
+    sizes = " and ".join(dict.fromkeys(si(parameters[name]) for name in (a, b)))
+    tokens = " and ".join(dict.fromkeys(si(arm.tokens) for arm in arms))
+    setting = f"({len(gap.differences)} seeds, {tokens} tokens, {sizes} parameters)"
+    within = max(abs(gap.low), abs(gap.high)) < margin
     if gap.told:
         lower, higher = (a, b) if gap.mean < 0 else (b, a)
         low, high = (
             sorted((abs(gap.low), abs(gap.high))) if gap.low * gap.high > 0 else (gap.low, gap.high)
         )
         size = write_interval(abs(gap.mean), low, high)
-        return f"{lower} is lower than {higher} by {size} {unit} {setting}.{end}"
+        small = f", less than the margin of {margin:g}" if within else ""
+        return f"{lower} is lower than {higher} by {size} {unit}{small} {setting}.{end}"
 
     interval = f"{write_interval(gap.mean, gap.low, gap.high, signed=True)} {unit} {setting}"
-    if max(abs(gap.low), abs(gap.high)) < margin:
+    if within:
         return f"{a} and {b} differ by less than {margin:g} {unit}: {interval}.{end}"
-    needed = seeds_needed(margin, gap.deviation)
+    if gap.p < LEVEL:
+        interval += f", Holm's p over {pairs} pairs is {gap.holm:.2g}"
+    needed = seeds_needed(margin, gap.deviation, pairs)
     more = f"{needed:,} seeds" if needed < MOST_SEEDS else "more seeds than are practical"
     return f"{a} and {b} cannot be told apart: {interval}; {more} would tell a difference of {margin:g}.{end}"
 
@@ -246,5 +282,8 @@ def write_interval(mean: float, low: float, high: float, signed: bool = False) -
     """`0.012 [0.004, 0.020]`, with two digits of the half width."""
     half = (high - low) / 2
     digits = min(6, max(3, 1 - math.floor(math.log10(half)))) if half > 0 else 4
-    form = f"{'+' if signed else ''}.{digits}f"
+    # Such as of arms that differ by rounding alone, or of a loss beyond all measure.
+    largest = max(map(abs, (mean, low, high)))
+    plain = largest == 0 or 10.0**-digits <= largest < 1e6
+    form = f"{'+' if signed else ''}.{f'{digits}f' if plain else '2e'}"
     return "{} [{}, {}]".format(*(format(x, form).replace("-", "−") for x in (mean, low, high)))
