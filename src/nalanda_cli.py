@@ -599,6 +599,7 @@ def compare(
     # Mistakes are reported before anything is opened.
     study = read_study(recipe, overrides or [], options)
     execution.share()
+    execution.launcher()
     load_arms(study)
     if study.tasks:
         from nalanda_eval.task_data import find_tasks

@@ -1,5 +1,6 @@
 """`nalanda compare`: the plan of a study, its runs, its verdict, and what it refuses."""
 
+import itertools
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,6 +124,11 @@ def test_power_is_that_of_drawn_studies():
     told = stats.ttest_1samp(trials, 0, axis=1).pvalue < 0.05
     assert power_of(margin, deviation, seeds) == pytest.approx(told.mean(), abs=0.01)
 
+    # Of a small deviation scipy's lower tail is NaN.
+    trials = draw.normal(margin, 0.0005, (20_000, 2))
+    told = stats.ttest_1samp(trials, 0, axis=1).pvalue < 0.05
+    assert power_of(margin, 0.0005, 2) == pytest.approx(told.mean(), abs=0.01) != 1
+
     needed = seeds_needed(margin, deviation)
     assert power_of(margin, deviation, needed) >= 0.8 > power_of(margin, deviation, needed - 1)
 
@@ -200,9 +207,73 @@ def test_a_diverged_run_is_counted_and_its_seed_left_out_of_the_pair(tmp_path):
     assert verdict.sentences[0].endswith(" 1 of 3 runs of a diverged.")
 
 
+def judge(tmp_path, bits: dict[str, bool], **keys):
+    """The verdict of arms of which some have bits a byte."""
+    study = study_of(tmp_path, arms=dict.fromkeys(bits, ""), seeds=2)
+    results = {
+        run.name: Result("finished", 10, 3 + run.seed, 1.0 + run.seed if bits[run.arm] else None)
+        for run in plan_runs(study, {})
+    }
+    return judge_study(study, plan_runs(study, {}), results, dict.fromkeys(bits, 1000), **keys)
+
+
+def test_an_arm_without_bits_a_byte_gets_no_verdict_beside_one_with_them(tmp_path):
+    verdict = judge(tmp_path, {"a": True, "masked": False, "c": True})
+    assert [(gap.first, gap.second) for gap in verdict.gaps] == [("a", "c")]
+    reason = "no verdict, since masked has no bits a byte."
+    assert verdict.sentences[0] == f"a and masked: {reason}"
+    assert verdict.sentences[2] == f"masked and c: {reason}"
+    assert verdict.arms["masked"].loss == pytest.approx(4.5)
+
+
+def test_nats_of_two_tokenizers_give_no_verdict(tmp_path):
+    bits = {"a": False, "b": False}
+    assert len(judge(tmp_path, bits, tokenizers={"a": 1, "b": 1}).gaps) == 1
+    (text,) = judge(tmp_path, bits, tokenizers={"a": 1, "b": 2}).sentences
+    assert text == "a and b: no verdict, since nats a token of two tokenizers do not compare."
+
+
+def test_a_told_difference_within_the_margin_is_called_so(tmp_path):
+    arms = {"a": [3.0, 3.1, 3.2], "b": [3.004, 3.105, 3.2041]}
+    (text,) = verdict_of(tmp_path, arms).sentences
+    assert "a is lower than b by " in text
+    assert " bits a byte, less than the margin of 0.01 (3 seeds" in text
+
+
+def test_the_seeds_that_would_tell_count_the_pairs_of_the_study(tmp_path):
+    draw = np.random.default_rng(0)
+    shared = draw.normal(3, 0.1, 5)
+    arms = {f"a{i}": list(shared + 0.01 * i + draw.normal(0, 0.02, 5)) for i in range(5)}
+    verdict = verdict_of(tmp_path, arms)
+    told_alone = {i for i, gap in enumerate(verdict.gaps) if gap.p < 0.05 < gap.holm}
+    assert told_alone
+    for i in told_alone & {i for i, s in enumerate(verdict.sentences) if "told apart" in s}:
+        gap, text = verdict.gaps[i], verdict.sentences[i]
+        needed = seeds_needed(0.01, gap.deviation, 10)
+        assert needed > seeds_needed(0.01, gap.deviation)
+        holm = f", Holm's p over 10 pairs is {gap.holm:.2g}; {needed} seeds would tell"
+        assert holm in text
+
+
+def test_a_sentence_has_sizes_and_tokens_of_both_arms(tmp_path):
+    study = study_of(tmp_path, arms=dict.fromkeys("ab", ""), seeds=2)
+    results = {
+        run.name: Result("finished", 10, 3.0 * run.seed, 1.0, 1000 if run.arm == "a" else 9000)
+        for run in plan_runs(study, {})
+    }
+    sizes = {"a": 10_000_000, "b": 9_000_000}
+    verdict = judge_study(study, plan_runs(study, {}), results, sizes)
+    assert "(2 seeds, 1 K and 9 K tokens, 10 M and 9 M parameters)" in verdict.sentences[0]
+    figures = {arm: {"rate": 0.1} for arm in "ab"}
+    rows = arm_rows(Report(study, verdict, [], {}, figures, []))
+    assert [row[HEADINGS.index("tokens")] for row in rows] == ["1 K", "9 K ≠"]
+
+
 def test_an_interval_has_two_digits_of_its_half_width():
     assert write_interval(0.012345, 0.004, 0.0207) == "0.0123 [0.0040, 0.0207]"
     assert write_interval(-1.5, -2.0, -1.0, signed=True) == "−1.500 [−2.000, −1.000]"
+    assert write_interval(2.5e-10, 2e-10, 3e-10) == "2.50e−10 [2.00e−10, 3.00e−10]"
+    assert write_interval(0, 0, 0) == "0.0000 [0.0000, 0.0000]"
 
 
 def test_figures_far_from_the_first_arms_are_marked(tmp_path):
@@ -287,6 +358,10 @@ def test_shards_part_the_runs(tmp_path, count):
     [
         ("data.seq_len=256", "b reads other rows than a: data.seq_len."),
         ("tokenizer.vocab_size=1024", "b has another tokenizer than a: only bits a byte compare."),
+        (
+            "model.initializer_range=0.05",
+            "b begins with other weights than a: model.initializer_range.",
+        ),
         ("optim.weight_decay=0", None),
     ],
 )
@@ -359,10 +434,11 @@ def test_shards_in_two_processes_end_with_one_verdict(tmp_path):
     assert (tmp_path / "study" / "compare.json").is_file()
 
 
-def test_forked_arms_begin_at_a_checkpoint_of_the_first(tmp_path):
+def test_forked_arms_begin_at_a_checkpoint_of_the_first(tmp_path, capsys):
     compare(tmp_path, "demo", "--seeds", "2", "--from", "0.25", "train.steps=20")
     folder = tmp_path / "study"
     trunk = folder / "decay/seed-2"
+    assert "All arms of a seed have step 5 of decay in common" in capsys.readouterr().out
     begun = (folder / "none/seed-2/starts").read_text().strip()
     assert begun == f"{trunk}/checkpoints/step-5"
     assert (trunk / "starts").read_text().strip() == ""
@@ -401,6 +477,39 @@ def test_more_seeds_join_a_study_and_fewer_do_not(tmp_path, capsys):
         ),
         (["demo", "--arm", "a:", "--arm", "a: seed=2"], "--arm a: given twice"),
         (["demo", "--arm", "a/b:", "--arm", "c:"], "arms.a/b: a name has letters"),
+        (["demo", "--arm", "..:", "--arm", "c: optim.weight_decay=0"], "begins with a letter"),
+        (["demo", "--arm", f"{'a' * 65}:", "--arm", "c:"], "has at most 64 characters"),
+        (["demo", "--arm", "eval:", "--arm", "c:"], "arms.eval: the study's folder has eval"),
+        (["demo", "--arm", "A:", "--arm", "a: optim.weight_decay=0"], "differ by case alone"),
+        (["demo", "--arm", "a: train.resume=never", "--arm", "b:"], "train.resume: the study sets"),
+        (["demo", "--rates", "1e-3,1e-3,2e-3"], "rates: two of 0.001, 0.001, 0.002 are equal"),
+        (
+            ["demo", "--equal", "parameters", "--by", "train.steps"],
+            "by: train.steps: name a key of",
+        ),
+        (
+            ["demo", "--arm", "a: train.steps=40", "--arm", "b: train.steps=20", "--from", "0.5"],
+            "arm b: train.steps: its 20 steps are over at step 20",
+        ),
+        (
+            ["demo", "--arm", "a:", "--arm", "b: data.seq_len=256", "--from", "0.5"],
+            "arm b: data.seq_len: a checkpoint of a, whose run --from leaves, has no other",
+        ),
+        (
+            ["demo", "--arm", "a:", "--arm", "b: optim.name=muon", "--from", "0.5"],
+            "arm b: optim.name: a checkpoint of a",
+        ),
+        (
+            ["demo", "--arm", "a:", "--arm", "b: model.intermediate_size=64", "--from", "0.5"],
+            "arm b: --from: model.layers.0.mlp.gate_proj.weight has another shape than in a",
+        ),
+        (
+            [
+                *("demo", "--arm", "a: model.hidden_size=512", "--arm", "b:"),
+                *("--equal", "parameters", "--by", "model.expand_k"),
+            ],
+            "--by model.expand_k: arm b comes nearest with ",
+        ),
         (
             ["demo", "--arm", "a: model.mixer=glaa", "--arm", "b:"],
             "arm a: model: unknown mixer 'glaa'",
@@ -425,6 +534,52 @@ def test_bad_input_is_one_line_before_any_run(tmp_path, capsys, words, line):
     assert line in error
     assert len(error.strip().splitlines()) == 1
     assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"arms": {1: "", 2: "optim.weight_decay=0"}}, "arms: the name 1 is no text; quote it"),
+        ({"overrides": None}, "overrides: expected a list, got nothing"),
+        ({"overrides": "train.steps=20"}, "overrides: expected a list, got 'train.steps=20'"),
+        ({"recipe": None}, "recipe: expected text, got nothing"),
+    ],
+)
+def test_a_bad_study_file_is_one_line(tmp_path, capsys, values, line):
+    file = tmp_path / "maps.yaml"
+    study = {"recipe": "demo", "arms": ARMS, "output_dir": str(tmp_path / "study"), **values}
+    file.write_text(yaml.safe_dump(study))
+    with pytest.raises(SystemExit) as stop:
+        main(["compare", str(file), "--launch", LAUNCH])
+    assert stop.value.code == 2
+    assert line in capsys.readouterr().err
+    assert not (tmp_path / "study").exists()
+
+
+def test_a_launcher_with_an_open_quote_is_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        compare(tmp_path, "demo", launch="'accelerate")
+    assert capsys.readouterr().err.strip() == "nalanda: --launch 'accelerate: No closing quotation"
+    assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "the finished run has no validation loss there"),
+        ('{"step": 512, "tokens": 5, "val_loss": "x"}', "damaged: ValueError"),
+        ('{"step": 512, "val_loss": 3.0}', "damaged: KeyError('tokens')"),
+    ],
+)
+def test_a_finished_run_whose_metrics_are_damaged_is_not_called_diverged(
+    tmp_path, capsys, text, line
+):
+    compare(tmp_path, "demo", "--seeds", "2")
+    (tmp_path / "study/none/seed-1/metrics.jsonl").write_text(f"{text}\n")
+    with pytest.raises(SystemExit) as stop:
+        compare(tmp_path, "demo", "--seeds", "2")
+    assert stop.value.code == 2
+    assert f"none/seed-1/metrics.jsonl: {line}" in capsys.readouterr().err
 
 
 def test_without_arms_the_line_shows_one(tmp_path, capsys):
@@ -543,6 +698,52 @@ def test_models_of_a_seed_share_the_weights_of_equal_modules(tmp_path):
 
     assert differing(True) == set()
     assert len(differing(False)) > 5
+
+
+def test_embeddings_begin_alike_whether_tied_or_not(tmp_path):
+    import torch
+
+    study = study_of(tmp_path, arms={"tied": "", "own": "model.tie_word_embeddings=false"})
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 4095}, **ids)
+    tied, own = (
+        build_model(replace(config, seed_by_name=True), tokenizer)
+        for config in load_arms(study).values()
+    )
+    assert tied.get_output_embeddings().weight is tied.get_input_embeddings().weight
+    assert torch.equal(tied.get_input_embeddings().weight, own.get_input_embeddings().weight)
+
+
+def test_rows_of_a_seed_are_the_same_for_every_arm(tiny_study, tmp_path, tokenizer):
+    from nalanda.train.build import open_batches
+
+    arms = {
+        "own": "",
+        "rows": "train.micro_batch_size=1",
+        "slow": "schedule.warmup_steps=7",
+        "softmax": "model.mixer=softmax",
+        "muon": "optim.name=muon",
+    }
+    study = study_of(tmp_path, recipe=str(tmp_path / "tiny.yaml"), arms=arms)
+
+    def rows_of(config, seed: int) -> tuple[list[list[int]], list[list[int]]]:
+        train, validation = open_batches(replace(config, seed=seed), tokenizer)
+        batches = itertools.islice(train, 12 // config.train.micro_batch_size)
+        read = [row for batch in batches for row in batch["input_ids"].tolist()]
+        # Without the rows that only fill a last batch.
+        checked = [
+            row
+            for batch in validation[""]
+            for row, labels in zip(batch["input_ids"].tolist(), batch["labels"], strict=True)
+            if (labels >= 0).any()
+        ]
+        return read, checked
+
+    read = {name: rows_of(config, 2) for name, config in load_arms(study).items()}
+    assert all(rows == read["own"] for rows in read.values())
+    other = rows_of(load_arms(study)["own"], 3)
+    assert other[0] != read["own"][0]
+    assert other[1] == read["own"][1]
 
 
 # ------------------------------ runs that train

@@ -1,6 +1,8 @@
 """How the runs of a study are carried out: options of `nalanda compare` beside the study itself."""
 
 import re
+import shlex
+import sys
 from dataclasses import dataclass
 
 from nalanda.common.errors import InputError
@@ -25,3 +27,10 @@ class Execution:
         if not match or not 1 <= int(match[1]) <= int(match[2]):
             raise InputError(f"--shard {self.shard}: expected I/N, such as 1/2")
         return int(match[1]) - 1, int(match[2])
+
+    def launcher(self) -> list[str]:
+        """The words before `-m nalanda_cli train`. Raises `InputError`."""
+        try:
+            return shlex.split(self.launch) if self.launch else [sys.executable]
+        except ValueError as error:
+            raise InputError(f"--launch {self.launch}: {error}") from None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nalanda.common.errors import InputError
 from nalanda.report.runs import read_run
 from nalanda.storage.remote import is_store, read_bytes, staging
 from nalanda.train.log import read_facts, read_metrics, with_hours
@@ -56,12 +57,24 @@ def read_result(folder: str) -> Result | None:
 
     summary, facts = read_run(local), read_facts(local)
     state = summary.state
-    if state == "finished" and facts["step"] < facts["steps"]:
+    if state == "finished" and facts.get("step", 0) < facts.get("steps", 0):
         state = "interrupted"
-    lines = list(with_hours(read_metrics(local / "metrics.jsonl")))
-    validations = [line for line, _ in lines if "val_loss" in line]
+    try:
+        lines = list(with_hours(read_metrics(local / "metrics.jsonl")))
+        validations = [line for line, _ in lines if "val_loss" in line]
+        curve = tuple((line["tokens"], float(line["val_loss"])) for line in validations)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{local / 'metrics.jsonl'}: damaged: {error!r}; restore it, or remove {local} to train the run again"
+        ) from None
+    # A run that diverged has its loss there, as nan.
+    if state == "finished" and not validations:
+        raise InputError(
+            f"{local / 'metrics.jsonl'}: the finished run has no validation loss there; restore the file, or "
+            f"remove {local} to train the run again"
+        )
     last = validations[-1] if validations else {}
-    loss = float(last.get("val_loss", math.inf)) if state == "finished" else math.inf
+    loss = curve[-1][1] if state == "finished" else math.inf
     lost = state == "finished" and not math.isfinite(loss)
     return Result(
         state=state,
@@ -72,7 +85,7 @@ def read_result(folder: str) -> Result | None:
         tokens=max((line.get("tokens", 0) for line, _ in lines), default=0),
         seconds=3600 * lines[-1][1] if lines else 0.0,
         reason=summary.problem or "",
-        curve=tuple((line["tokens"], float(line["val_loss"])) for line in validations),
+        curve=curve,
     )
 
 

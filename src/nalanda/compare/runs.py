@@ -5,7 +5,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -224,7 +223,7 @@ class Runner:
         overrides += self.place(run, slot, environment)
 
         train = ["-m", "nalanda_cli", "train", recipe, *overrides]
-        command = [*shlex.split(self.execution.launch or shlex.quote(sys.executable)), *train]
+        command = [*self.execution.launcher(), *train]
         log = staging(self.study.output_dir) / f"{run.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stream:

@@ -42,11 +42,20 @@ FIGURES = ("parameters", "flops", "state")
 FIRST_RATE_SEED = 101
 """Rates are chosen on seeds from here on, which no verdict uses."""
 
+BEGINNINGS = (
+    *("model.init_from", "model.initializer", "model.initializer_range"),
+    *("model.parametrization", "model.base_width"),
+)
+"""Keys by which modules of equal name and shape begin with other weights."""
+
 OCTAVES = 4
 """Most octaves that a grid of rates grows by at an end."""
 
-OURS = {"seed", "optim.lr", "output_dir", "seed_by_name"}
+OURS = {"seed", "optim.lr", "output_dir", "seed_by_name", "train.resume"}
 """Keys of a recipe that the study sets for each run."""
+
+FILES = {"arms", "eval", "compare.html", "compare.json", "compare.md", "compare.yaml"}
+"""Names in a study's folder that no arm's folder may take."""
 
 
 @dataclass
@@ -85,17 +94,42 @@ class Study:
         check_bounds(self, "study")
         if len(self.arms) < 2:
             raise InputError(f"arms: {len(self.arms)} given; a comparison needs two or more")
+        self._check_names()
+        if not all(isinstance(rate, int | float) and rate > 0 for rate in self.rates):
+            raise InputError(f"rates: expected positive numbers, got {self.rates}")
+        if len({f"{rate:g}" for rate in self.rates}) < len(self.rates):
+            raise InputError(f"rates: two of {write_rates(self.rates)} are equal in six digits")
+        if len(self.rates) == 1:
+            raise InputError("rates: one rate leaves no choice; give two or more, or set optim.lr")
+        self._check_equal()
+        for override in [*self.overrides, *itertools.chain(*self.settings.values())]:
+            key = override.partition("=")[0]
+            if key in OURS:
+                raise InputError(f"{key}: the study sets it for each run; leave it out")
+
+    def _check_names(self) -> None:
         for name, text in self.arms.items():
-            if not re.fullmatch(r"[\w.+-]+", str(name)):
-                raise InputError(f"arms.{name}: a name has letters, digits and . _ + - alone")
+            if not isinstance(name, str):
+                raise InputError(f"arms: the name {name!r} is no text; quote it")
+            if not re.fullmatch(r"\w[\w.+-]{0,63}", name):
+                raise InputError(
+                    f"arms.{name}: a name has letters, digits and . _ + - alone, begins with a letter or "
+                    "digit, and has at most 64 characters"
+                )
+            if name.lower() in FILES:
+                raise InputError(
+                    f"arms.{name}: the study's folder has {name.lower()} already; take another name"
+                )
             if text is not None and not isinstance(text, str):
                 raise InputError(
                     f"arms.{name}: expected settings as text, such as model.feature_map=nala"
                 )
-        if not all(isinstance(rate, int | float) and rate > 0 for rate in self.rates):
-            raise InputError(f"rates: expected positive numbers, got {self.rates}")
-        if len(self.rates) == 1:
-            raise InputError("rates: one rate leaves no choice; give two or more, or set optim.lr")
+        # Some file systems take A and a for one folder.
+        folders = [name.lower() for name in self.arms]
+        if twice := next((name for name in self.arms if folders.count(name.lower()) > 1), None):
+            raise InputError(f"arms.{twice}: two names differ by case alone; take another name")
+
+    def _check_equal(self) -> None:
         if self.equal is not None:
             check_choice(self.equal, FIGURES, "equal")
         if (self.equal is None) != (self.by is None):
@@ -103,10 +137,8 @@ class Study:
                 "equal: give the figure and the key to fit, such as --equal parameters "
                 "--by model.intermediate_size"
             )
-        for override in [*self.overrides, *itertools.chain(*self.settings.values())]:
-            key = override.partition("=")[0]
-            if key in OURS:
-                raise InputError(f"{key}: the study sets it for each run; leave it out")
+        if self.by is not None and not self.by.startswith("model."):
+            raise InputError(f"by: {self.by}: name a key of the model, such as model.hidden_size")
 
     @cached_property
     def settings(self) -> dict[str, list[str]]:
@@ -180,9 +212,13 @@ def read_study(name: str, overrides: Sequence[str], options: Mapping[str, Any]) 
             raise InputError('give two arms or more, such as --arm "silu: model.feature_map=silu"')
         values = {"recipe": name, "output_dir": f"runs/{Path(name).stem}-compare", **given}
 
+    if "recipe" not in values:
+        raise InputError(f"{redact(name)}: recipe: missing; name the recipe of the arms")
     own = [o for o in overrides if not o.startswith("output_dir=")]
     folders = [o.partition("=")[2] for o in overrides if o.startswith("output_dir=")]
-    values = {**values, "overrides": [*values.get("overrides", []), *own]}
+    shared = values.get("overrides", [])
+    # What is no list is left to `section`, which says so.
+    values = {**values, "overrides": [*shared, *own] if isinstance(shared, list) else shared}
     if folders:
         values["output_dir"] = folders[-1]
     values.setdefault("output_dir", f"runs/{path.stem}")
@@ -235,15 +271,37 @@ def load_arms(study: Study) -> dict[str, RunConfig]:
                 f"arm {name}: validation.every: a comparison reads the validation loss; "
                 "leave it out, or set 1 or more"
             )
+        if study.fork_at is not None:
+            check_fork(study, name, configs)
         if study.rates and config.train.steps == 1:
             raise InputError(f"arm {name}: train.steps: 1 step cannot tell rates apart")
     return configs
+
+
+def check_fork(study: Study, arm: str, configs: Mapping[str, RunConfig]) -> None:
+    """Raises `InputError` for an arm that cannot leave the first arm's run."""
+    config, fork = configs[arm], fork_of(study, configs)
+    if fork >= config.train.steps:
+        raise InputError(
+            f"arm {arm}: train.steps: its {config.train.steps} steps are over at step {fork}, where the arms "
+            "part; set more"
+        )
+    changed = differences(configs[study.first].to_dict(), config.to_dict())
+    for key in sorted(changed.keys() - {"data.workers"}):
+        if key.split(".")[0] in ("data", "tokenizer") or key == "optim.name":
+            raise InputError(
+                f"arm {arm}: {key}: a checkpoint of {study.first}, whose run --from leaves, has no other; leave it out"
+            )
 
 
 def warn_about(study: Study, configs: Mapping[str, RunConfig]) -> list[str]:
     """Sentences about arms that do not compare in all but their settings."""
     first = configs[study.first]
     notes = []
+    if study.fork_at is not None:
+        notes.append(
+            f"All arms of a seed have step {fork_of(study, configs)} of {study.first} in common, and leave it there."
+        )
     for name, config in configs.items():
         changed = differences(first.to_dict(), config.to_dict())
         if data := [key for key in changed if key.split(".")[0] == "data"]:
@@ -251,6 +309,10 @@ def warn_about(study: Study, configs: Mapping[str, RunConfig]) -> list[str]:
         if any(key.startswith("tokenizer") for key in changed):
             notes.append(
                 f"{name} has another tokenizer than {study.first}: only bits a byte compare."
+            )
+        if begun := [key for key in changed if key in BEGINNINGS]:
+            notes.append(
+                f"{name} begins with other weights than {study.first}: {', '.join(begun)}."
             )
     if not study.rates and study.fork_at is None:
         rates = {config.optim.lr for config in configs.values()}
@@ -349,6 +411,11 @@ def write_rates(rates: Sequence[float]) -> str:
     return ", ".join(f"{rate:g}" for rate in sorted(rates))
 
 
+def fork_of(study: Study, configs: Mapping[str, RunConfig]) -> int:
+    """The step at which the other arms leave the first arm's run."""
+    return max(1, round((study.fork_at or 0) * configs[study.first].train.steps))
+
+
 def command_of(
     study: Study, run: StudyRun, configs: Mapping[str, RunConfig]
 ) -> tuple[str, list[str]]:
@@ -359,8 +426,7 @@ def command_of(
         overrides.append(f"optim.lr={run.rate:g}")
 
     if study.fork_at is not None and not run.trial:
-        steps = configs[study.first].train.steps
-        fork = max(1, round(study.fork_at * steps))
+        fork = fork_of(study, configs)
         if run.arm == study.first:
             overrides += [f"checkpoint.every={fork}", f"checkpoint.keep_every={fork}"]
         else:

@@ -1,11 +1,13 @@
 """Gives the arms of a study an equal figure, by the key of the recipe that the study names."""
 
 import bisect
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from nalanda.common.errors import InputError
+from nalanda.common.text import si
 from nalanda.compare.study import Study
 from nalanda.data.records import field_of
 from nalanda.report.info import describe_recipe, info
@@ -48,6 +50,12 @@ def with_equal_figures(study: Study, configs: Any) -> Study:
             return figures_of(study, arm, f"{key}={x:g}")[name]
 
         fitted = fit(figure, value, wanted, f"arm {arm}: {key}")
+        reached = figure(fitted)
+        if abs(reached / wanted - 1) > CLOSE:
+            raise InputError(
+                f"--by {key}: arm {arm} comes nearest with {fitted:g}: {si(reached)} in place of {si(wanted)} "
+                f"of {study.equal}; name another key"
+            )
         arms[arm] = f"{arms[arm] or ''} {key}={fitted:g}".strip()
     return replace(study, arms=arms)
 
@@ -86,16 +94,26 @@ def shared_weights(study: Study) -> list[str]:
     """Sentences about arms whose models begin with other weights than the first arm's.
 
     Runs of a seed draw each module's weights by its name (`seed_by_name`): equal names and shapes get equal values.
+    Arms that leave a run have its weights. Raises `InputError` if those do not fit.
     """
     shapes = {arm: shapes_of(study, arm) for arm in study.arms}
     first = shapes[study.first]
     notes = []
+    if study.fork_at is not None:
+        for arm, own in shapes.items():
+            if other := next((n for n in {**first, **own} if first.get(n) != own.get(n)), None):
+                raise InputError(
+                    f"arm {arm}: --from: {other} has another shape than in {study.first}, whose run it leaves"
+                )
+        return []
     for arm, own in shapes.items():
         shared = sum(shape.numel() for name, shape in own.items() if first.get(name) == shape)
         if shared < sum(shape.numel() for shape in own.values()):
             share = shared / sum(shape.numel() for shape in own.values())
+            # Rounded down: no arm that lacks some shares 100 %.
+            percent = math.floor(1000 * share) / 10
             notes.append(
-                f"{arm} shares {100 * share:.0f} % of its initial weights with {study.first}; the others have no "
+                f"{arm} shares {percent:g} % of its initial weights with {study.first}; the others have no "
                 "counterpart of their name and shape."
             )
     return notes
