@@ -10,7 +10,7 @@ import numpy as np
 
 from nalanda.compare.results import Result
 from nalanda.compare.study import Study, StudyRun, folder_of
-from nalanda.compare.verdict import Gap, corrected, pair_gap
+from nalanda.compare.verdict import Gap, corrected, gap_by_seed
 from nalanda.storage.remote import staging
 
 REPEATED = ("word_perplexity", "byte_perplexity")
@@ -64,12 +64,9 @@ def gather(study: Study, tasks: Mapping[StudyRun, Mapping[str, dict]]) -> list[T
 
     gaps: dict[tuple[str, str], list[Gap]] = {}
     for name, arms in values.items():
-        gaps[name] = []
-        for a, b in itertools.combinations(study.arms, 2):
-            seeds = sorted(arms[a].keys() & arms[b].keys())
-            if len(seeds) > 1:
-                pair = ([arms[arm][seed] for seed in seeds] for arm in (a, b))
-                gaps[name].append(pair_gap(a, b, *pair))
+        pairs = itertools.combinations(study.arms, 2)
+        by_pair = [gap_by_seed(a, b, arms[a], arms[b]) for a, b in pairs]
+        gaps[name] = [gap for gap in by_pair if gap]
     told = iter(corrected([gap for each in gaps.values() for gap in each]))
     return [
         TaskScore(

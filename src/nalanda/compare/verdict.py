@@ -6,7 +6,7 @@ Student's t over the seeds' differences gives the interval and the p; Holm's cor
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -64,13 +64,28 @@ def pair_gap(first: str, second: str, a: Sequence[float], b: Sequence[float]) ->
     return Gap(first, second, differences, mean, float(low), float(high), float(test.pvalue))
 
 
+def gap_by_seed(
+    first: str, second: str, a: Mapping[int, float], b: Mapping[int, float]
+) -> Gap | None:
+    """The gap of losses by seed, over the seeds that both have; None for fewer than two."""
+    seeds = sorted(a.keys() & b.keys())
+    if len(seeds) < 2:
+        return None
+    return pair_gap(first, second, [a[seed] for seed in seeds], [b[seed] for seed in seeds])
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Holm's p of each test: the k-th smallest of n times n − k + 1, and never below the one before."""
+    order, n = np.argsort(ps, kind="stable"), len(ps)
+    adjusted = np.empty(n)
+    adjusted[order] = np.maximum.accumulate(np.take(ps, order) * np.arange(n, 0, -1))
+    return np.minimum(1, adjusted).tolist()
+
+
 def corrected(gaps: Sequence[Gap]) -> list[Gap]:
-    """The gaps with Holm's p: the k-th smallest of n times n − k + 1, and never below the one before."""
-    order = np.argsort([gap.p for gap in gaps])
-    factors = np.arange(len(gaps), 0, -1)
-    ps = np.minimum(1, np.maximum.accumulate(np.array([gaps[i].p for i in order]) * factors))
-    by_place = dict(zip(order.tolist(), ps.tolist(), strict=True))
-    return [Gap(**{**vars(gap), "holm": by_place[i]}) for i, gap in enumerate(gaps)]
+    """The gaps with Holm's p."""
+    adjusted = holm([gap.p for gap in gaps])
+    return [replace(gap, holm=p) for gap, p in zip(gaps, adjusted, strict=True)]
 
 
 def power_of(margin: float, deviation: float, seeds: int, level: float = LEVEL) -> float:
@@ -181,12 +196,9 @@ def judge_study(
         for arm, each in by_arm.items()
     }
 
-    gaps = []
-    for a, b in itertools.combinations(study.arms, 2):
-        seeds = sorted(losses[a].keys() & losses[b].keys())
-        if len(seeds) > 1 and (a, b) not in reasons:
-            gaps.append(pair_gap(a, b, *([losses[arm][s] for s in seeds] for arm in (a, b))))
-    gaps = corrected(gaps)
+    pairs = itertools.combinations(study.arms, 2)
+    by_pair = [gap_by_seed(a, b, losses[a], losses[b]) for a, b in pairs if (a, b) not in reasons]
+    gaps = corrected([gap for gap in by_pair if gap])
 
     paired = {(gap.first, gap.second): gap for gap in gaps}
     sentences = []

@@ -1,7 +1,7 @@
 """Sets up a run: the tokenizer, the data, the model, the optimizer, and the checkpoint to resume from."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 from nalanda_kernels import check_blocks, keep_fla_off_cpus
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nalanda.common.errors import InputError
@@ -365,20 +365,26 @@ def open_batches(
     return batches, validation_batches(config.data, tokenizer, batch_size=rows, say=say, **share)
 
 
+def seeded_modules(model: nn.Module, seed: int) -> Iterator[nn.Module]:
+    """Each module, with torch's generator seeded by its name and `seed`. The generator is restored after the last."""
+    with torch.random.fork_rng():
+        for name, module in model.named_modules():
+            torch.manual_seed(int.from_bytes(sha256(f"{seed}/{name}".encode()).digest()[:7]))
+            yield module
+
+
 def draw_by_name(model: PreTrainedModel, seed: int) -> None:
     """Initialises the model again, each module by a generator of its own, seeded by its name and `seed`.
 
     A matrix that modules share is drawn for the first of them: the embeddings, tied or not, are alike.
     """
     drawn: set[int] = set()
-    with torch.random.fork_rng():
-        for name, module in model.named_modules():
-            torch.manual_seed(int.from_bytes(sha256(f"{seed}/{name}".encode()).digest()[:7]))
-            for parameter in module.parameters(recurse=False):
-                # transformers draws no parameter that is marked.
-                parameter._is_hf_initialized = id(parameter) in drawn  # pyrefly: ignore[missing-attribute]
-                drawn.add(id(parameter))
-            model._init_weights(module)
+    for module in seeded_modules(model, seed):
+        for parameter in module.parameters(recurse=False):
+            # transformers draws no parameter that is marked.
+            parameter._is_hf_initialized = id(parameter) in drawn  # pyrefly: ignore[missing-attribute]
+            drawn.add(id(parameter))
+        model._init_weights(module)
 
 
 def build_model(config: RunConfig, tokenizer: Any, *, weights: bool = True) -> PreTrainedModel:
