@@ -446,72 +446,48 @@ def fork(
     out: Annotated[
         str, Option(help="directory for records, states and the log; finished runs in it are kept")
     ] = "runs/fork",
-    only: Annotated[
-        str | None, Option(help="rates or trunks; by default rates, then trunks")
-    ] = None,
     report: Annotated[
-        bool,
-        Option("--report", help="only print the verdicts and draw them, once all runs have ended"),
+        bool, Option("--report", help="only print the verdicts, once all runs have ended")
     ] = False,
     study: Annotated[
-        str, Option(help="fork, fork2, or another file like lab/nalanda_lab/fork.yaml")
-    ] = "fork",
+        str, Option(help="fork2, or a file like lab/nalanda_lab/fork2.yaml")
+    ] = "fork2",
 ) -> None:
     """Fork trained models to see whether query norms lower the loss.
 
     \b
     nalanda-lab fork --text CORPUS --out runs/fork
     nalanda-lab fork --out runs/fork --report
-    nalanda-lab fork --study fork2 --text CORPUS --out runs/fork2
 
-    Trains NaLa's mixers and softmax, and forks them with and without ‖q‖ in the exponent; fork2 tells ‖q‖
-    from the exponent's level. One thread, for about a day. It resumes after an interruption, and a second
-    process of the same command shares the runs.
+    Trains NaLa's mixers and softmax, and forks them with and without ‖q‖ in the exponent and its level. One
+    thread, for about a day. It resumes after an interruption, and a second process of the same command shares
+    the runs.
     """
     from pathlib import Path
 
-    if only not in (None, "rates", "trunks"):
-        raise typer.BadParameter("choose rates or trunks", param_hint="--only")
     with loading_torch():
-        from nalanda_lab import fork2_report, fork_report
-        from nalanda_lab.fork import STUDIES, Experiment, load_study
+        from nalanda_lab import fork2_report
+        from nalanda_lab.fork import SECOND, Experiment
 
-    file = STUDIES.get(study, Path(study))
-    if not file.is_file():
-        raise typer.BadParameter("choose fork, fork2 or a file", param_hint="--study")
+    file = SECOND if study == "fork2" else Path(study)
     if report:
-        reports = fork2_report if "contrasts" in load_study(file) else fork_report
-        raise typer.Exit(0 if reports.report(Path(out), file) else 1)
-    Experiment(text, Path(out), file).run(only)
+        raise typer.Exit(0 if fork2_report.report(Path(out), file) else 1)
+    Experiment(text, Path(out), file).run()
 
 
 @app.command()
-def linearize(
-    model: Annotated[str, Argument(help="folder of SmolLM2-135M")],
-    text: Annotated[str, Option(help="corpus, as data.source of a recipe")],
-    lambada: Annotated[str, Option(help="lambada_test.jsonl.gz, with context and continuation")],
-    out: Annotated[str, Option(help="directory for records; finished ones are kept")] = "linearize",
-    seeds: Annotated[int, Option(min=1, help="orders of the data")] = 3,
-    words: Annotated[int, Option(help="last words to guess")] = 100,
-    report: Annotated[bool, Option("--report", help="only print and draw the records")] = False,
-) -> None:
-    """Fit and distil seven recurrent mixers and maps in place of a transformer's attention.
+def linearize(folder: Annotated[str, Argument(help="folder with the unpacked records")]) -> None:
+    """Print and draw the records of hybrids in place of a transformer: lab/records/linearize.tar.xz.
 
     \b
-    nalanda-lab linearize smollm2 --text CORPUS --lambada lambada_test.jsonl.gz
-    nalanda-lab linearize smollm2 --text CORPUS --lambada lambada_test.jsonl.gz --report
-
-    One process of one thread, for several hours; it resumes after an interruption.
+    nalanda-lab linearize runs/linearize
     """
     from pathlib import Path
 
     with loading_torch():
-        from nalanda_lab.linearize import Bench
-        from nalanda_lab.linearize import report as table
+        from nalanda_lab.linearize import report
 
-    if not report:
-        Bench(Path(model), text, Path(lambada), Path(out), words).run(seeds)
-    print(table(Path(out)))
+    print(report(Path(folder)))
 
 
 @app.command()
@@ -615,27 +591,19 @@ def coordinates(
 
 @app.command()
 def transfer(
-    text: Annotated[
-        str | None, Option(help="corpus, as data.source; by default that of an earlier call")
-    ] = None,
-    output: Annotated[
-        str, Option(help="directory for records, table and picture; finished runs are kept")
-    ] = "runs/transfer",
-    workers: Workers = 1,
-    device: Device = None,
+    folder: Annotated[str, Argument(help="folder of the study, or of lab/records/width.tar.xz")],
 ) -> None:
-    """Find the best rate at several widths, with µP and without.
+    """Print and draw the best rates at several widths, with µP and without.
 
     \b
-    nalanda-lab transfer --text corpus/
-    nalanda-lab transfer --text corpus/ --device cuda --workers 12    # needs a GPU, which all runs share
+    nalanda-lab transfer runs/width
 
-    Trains the models of width.yaml, half a day of one core, and goes on after a kill.
+    Reads what `nalanda compare lab/nalanda_lab/width.yaml` has left there.
     """
     with loading_torch():
         from nalanda_lab.width import transfer
 
-    transfer(text, output, workers, device)
+    transfer(folder)
 
 
 def main(arguments: list[str] | None = None) -> None:

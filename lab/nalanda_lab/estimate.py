@@ -1,12 +1,8 @@
-"""Differences of losses with intervals: paired by seed, and by document."""
-
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+"""Differences of losses: how they are written, and their variance over documents."""
 
 import numpy as np
-from scipy import stats
+
+from nalanda.compare.verdict import Gap
 
 
 def signed(number: float, form: str) -> str:
@@ -14,37 +10,16 @@ def signed(number: float, form: str) -> str:
     return f"{number:+{form}}".replace("-", "−", number < 0)
 
 
-@dataclass(frozen=True)
-class Gap:
-    """A difference, the half width of its 95 % interval, and the p of its being 0."""
-
-    mean: float
-    half: float
-    p: float
-    seeds: int
-
-    @property
-    def low(self) -> float:
-        return self.mean - self.half
-
-    @property
-    def high(self) -> float:
-        return self.mean + self.half
-
-    def text(self, digits: int = 3) -> str:
-        return f"{signed(self.mean, f'.{digits}f')} ± {self.half:.{digits}f}"
+def write_gap(gap: Gap | None, digits: int, factor: float = 1.0) -> str:
+    """`+0.00120 [+0.00080, +0.00160]`, times `factor`."""
+    if gap is None:
+        return "without two pairs"
+    mean, low, high = (signed(x * factor, f".{digits}f") for x in (gap.mean, gap.low, gap.high))
+    return f"{mean} [{low}, {high}]"
 
 
-def paired_gap(a: np.ndarray, b: np.ndarray) -> Gap:
-    """a − b, values by seed, with Student's t over the seeds' differences."""
-    differences = np.subtract(a, b)
-    n = len(differences)
-    mean = float(differences.mean())
-    error = float(differences.std(ddof=1)) / math.sqrt(n)
-    if not error:
-        return Gap(mean, 0.0, float(mean == 0), n)
-    p = 2 * float(stats.t.sf(abs(mean) / error, n - 1))
-    return Gap(mean, float(stats.t.ppf(0.975, n - 1)) * error, p, n)
+def half_width(gap: Gap) -> float:
+    return (gap.high - gap.low) / 2
 
 
 def document_variance(a: np.ndarray, b: np.ndarray, tokens: np.ndarray) -> float:
@@ -64,12 +39,3 @@ def document_variance(a: np.ndarray, b: np.ndarray, tokens: np.ndarray) -> float
     ratio = differences.sum() / tokens.sum()
     residuals = differences - ratio * tokens
     return float(n / (n - 1) * (residuals**2).sum() / tokens.sum() ** 2)
-
-
-def holm(ps: Mapping[Any, float]) -> dict[Any, float]:
-    """Holm's adjusted p of each test."""
-    adjusted, least = {}, 0.0
-    for i, name in enumerate(sorted(ps, key=ps.__getitem__)):
-        least = max(least, min(1.0, (len(ps) - i) * ps[name]))
-        adjusted[name] = least
-    return adjusted

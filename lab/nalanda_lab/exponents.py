@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from nalanda.common.errors import output_folder
-from nalanda.config.load import load_config
+from nalanda.config.load import load_config, read_yaml
 from nalanda.config.model import build_model_config
 from nalanda.model import NalandaConfig, NalandaForCausalLM, build_feature_map
 from nalanda.report.figures import COLOURS, GREY, drawing
 from nalanda_lab.equal import configured
-from nalanda_lab.fork import load_study
+from nalanda_lab.fork import FIRST
 from nalanda_lab.fork_levels import MIXERS, POWER, own_exponents, read_tar
 from nalanda_lab.norms import changed_norms
 
@@ -82,7 +82,7 @@ def measure(config: NalandaConfig) -> dict[str, Any]:
 def configs() -> dict[str, NalandaConfig]:
     """The recipes of 340 M parameters, and the models of 2 M of the fork experiment."""
     found: dict[str, Any] = {name: build_model_config(load_config(name)) for name in RECIPES}
-    study = load_study()
+    study = read_yaml(FIRST)
     for name in ("deltanet", "gated_deltanet", "nala"):
         model = study["model"] | study["mixers"][name]["model"]
         found[f"{name}, 2 M"] = configured(model, VOCABULARY)

@@ -1,10 +1,10 @@
-"""The fork experiments: does ‖q‖ in NaLa's exponent lower the loss?
+"""The second fork experiment: does ‖q‖ in NaLa's exponent lower the loss, or the exponent's level?
 
 A trunk is trained once. Its forks get its weights, its optimizer's state and its batches, and differ in the
-exponent alone. A study's YAML has the models, arms, sentences and readings, fixed before the first record:
-`fork.yaml`, and `fork2.yaml`, which tells the norm from the exponent's level. `fork_arms.py` has the arms,
-`fork_report.py` and `fork2_report.py` the estimators. Each run leaves one record, and goes on after a kill.
-Several processes may share a folder.
+exponent alone. `fork2.yaml` has the models, arms, sentences and readings, fixed before the first record,
+`fork_arms.py` the arms, `fork2_report.py` the estimator. Each run leaves one record, and goes on after a kill.
+Several processes may share a folder. Of the first experiment there are `fork.yaml` and the records, which
+`fork_levels.py` reads.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import nalanda.train.loss
 import nalanda.train.optim
 from nalanda.common.errors import InputError
 from nalanda.common.versions import versions
-from nalanda.config.load import parse_yaml, section
+from nalanda.config.load import read_yaml, section
 from nalanda.config.schema import RunConfig
 from nalanda.data.text_bytes import text_bytes
 from nalanda.data.tokenizer import build_tokenizer
@@ -35,14 +35,17 @@ from nalanda_lab.fork_arms import Fork, add_noise, beta_means, head_means, measu
 from nalanda_lab.paired import cpu_model, draw_weights
 from nalanda_lab.sweep import Record, appended
 
-STUDY = Path(__file__).with_name("fork.yaml")
-STUDIES = {"fork": STUDY, "fork2": STUDY.with_name("fork2.yaml")}
+FIRST, SECOND = (Path(__file__).with_name(name) for name in ("fork.yaml", "fork2.yaml"))
 SAVE_EVERY = 240.0
 """Seconds between two saved states of a run."""
 
 
-def load_study(file: Path = STUDY) -> dict[str, Any]:
-    return parse_yaml(file.read_text(encoding="utf-8"), str(file))
+def load_study(file: Path = SECOND) -> dict[str, Any]:
+    """A study like `fork2.yaml`. Raises `InputError` for another."""
+    study = read_yaml(file)
+    if "contrasts" not in study:
+        raise InputError(f"{file}: has no contrasts; give a study like {SECOND.name}")
+    return study
 
 
 def hash_files(*files: Path) -> str:
@@ -64,60 +67,11 @@ def code_hashes(study_file: Path) -> dict[str, str]:
 
 
 def name_of(run: dict[str, Any]) -> str:
-    """`trunks-deltanet-1-blind-80`, `rates-deltanet-101-0.002`."""
-    end = f"{run['rate']:g}" if run["part"] == "rates" else f"{run['arm']}-{run['fork']}"
-    return f"{run['part']}-{run['mixer']}-{run['seed']}-{end}"
+    """`trunks-deltanet-1-blind-80`."""
+    return "-".join(str(run[key]) for key in ("part", "mixer", "seed", "arm", "fork"))
 
 
-def rate_grid(grid: list[float], losses: dict[float, float]) -> list[float]:
-    """The grid, with one octave more once it is complete and an end has the lowest loss."""
-    if any(rate not in losses for rate in grid):
-        return grid
-    best = min(grid, key=losses.__getitem__)
-    further = {grid[0]: [grid[0] / 2], grid[-1]: [grid[-1] * 2]}
-    return grid + further.get(best, [])
-
-
-def rate_runs(study: dict[str, Any], records: dict[str, Record]) -> list[dict[str, Any]]:
-    """The rates' runs, as far as the records tell which there are: seed by seed over the mixers."""
-    if "rates" not in study:
-        return []
-    runs = []
-    for seed, mixer in itertools.product(study["rates"]["seeds"], study["mixers"]):
-        for rate in rate_grid(study["rates"]["grid"], mean_losses(study, records, mixer)):
-            run = {"part": "rates", "mixer": mixer, "seed": seed, "rate": rate}
-            runs.append(run | {"arm": "own", "fork": 80})
-    return runs
-
-
-def mean_losses(
-    study: dict[str, Any], records: dict[str, Record], mixer: str
-) -> dict[float, float]:
-    """The mean loss over the seeds of each rate that all of them have finished."""
-    by_rate: dict[float, list[float]] = {}
-    for record in records.values():
-        run = record["run"]
-        if run["part"] == "rates" and run["mixer"] == mixer:
-            loss = float("inf") if "failed" in record else record["loss"]
-            by_rate.setdefault(run["rate"], []).append(loss)
-
-    count = len(study["rates"]["seeds"])
-    return {rate: sum(each) / count for rate, each in by_rate.items() if len(each) == count}
-
-
-def chosen_rates(study: dict[str, Any], records: dict[str, Record]) -> dict[str, float]:
-    """The rate of each mixer: the study's own, or the best once its rates are finished."""
-    if "rates" not in study:
-        return {name: mixer["rate"] for name, mixer in study["mixers"].items()}
-    chosen = {}
-    for mixer in study["mixers"]:
-        losses = mean_losses(study, records, mixer)
-        if all(rate in losses for rate in rate_grid(study["rates"]["grid"], losses)):
-            chosen[mixer] = min(losses, key=losses.__getitem__)
-    return chosen
-
-
-def trunk_runs(study: dict[str, Any], rates: dict[str, float | None]) -> list[dict[str, Any]]:
+def all_runs(study: dict[str, Any]) -> list[dict[str, Any]]:
     """The arms of all trunks, seed by seed over the mixers. An arm with seeds of its own has only those."""
     runs = []
     seeds = sorted({seed for mixer in study["mixers"].values() for seed in mixer["seeds"]})
@@ -129,26 +83,21 @@ def trunk_runs(study: dict[str, Any], rates: dict[str, float | None]) -> list[di
             for arm in arms.get(kind, []):
                 if seed in study.get(arm, {}).get("seeds", [seed]):
                     run = {"part": "trunks", "mixer": mixer, "seed": seed}
-                    runs.append(run | {"rate": rates.get(mixer), "arm": arm, "fork": fork})
+                    runs.append(run | {"rate": settings["rate"], "arm": arm, "fork": fork})
     return runs
-
-
-def all_runs(study: dict[str, Any], records: dict[str, Record]) -> list[dict[str, Any]]:
-    return rate_runs(study, records) + trunk_runs(study, dict(chosen_rates(study, records)))
 
 
 def missing(study: dict[str, Any], records: dict[str, Record]) -> list[str]:
     """The names of the runs without a record."""
-    return [name for run in all_runs(study, records) if (name := name_of(run)) not in records]
+    return [name for run in all_runs(study) if (name := name_of(run)) not in records]
 
 
-def read_records(out: Path, hashes: dict[str, str], text: str | None = None) -> dict[str, Record]:
+def read_records(out: Path, hashes: dict[str, str]) -> dict[str, Record]:
     """The records of a folder by name.
 
     Raises `InputError` for one of another rule, or of another model code or text than the others.
     """
-    records = {}
-    expected = hashes | ({"text": text} if text else {})
+    records, expected = {}, dict(hashes)
     for file in sorted((out / "records").glob("*.json")):
         record = json.loads(file.read_text(encoding="utf-8"))
         for key, value in record["hashes"].items():
@@ -167,7 +116,7 @@ def read_records(out: Path, hashes: dict[str, str], text: str | None = None) -> 
 class Experiment:
     """Runs what a folder has no record for. `records`, `work`, `locks` and `log.txt` are in the folder."""
 
-    def __init__(self, text: str | None, out: Path, study_file: Path = STUDY):
+    def __init__(self, text: str | None, out: Path, study_file: Path = SECOND):
         self.study = load_study(study_file)
         self.out = out
         with appended(out / "locks" / "text"):
@@ -183,41 +132,21 @@ class Experiment:
         with (self.out / "log.txt").open("a", encoding="utf-8") as log:
             log.write(line + "\n")
 
-    def records(self) -> dict[str, Record]:
-        return read_records(self.out, self.hashes)
-
-    def run(self, only: str | None = None) -> None:
-        """Rates first, then trunks with their arms. only: `rates` or `trunks`."""
+    def run(self) -> None:
+        """Trains the trunks with their arms."""
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)
         (self.out / "records").mkdir(parents=True, exist_ok=True)
+        read_records(self.out, self.hashes)  # refuses those of another code
+        runs = itertools.groupby(all_runs(self.study), lambda run: (run["seed"], run["mixer"]))
         # Arms with a map of their own have no kernel: own and free must round alike.
         with use_backend("torch"):
-            if only != "trunks" and "rates" in self.study:
-                with appended(self.out / "locks" / "rates"):
-                    self.run_rates()
-            if only != "rates":
-                self.run_trunks()
-
-    def run_rates(self) -> None:
-        # A finished grid may ask for one octave more.
-        while todo := [r for r in rate_runs(self.study, self.records()) if self.lacks(r)]:
-            self.finish(self.open(todo[0]), todo[0])
-        self.say(f"rates: {chosen_rates(self.study, self.records())}")
-
-    def run_trunks(self) -> None:
-        rates = chosen_rates(self.study, self.records())
-        if lacking := self.study["mixers"].keys() - rates:
-            raise InputError(
-                f"{self.out}: no rate for {', '.join(sorted(lacking))}; run rates first"
-            )
-        runs = trunk_runs(self.study, dict(rates))
-        for (seed, mixer), arms in itertools.groupby(runs, lambda run: (run["seed"], run["mixer"])):
-            with self.alone(f"{mixer}-{seed}") as alone:
-                # Read under the lock: another process may just have finished.
-                todo = [run for run in arms if self.lacks(run)] if alone else []
-                if todo:
-                    self.run_trunk(todo)
+            for (seed, mixer), arms in runs:
+                with self.alone(f"{mixer}-{seed}") as alone:
+                    # Read under the lock: another process may just have finished.
+                    todo = [run for run in arms if self.lacks(run)] if alone else []
+                    if todo:
+                        self.run_trunk(todo)
 
     @contextlib.contextmanager
     def alone(self, trunk: str) -> Iterator[bool]:

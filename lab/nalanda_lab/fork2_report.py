@@ -5,16 +5,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from nalanda.common.versions import list_versions
-from nalanda_lab.estimate import Gap, holm, paired_gap, signed
-from nalanda_lab.fork import STUDIES, hash_files, load_study, missing, read_records
-from nalanda_lab.fork_report import Losses, Sentence, losses_of, spread
+from nalanda.compare.verdict import Gap, holm, pair_gap
+from nalanda_lab import estimate
+from nalanda_lab.estimate import half_width, signed
+from nalanda_lab.fork import SECOND, hash_files, load_study, missing, read_records
 from nalanda_lab.sweep import Record
 
+Losses = dict[tuple[str, int, str], dict[int, float]]
+"""Losses by (mixer, fork, arm), then by seed. A diverged run has none."""
+Sentence = tuple[str, str]
+"""The name of an outcome, and what is written."""
 Gaps = dict[str, Gap | None]
 """Contrasts of a mixer and fork by name; None for fewer than two seeds."""
 DIGITS = 5
@@ -48,8 +52,8 @@ def gaps_of_pairs(losses: Losses, mixer: str, fork: int, pairs: dict[str, list[s
     if len(seeds) < 2:
         return dict.fromkeys(pairs)
 
-    values = {arm: np.array([by_seed[seed] for seed in seeds]) for arm, by_seed in by_arm.items()}
-    return {name: paired_gap(values[a], values[b]) for name, (a, b) in pairs.items()}
+    values = {arm: [by_seed[seed] for seed in seeds] for arm, by_seed in by_arm.items()}
+    return {name: pair_gap(a, b, values[a], values[b]) for name, (a, b) in pairs.items()}
 
 
 def gap_of_pair(losses: Losses, mixer: str, fork: int, pair: list[str]) -> Gap | None:
@@ -58,12 +62,13 @@ def gap_of_pair(losses: Losses, mixer: str, fork: int, pair: list[str]) -> Gap |
 
 def norm_ps(study: dict[str, Any], gaps: dict[str, Gaps]) -> dict[tuple[str, str], float]:
     """Holm's p of the tests of the norm at a fork, by (mixer, contrast). gaps: by mixer."""
-    tests = {}
-    for mixer, by_name in gaps.items():
-        for name in study["norms"]:
-            gap = by_name[name]
-            tests[mixer, name] = gap.p if gap else 1.0
-    return holm(tests)
+    tests = {
+        (mixer, name): gap.p if (gap := by_name[name]) else 1.0
+        for mixer, by_name in gaps.items()
+        for name in study["norms"]
+    }
+    ordered = sorted(tests, key=tests.__getitem__)
+    return dict(zip(ordered, holm([tests[test] for test in ordered]), strict=True))
 
 
 # ------------------------------ sentences
@@ -137,7 +142,8 @@ def outcome_of(gap: Gap | None, bits: float) -> tuple[str, dict[str, str]]:
         return "without_pairs", {}
     form = f".{DIGITS}f"
     if gap.low <= 0 <= gap.high:
-        return "same", {"half": f"{gap.half:{form}}", "half_bits": f"{gap.half * bits:{form}}"}
+        half = half_width(gap)
+        return "same", {"half": f"{half:{form}}", "half_bits": f"{half * bits:{form}}"}
     return "lowers" if gap.mean < 0 else "raises", {
         "size": f"{abs(gap.mean):{form}}",
         "size_bits": f"{abs(gap.mean) * bits:{form}}",
@@ -176,11 +182,7 @@ def softmax_forks(study: dict[str, Any]) -> list[int]:
 
 
 def write_gap(gap: Gap | None, factor: float = 1.0) -> str:
-    """`+0.00120 [+0.00080, +0.00160]`, times `factor`."""
-    if gap is None:
-        return "without two pairs"
-    mean, low, high = (signed(x * factor, f".{DIGITS}f") for x in (gap.mean, gap.low, gap.high))
-    return f"{mean} [{low}, {high}]"
+    return estimate.write_gap(gap, DIGITS, factor)
 
 
 def list_gaps(gaps: Mapping[str, Gap | None]) -> str:
@@ -190,12 +192,22 @@ def list_gaps(gaps: Mapping[str, Gap | None]) -> str:
 # ------------------------------ the report
 
 
+def losses_of(records: dict[str, Record]) -> Losses:
+    losses: Losses = {}
+    for record in records.values():
+        run = record["run"]
+        if "failed" not in record:
+            by_seed = losses.setdefault((run["mixer"], run["fork"], run["arm"]), {})
+            by_seed[run["seed"]] = record["loss"]
+    return losses
+
+
 def bits_of_a_nat(record: Record) -> float:
     """Bits a byte of the validation text of one nat a token."""
     return sum(record["document_tokens"]) / (record["bytes"] * math.log(2))
 
 
-def report(out: Path, study_file: Path = STUDIES["fork2"]) -> bool:
+def report(out: Path, study_file: Path = SECOND) -> bool:
     """Prints table and sentences; while a record is missing, only which, and returns False."""
     study = load_study(study_file)
     records = read_records(out, {"rule": hash_files(study_file)})
@@ -231,9 +243,9 @@ def gap_table(study: dict[str, Any], losses: Losses, bits: float) -> Table:
     table = Table(*titles, "p", "Holm's p", "sd over seeds", title="Gaps, paired by seed")
 
     def add(mixer: str, fork: int, pair: list[str], gap: Gap | None, adjusted: str = "") -> None:
-        row = [mixer, f"{fork} %", " − ".join(pair), str(gap.seeds if gap else 0)]
+        row = [mixer, f"{fork} %", " − ".join(pair), str(len(gap.differences) if gap else 0)]
         row += [write_gap(gap), write_gap(gap, bits), f"{gap.p:.2g}" if gap else ""]
-        table.add_row(*row, adjusted, f"{spread(gap):.{DIGITS}f}")
+        table.add_row(*row, adjusted, f"{gap.deviation if gap else math.inf:.{DIGITS}f}")
 
     for fork in judged_forks(study):
         gaps = {

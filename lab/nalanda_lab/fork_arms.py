@@ -1,6 +1,7 @@
 """Arms of the fork experiments, and their training: what happens to ‖q‖ or β after a fork."""
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -14,10 +15,10 @@ from nalanda.model import Mixer, NalandaForCausalLM
 from nalanda.model.call import Inputs
 from nalanda.model.feature_maps import EPS, NaLa
 from nalanda.model.layers import Fp32Module
-from nalanda.train.loss import count_bytes, count_labels
-from nalanda.train.optim import build_optimizer
+from nalanda.train.loss import count_bytes, count_labels, summed_loss
+from nalanda.train.optim import build_optimizer, set_rates
 from nalanda_lab.norms import changed_norms
-from nalanda_lab.paired import Batch, Trunk, document_sums, sum_by_document
+from nalanda_lab.paired import Batch, document_sums, sum_by_document
 
 # ------------------------------ arms
 
@@ -169,12 +170,17 @@ def swapped(norm: Tensor, length: int) -> Tensor:
 # ------------------------------ training
 
 
-class Fork(Trunk):
+class Fork:
     """A model in training: a trunk, or one of its arms. `recent` has the last rows that it read."""
 
     def __init__(self, model: NalandaForCausalLM, config: RunConfig, batches: Any, keep: int):
-        super().__init__(model, config, batches)
-        self.steps = config.train.steps
+        self.model, self.batches = model, batches
+        self.optim, self.z_loss = config.optim, config.train.z_loss
+        self.optimizer = build_optimizer(model, config.optim)
+        self.warmup = config.schedule.warmup_steps
+        self.micro_steps = config.accumulation(processes=1)
+        self.tokens_per_step = config.train.tokens_per_step
+        self.step, self.steps = 0, config.train.steps
         self.cool = self.steps - self.step_at(80)
         self.recent: deque[Batch] = deque(maxlen=keep)
         self.means: list[Tensor] | None = None
@@ -187,16 +193,33 @@ class Fork(Trunk):
         return self.steps - round((100 - percent) * self.steps / 100)
 
     def read(self) -> list[Batch]:
-        batches = super().read()
+        """The micro-batches of the next step."""
+        batches = list(itertools.islice(self.batches, self.micro_steps))
         self.recent.extend(batches)
         return batches
 
     def advance_one(self) -> None:
         self.step += 1
         share = min(1.0, self.step / self.warmup, (self.steps - self.step) / self.cool)
-        loss = self.update(self.model, self.optimizer, self.read(), self.optim.lr * share)
+        loss = self.update(self.read(), self.optim.lr * share)
         if not loss.isfinite():
             self.failed = f"diverged at step {self.step}"
+
+    def update(self, batches: list[Batch], rate: float) -> Tensor:
+        """Takes one optimizer step and returns the mean loss of its batches."""
+        model = self.model.train()
+        labels = max(1, sum(map(count_labels, batches)))
+        total = torch.zeros(())
+        for batch in batches:
+            loss = summed_loss(model, batch, model.device, self.z_loss) / labels
+            loss.backward()
+            total += loss.detach()
+
+        nn.utils.clip_grad_norm_(model.parameters(), self.optim.max_grad_norm)
+        set_rates(self.optimizer, rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
 
     def become(self, arm: str, means: list[Tensor]) -> None:
         """Makes the trunk an arm. The optimizer's moments stay; new parameters have none."""

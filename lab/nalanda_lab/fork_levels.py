@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from nalanda_lab.estimate import Gap, paired_gap, signed
-from nalanda_lab.fork import load_study
-from nalanda_lab.fork_report import draw, losses_of
+from nalanda.compare.verdict import Gap, gap_by_seed
+from nalanda.config.load import read_yaml
+from nalanda.report.figures import COLOURS, GREY, drawing
+from nalanda_lab.estimate import half_width, signed, write_gap
+from nalanda_lab.fork import FIRST
 from nalanda_lab.sweep import Record
 
 MIXERS = {"deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "nala": "NaLa's block"}
@@ -28,8 +30,14 @@ GAPS = [  # (fork, first arm, second arm); own of both forks is the trunk's own 
     (50, "own", "blind"),
     (50, "noise", "own"),
 ]
+DRAWN = [
+    *((80, "own", "blind"), (50, "own", "blind"), (80, "own", "free"), (80, "free", "blind")),
+    *((80, "noise", "own"), (50, "noise", "own")),
+]
+CONTROL = [(80, "own", "held"), (50, "own", "held")]
 MOST = 10
 """The documents whose share of a gap is told."""
+DIGITS = 5
 POWER = 2.0
 """λ of the map `nala`, whose p is λ(½ + tanh m)."""
 
@@ -53,15 +61,13 @@ def arm(records: dict[str, Record], mixer: str, name: str, fork: int) -> dict[in
 
 
 def gap(records: dict[str, Record], mixer: str, fork: int, first: str, second: str) -> Gap:
-    losses = losses_of(records)
-    a, b = (losses[mixer, 80 if each == "own" else fork, each] for each in (first, second))
-    seeds = sorted(a.keys() & b.keys())
-    return paired_gap(np.array([a[seed] for seed in seeds]), np.array([b[seed] for seed in seeds]))
-
-
-def write_gap(gap: Gap) -> str:
-    mean, low, high = (signed(x, ".5f") for x in (gap.mean, gap.low, gap.high))
-    return f"{mean} [{low}, {high}]"
+    losses = (
+        {seed: record["loss"] for seed, record in arm(records, mixer, name, fork).items()}
+        for name in (first, second)
+    )
+    between = gap_by_seed(first, second, *losses)
+    assert between is not None
+    return between
 
 
 def row(title: str, cells: list[str]) -> str:
@@ -71,7 +77,9 @@ def row(title: str, cells: list[str]) -> str:
 def gap_rows(records: dict[str, Record]) -> list[str]:
     """Every gap in nats a token with its 95 % interval, and p frozen or lengths swapped in the own arm."""
     rows = [
-        row(f"{a} − {b}, {fork} %", [write_gap(gap(records, m, fork, a, b)) for m in MIXERS])
+        row(
+            f"{a} − {b}, {fork} %", [write_gap(gap(records, m, fork, a, b), DIGITS) for m in MIXERS]
+        )
         for fork, a, b in GAPS
     ]
     for name, title in (("frozen", "p frozen at its mean"), ("swapped", "lengths swapped")):
@@ -146,7 +154,7 @@ def share(sums: np.ndarray) -> int:
 
 
 def report(records: dict[str, Record]) -> str:
-    softmax = [write_gap(gap(records, "softmax", fork, "own", "held")) for fork in (80, 50)]
+    softmax = [write_gap(gap(records, "softmax", fork, "own", "held"), DIGITS) for fork in (80, 50)]
     parts: list[Any] = [
         gap_rows(records),
         level_rows(records),
@@ -161,6 +169,34 @@ def report(records: dict[str, Record]) -> str:
     return "\n\n".join("\n".join(part) for part in parts)
 
 
+def draw(records: dict[str, Record], study: dict[str, Any], file: Path) -> None:
+    """Every gap by seed, with its mean and interval; the published gain as a band."""
+    caption = (
+        "Below 0: the first arm has the lower loss. Pale dots: seeds. Dots and bars: mean and 95 % "
+        f"interval. Band: ± half of the published gain; dashes: the whole. {study['text']}"
+    )
+    title = "Gaps between forks of one trunk that differ in the exponent of NaLa's map"
+    with drawing(file, title, caption, len(study["mixers"]), height=2.4) as panels:
+        for panel, (mixer, settings) in zip(panels, study["mixers"].items(), strict=True):
+            drawn = CONTROL if mixer == "softmax" else DRAWN
+            for place, contrast in enumerate(drawn):
+                each = gap(records, mixer, *contrast)
+                points, half = each.differences, half_width(each)
+                panel.plot(
+                    [place - 0.15] * len(points), points, "o", color=COLOURS[5], markersize=3
+                )
+                panel.errorbar(
+                    place, each.mean, half, fmt="o", color=COLOURS[0], capsize=3, markersize=4
+                )
+            if margin := settings.get("margin"):
+                panel.axhspan(-margin / 2, margin / 2, color=COLOURS[5], alpha=0.15, linewidth=0)
+                panel.axhline(-margin, color=GREY, linestyle="--", linewidth=0.8)
+            panel.axhline(0, color=GREY, linewidth=0.8)
+            names = [f"{first} −\n{second}\n{fork} %" for fork, first, second in drawn]
+            panel.set_xticks(range(len(drawn)), names)
+            panel.set(title=mixer, ylabel="gap (nats a token)", xlim=(-0.5, len(drawn) - 0.5))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print the first fork's gaps, levels and control.")
     parser.add_argument("records", type=Path, help="lab/records/fork.tar.xz")
@@ -169,7 +205,7 @@ def main() -> None:
     records = read_tar(arguments.records)
     print(report(records))
     if arguments.draw:
-        draw(load_study(), losses_of(records), arguments.draw)
+        draw(records, read_yaml(FIRST), arguments.draw)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,9 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -24,19 +22,18 @@ from torch import Tensor, nn
 
 from nalanda.common.errors import InputError, output_file, output_folder
 from nalanda.common.progress import Progress
-from nalanda.config.load import parse_yaml, section
+from nalanda.compare.options import Execution
+from nalanda.compare.runs import Runner
+from nalanda.compare.study import load_arms, read_study
+from nalanda.compare.verdict import Gap, gap_by_seed
 from nalanda.config.schema import OptimConfig, RunConfig
-from nalanda.inference.load import choose_device
 from nalanda.model import NalandaConfig, NalandaForCausalLM
 from nalanda.model.projections import FusedLinears
 from nalanda.report.figures import drawing, files, in_panels, log_axis
+from nalanda.train.log import read_metrics
 from nalanda.train.optim import build_optimizer
-from nalanda_lab.estimate import Gap, paired_gap
-from nalanda_lab.paired import train_paired
-from nalanda_lab.sweep import Record, follow, key
-from nalanda_lab.texts import prepare_text
+from nalanda_lab.estimate import half_width, signed
 
-STUDY = Path(__file__).with_name("width.yaml")
 PARAMETRIZATIONS = ("standard", "mup")
 BYTES = 256
 """The vocabulary of the coordinate check, whose text is read as bytes."""
@@ -250,111 +247,87 @@ def draw_coordinates(
 
 # ------------------------------ the transfer of rates
 
-
-def transfer_settings(study: dict[str, Any]) -> list[dict[str, Any]]:
-    """The settings of all runs, seed by seed, narrow models first."""
-    settings = []
-    sweep_over = (
-        study["seeds"],
-        study["widths"],
-        study["mixers"].items(),
-        PARAMETRIZATIONS,
-        study["rates"],
-    )
-    for seed, width, (_, mixer), parametrization, rate in itertools.product(*sweep_over):
-        model = widened(study["base"] | mixer, width, parametrization)
-        fixed = {"budgets": [study["tokens"]], "cooldown": study["cooldown"], "lengths": {}}
-        settings.append({"model": model, "seed": seed, "rate": rate} | fixed)
-    return settings
-
-
-def transfer(
-    text: str | None, out: str, workers: int, device: str | None = None, study_file: Path = STUDY
-) -> None:
-    """Trains what the folder `out` has no record of, then prints and draws where the best rates lie.
-
-    text: a corpus, as `data.source`; default: that of an earlier call.
-    device: of all runs, which share it; by default a GPU, if there is one.
-    """
-    device = choose_device(device)
-    study = parse_yaml(study_file.read_text(encoding="utf-8"), str(study_file))
-    folder = output_folder(out, "--output")
-    token_set = prepare_text(study["recipe"], text, folder, 1)
-
-    jobs = {}
-    for settings in transfer_settings(study):
-        recipe = study["recipe"] | {"seed": settings["seed"], "optim": {"lr": settings["rate"]}}
-        recipe |= {"model": settings["model"], "tokenizer": f"{token_set}/tokenizer"}
-        recipe |= {"data": recipe["data"] | {"source": str(token_set)}}
-        config = section(RunConfig, recipe, "")
-        jobs[key(settings)] = partial(
-            train_paired, settings, config, token_set, folder / "work", device
-        )
-
-    records = follow(jobs, folder / "transfer.jsonl", workers, describe_run)
-    rows = best_rates(study, records)
-    print_transfer(rows, gains(study, records), Console(highlight=False, emoji=False))
-    draw_transfer(study, records, rows, folder / "transfer")
-
-
-def describe_run(record: Record) -> str:
-    settings = record["settings"]
-    model = settings["model"]
-    result = record.get("failed") or f"{record['budgets'][-1]['loss']:.4f}"
-    name = f"{model['parametrization']} {model['hidden_size']} {model['mixer']}"
-    return f"{name} rate {settings['rate']:g} seed {settings['seed']}: {result}"
-
-
 Series = tuple[str, str, int]
 """(mixer's name, parametrization, width)."""
+Losses = dict[Series, dict[float, dict[int, float]]]
+"""Of each series the loss at a rate, by seed; inf where a run failed."""
 
 
-def losses_by_seed(
-    study: dict[str, Any], records: list[Record]
-) -> dict[Series, list[dict[int, float]]]:
-    """The losses at each rate by seed; inf where a run failed."""
-    losses: dict[Series, list[dict[int, float]]] = {}
-    for name, mixer in study["mixers"].items():
-        for record in records:
+def transfer(folder: str) -> None:
+    """Prints and draws where the best rates lie.
+
+    folder: of width.yaml, as `nalanda compare` leaves it, or of the records of the study before.
+    """
+    losses, tokens = read_losses(Path(folder))
+    rows = best_rates(losses)
+    print_transfer(rows, gains(losses), Console(highlight=False, emoji=False))
+    draw_transfer(losses, tokens, rows, Path(folder) / "transfer")
+
+
+def read_losses(folder: Path) -> tuple[Losses, int]:
+    """The losses, and the tokens of a run. Raises `InputError` for a folder without either."""
+    records = folder / "transfer.jsonl"
+    losses: Losses = {}
+
+    def add(model: dict[str, Any], rate: float, seed: int, loss: float) -> None:
+        mixer = model["mixer"]
+        name = f"{mixer} + {model['feature_map']}" if isinstance(mixer, str) else "transnormer"
+        series = (name, model.get("parametrization", "standard"), model["hidden_size"])
+        losses.setdefault(series, {}).setdefault(rate, {})[seed] = loss
+
+    tokens = 0
+    if records.is_file():
+        for record in read_metrics(records):
             settings = record["settings"]
-            model = settings["model"]
-            if model["mixer"] != mixer["mixer"]:
-                continue
-            series = (name, model["parametrization"], model["hidden_size"])
-            by_rate = losses.setdefault(series, [{} for _ in study["rates"]])
             loss = math.inf if "failed" in record else record["budgets"][-1]["loss"]
-            by_rate[study["rates"].index(settings["rate"])][settings["seed"]] = loss
-    return losses
+            add(settings["model"], settings["rate"], settings["seed"], loss)
+            tokens = settings["budgets"][-1]
+        return losses, tokens
+
+    study = read_study(str(folder), [], {})
+    runner = Runner(study, load_arms(study), Execution())
+    runner.look()
+    for run in runner.runs:
+        result = runner.result_of(run)
+        if run.trial and run.rate and result.ended:
+            add(runner.configs[run.arm].model, run.rate, run.seed, result.loss)
+            tokens = max(tokens, result.tokens)
+    return losses, tokens
 
 
-def losses_by_rate(study: dict[str, Any], records: list[Record]) -> dict[Series, list[float]]:
-    """The mean loss over seeds at each rate; inf where a run failed."""
-    return {
-        series: [statistics.mean(each.values()) for each in by_rate]
-        for series, by_rate in losses_by_seed(study, records).items()
-    }
+def means_of(by_rate: dict[float, dict[int, float]]) -> dict[float, float]:
+    """The mean loss over seeds at each rate."""
+    return {rate: statistics.mean(by_rate[rate].values()) for rate in sorted(by_rate)}
 
 
-def gains(study: dict[str, Any], records: list[Record]) -> list[tuple[str, int, str, Gap]]:
-    """(mixer, width, rates, µP less standard) for each wider model, paired by seed; inf where a run failed.
+def best_of(means: dict[float, float]) -> float:
+    return min(means, key=means.__getitem__)
+
+
+def widths_of(losses: Losses, name: str) -> list[int]:
+    return sorted({width for mixer, _, width in losses if mixer == name})
+
+
+def gains(losses: Losses) -> list[tuple[str, int, str, Gap]]:
+    """(mixer, width, rates, µP less standard) for each wider model, paired by the seeds that both have finished.
 
     rates: `best`, each parametrization at the rate of least mean loss, or `narrow`, both at that of the
     narrowest model.
     """
-    losses, means = losses_by_seed(study, records), losses_by_rate(study, records)
-    narrowest, *wider = study["widths"]
     found = []
-    for name, width in itertools.product(study["mixers"], wider):
-        pair = [(name, which, width) for which in ("mup", "standard")]
-        best = [means[series].index(min(means[series])) for series in pair]
-        base = means[name, "mup", narrowest]
-        narrow = base.index(min(base))
-        for rates, places in (("best", best), ("narrow", [narrow, narrow])):
-            pairs = [losses[series][i] for series, i in zip(pair, places, strict=True)]
-            seeds = sorted(pairs[0].keys() & pairs[1].keys())
-            if len(seeds) > 1:
-                first, second = (np.array([each[seed] for seed in seeds]) for each in pairs)
-                found.append((name, width, rates, paired_gap(first, second)))
+    for name in sorted({mixer for mixer, *_ in losses}):
+        narrowest, *wider = widths_of(losses, name)
+        narrow = best_of(means_of(losses[name, "mup", narrowest]))
+        for width in wider:
+            pair = [losses[name, which, width] for which in ("mup", "standard")]
+            best = [best_of(means_of(each)) for each in pair]
+            for rates, chosen in (("best", best), ("narrow", [narrow, narrow])):
+                each = [
+                    {seed: loss for seed, loss in by_rate[rate].items() if math.isfinite(loss)}
+                    for by_rate, rate in zip(pair, chosen, strict=True)
+                ]
+                if gap := gap_by_seed("mup", "standard", *each):
+                    found.append((name, width, rates, gap))
     return found
 
 
@@ -375,17 +348,17 @@ def best_rate(rates: list[float], losses: list[float]) -> float:
     return 2 ** ((x0 + x1) / 2 + (x2 - x0) / 2 * left / (left + right))
 
 
-def best_rates(study: dict[str, Any], records: list[Record]) -> list[dict[str, Any]]:
+def best_rates(losses: Losses) -> list[dict[str, Any]]:
     """A row for each mixer and parametrization: the best rate at each width, and their spread as a factor."""
-    losses = losses_by_rate(study, records)
     rows = []
-    for name, parametrization in itertools.product(study["mixers"], PARAMETRIZATIONS):
-        series = [losses[name, parametrization, width] for width in study["widths"]]
-        rates = [best_rate(study["rates"], each) for each in series]
+    names = sorted({mixer for mixer, *_ in losses})
+    for name, parametrization in itertools.product(names, PARAMETRIZATIONS):
+        widths = widths_of(losses, name)
+        series = [means_of(losses[name, parametrization, width]) for width in widths]
+        rates = [best_rate(list(each), list(each.values())) for each in series]
         row = {"mixer": name, "parametrization": parametrization, "rates": rates}
-        rows.append(
-            row | {"spread": max(rates) / min(rates), "losses": [min(each) for each in series]}
-        )
+        row |= {"spread": max(rates) / min(rates), "losses": [min(x.values()) for x in series]}
+        rows.append(row)
     return rows
 
 
@@ -400,11 +373,16 @@ def print_transfer(
     console.print(table, markup=False)
     for name, width, rates, gap in gains:
         where = "each at its best rate" if rates == "best" else "at the narrowest model's rate"
-        console.print(f"{name}, width {width}, µP less standard, {where}: {gap.text()} nats")
+        console.print(f"{name}, width {width}, µP less standard, {where}: {write_mean(gap)} nats")
+
+
+def write_mean(gap: Gap) -> str:
+    """`+0.012 ± 0.003`."""
+    return f"{signed(gap.mean, '.3f')} ± {half_width(gap):.3f}"
 
 
 def draw_transfer(
-    study: dict[str, Any], records: list[Record], rows: list[dict[str, Any]], file: Path
+    losses: Losses, tokens: int, rows: list[dict[str, Any]], file: Path
 ) -> list[Path]:
     """Draws loss over rate, a panel for each mixer and parametrization and a line for each width."""
     spreads = {
@@ -413,16 +391,17 @@ def draw_transfer(
     }
     title = "Best rates differ over widths by up to "
     title += f"{spreads['mup']:.2f} times under µP, {spreads['standard']:.2f} without"
-    caption = f"Means over n = {len(study['seeds'])} seeds, {study['tokens']:,} tokens a run. Dotted: the best rate."
-    losses = losses_by_rate(study, records)
-    _, looks = in_panels(study["widths"])
+    seeds = max(len(by_seed) for by_rate in losses.values() for by_seed in by_rate.values())
+    caption = f"Means over n = {seeds} seeds, {tokens:,} tokens a run. Dotted: the best rate."
+    _, looks = in_panels(sorted({width for *_, width in losses}))
     with drawing(file, title, caption, len(rows), height=2.6) as panels:
         for axes, row in zip(panels, rows, strict=True):
-            for width, rate in zip(study["widths"], row["rates"], strict=True):
-                series = losses[row["mixer"], row["parametrization"], width]
-                axes.plot(study["rates"], series, **looks[width], label=f"width {width}")
+            widths = widths_of(losses, row["mixer"])
+            for width, rate in zip(widths, row["rates"], strict=True):
+                means = means_of(losses[row["mixer"], row["parametrization"], width])
+                axes.plot(list(means), list(means.values()), **looks[width], label=f"width {width}")
                 axes.axvline(rate, color=looks[width]["color"], linestyle=":", linewidth=0.8)
             which = "µP" if row["parametrization"] == "mup" else "standard"
             axes.set(title=f"{row['mixer']}, {which}", xlabel="rate", ylabel="loss (nats a token)")
-            log_axis(axes.xaxis, study["rates"])
+            log_axis(axes.xaxis, sorted({rate for each in losses.values() for rate in each}))
     return files(file)

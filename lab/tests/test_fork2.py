@@ -12,7 +12,7 @@ import pytest
 import torch
 from nalanda_kernels import use_backend
 from nalanda_lab import fork
-from nalanda_lab.fork import STUDIES, Experiment, all_runs, load_study, name_of, trunk_runs
+from nalanda_lab.fork import SECOND, Experiment, all_runs, load_study, missing, name_of
 from nalanda_lab.fork2_report import bits_of_a_nat, gaps_of_pairs, judge, report
 from nalanda_lab.fork_arms import beta_means, head_means, mixers_of
 from test_fork import logits, shrunk, timeless, write_study
@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from nalanda.common.errors import InputError
 
-STUDY = load_study(STUDIES["fork2"])
+STUDY = load_study()
 D, G = "deltanet", "gated_deltanet"
 SCATTER = np.array([1, -1] * 4) * (7 / 8) ** 0.5  # mean 0, standard deviation 1
 BITS = 0.6
@@ -36,7 +36,7 @@ def losses(**changes) -> dict:
     """
     trunk = 4 + 0.02 * np.random.default_rng(0).normal(0, 1, 8)
     values = {}
-    for run in trunk_runs(STUDY, {}):
+    for run in all_runs(STUDY):
         mixer, at, arm, seed = run["mixer"], run["fork"], run["arm"], run["seed"]
         usual = {"own": (0.0, 0.0), "deaf": (0.05, 0.001)}.get(arm, (0.0, 0.001))
         mean, sd = changes.get(f"{arm}_{mixer}_{at}", changes.get(f"{arm}_{mixer}", usual))
@@ -155,8 +155,8 @@ def test_the_parts_add_up_whichever_runs_diverged():
         parts = means["norm_learnt"] + means["level"] - means["norm_fixed"]
         assert means["rest"] == pytest.approx(parts, abs=1e-14)
     # own serves both forks, so its lost seed does, too
-    assert gaps_of_pairs(values, D, 10, STUDY["contrasts"])["level"].seeds == 6
-    assert gaps_of_pairs(values, D, 50, STUDY["contrasts"])["level"].seeds == 7
+    assert len(gaps_of_pairs(values, D, 10, STUDY["contrasts"])["level"].differences) == 6
+    assert len(gaps_of_pairs(values, D, 50, STUDY["contrasts"])["level"].differences) == 7
 
     told = [text for name, text in judge(STUDY, values, BITS) if name == "parts"]
     assert len(told) in (0, 4)
@@ -183,7 +183,7 @@ def test_every_outcome_has_a_test():
 
 
 def test_runs_are_complete_and_go_seed_by_seed():
-    runs = all_runs(STUDY, {})
+    runs = all_runs(STUDY)
     per_mixer = 8 * (3 + 4) + 2 * 2 + 4
     assert len({name_of(run) for run in runs}) == len(runs) == 2 * per_mixer + 2 * 4 * 3
     seeds = [run["seed"] for run in runs]
@@ -194,10 +194,16 @@ def test_runs_are_complete_and_go_seed_by_seed():
     assert {run["rate"] for run in runs if run["mixer"] != "softmax_0.002"} == {0.001}
 
 
+def test_nothing_is_missing_once_all_runs_have_records():
+    records = {name_of(run): {"run": run} for run in all_runs(STUDY)}
+    assert missing(STUDY, records) == []
+    assert len(missing(STUDY, {})) == len(records)
+
+
 def write_records(folder: Path, values: dict, **changes) -> None:
-    hashes = {"rule": fork.hash_files(STUDIES["fork2"]), "model": "earlier code", "text": "t"}
+    hashes = {"rule": fork.hash_files(SECOND), "model": "earlier code", "text": "t"}
     (folder / "records").mkdir(parents=True, exist_ok=True)
-    for run in all_runs(STUDY, {}):
+    for run in all_runs(STUDY):
         loss = values[run["mixer"], run["fork"], run["arm"]][run["seed"]]
         record = {"run": run, "hashes": hashes, "text": {"fingerprint": "t"}, "loss": loss}
         record |= {"document_tokens": [600.0, 400.0], "bytes": 2000, "versions": {"nalanda": "1"}}

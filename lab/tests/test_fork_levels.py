@@ -2,7 +2,11 @@
 
 import pytest
 from nalanda_lab import fork_levels
+from nalanda_lab.estimate import write_gap
+from nalanda_lab.fork import FIRST
 from pages import ROOT
+
+from nalanda.config.load import read_yaml
 
 PAGE = (ROOT / "lab/pages/study.md").read_text(encoding="utf-8")
 
@@ -20,7 +24,7 @@ def test_every_printed_row_is_on_the_page(records):
 
 
 def test_the_text_has_the_controls_figures(records):
-    control = fork_levels.write_gap(fork_levels.gap(records, "softmax", 80, "own", "held"))
+    control = write_gap(fork_levels.gap(records, "softmax", 80, "own", "held"), 5)
     assert control in PAGE
     assert "sd over seeds 0.144; 10 of 82 documents have 53 %" in fork_levels.shares(records)
     assert "60 % of seed 3 less seed 1" in fork_levels.shares(records)
@@ -37,3 +41,8 @@ def test_the_gap_at_80_percent_is_the_sum_of_its_parts(records):
             for a, b in (("own", "blind"), ("own", "free"), ("free", "blind"))
         )
         assert whole == pytest.approx(first + second, abs=1e-12)
+
+
+def test_every_gap_is_drawn(tmp_path, records):
+    fork_levels.draw(records, read_yaml(FIRST), tmp_path / "fork.png")
+    assert (tmp_path / "fork.png").stat().st_size > 10_000

@@ -13,6 +13,7 @@ from pages import ROOT, read_page
 import nalanda_cli
 import nalanda_typer
 from nalanda.common.errors import InputError
+from nalanda.compare.study import load_arms, read_study
 from nalanda.config.load import load_config
 
 PROGRAMS = {"nalanda": nalanda_cli.app, "nalanda-lab": commands.app}
@@ -38,7 +39,11 @@ def mistake(words: list[str], named: bool = False) -> str:
         context = pages.read_arguments(PROGRAMS[program], program, arguments, named)
         recipe = context and context.params.get("recipe")
         if context and recipe and not recipe.isupper():  # RECIPE stands for any
-            load_config(recipe, context.params["overrides"] or [])
+            overrides = context.params["overrides"] or []
+            if context.command.name == "compare":
+                load_arms(read_study(recipe, overrides, {}))
+            else:
+                load_config(recipe, overrides)
     except InputError as error:
         return str(error)
     except nalanda_typer.UsageError as error:
@@ -59,6 +64,8 @@ def test_a_mistake_in_a_command_is_noticed():
     assert "No such command" in mistake(["nalanda-lab", "study"])
     assert "No such option" in mistake(["nalanda-lab", "lra", "--fast"])
     assert "unknown model key 'hidden'" in mistake(["nalanda", "train", "demo", "model.hidden=3"])
+    study = ["nalanda", "compare", "lab/nalanda_lab/width.yaml", "model.hidden=3"]
+    assert "unknown model key 'hidden'" in mistake(study)
     assert mistake(["make", "gpu-weeks"])
     assert not mistake(["nalanda-lab", "kernels"], named=True)
 

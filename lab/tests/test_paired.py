@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from nalanda_lab import equal, paired
-from nalanda_lab.estimate import document_variance, holm, paired_gap
+from nalanda_lab.estimate import document_variance, write_gap
+from nalanda_lab.fork_arms import Fork
 from nalanda_lab.norms import changed_norms, mean_norm, own_norm, swapped_norm
 from nalanda_lab.texts import prepare_text, text_facts
-from scipy import stats
 
 from nalanda.common.errors import InputError
+from nalanda.compare.verdict import pair_gap
 from nalanda.config.load import section
 from nalanda.config.schema import GroupConfig, RunConfig
 from nalanda.data.tokenizer import build_tokenizer
@@ -49,14 +50,6 @@ RECIPE = {
         "precision": "fp32",
         "cpu_threads": 1,
     },
-}
-SETTINGS = {
-    "model": MODEL,
-    "seed": 1,
-    "rate": 4e-3,
-    "budgets": [256, 512],
-    "cooldown": 0.2,
-    "lengths": {"rows": 2, "tokens": 128},
 }
 
 
@@ -102,16 +95,6 @@ def opened(config: RunConfig, text: Path):
     return batches, list(itertools.chain(*validation.values())), tokenizer.bos_token_id
 
 
-def build_trunk(config: RunConfig, text: Path) -> paired.Trunk:
-    model = NalandaForCausalLM(equal.configured(MODEL, 300))
-    paired.draw_weights(model, 1)
-    return paired.Trunk(model, config, opened(config, text)[0])
-
-
-def timeless(record: dict) -> dict:
-    return {**record, "seconds": 0}
-
-
 # ------------------------------ weights
 
 
@@ -151,80 +134,10 @@ def test_decays_are_stratified_over_heads():
 # ------------------------------ a run
 
 
-def test_a_branch_leaves_the_trunk_as_it_was(one_run):
-    straight, branched = build_trunk(*one_run), build_trunk(*one_run)
-    straight.advance(6)
-    branched.advance(2)
-    cooled = branched.branch(3)
-    branched.advance(6)
-    models = (straight.model, branched.model, cooled)
-    for a, b, c in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(a, b)
-        assert not torch.equal(a, c)
-    assert straight.losses == branched.losses
-
-
-def test_the_cooldown_reads_the_rows_that_follow_at_falling_rates(one_run, tmp_path, monkeypatch):
-    calls = []
-    update = paired.Trunk.update
-
-    def noted(self, model, optimizer, batches, rate):
-        calls.append((model is self.model, torch.cat([b["input_ids"] for b in batches]), rate))
-        return update(self, model, optimizer, batches, rate)
-
-    monkeypatch.setattr(paired.Trunk, "update", noted)
-    settings = SETTINGS | {"budgets": [640, 1280], "cooldown": 0.4}
-    paired.train_paired(settings, *one_run, tmp_path)
-
-    trunk = [tokens for of_trunk, tokens, _ in calls if of_trunk]
-    branches = [(tokens, rate) for of_trunk, tokens, rate in calls if not of_trunk]
-    assert len(trunk) == 6
-    assert len(branches) == 2 + 4
-    assert all(torch.equal(tokens, trunk[3 + i]) for i, (tokens, _) in enumerate(branches[:2]))
-    assert [rate / 4e-3 for _, rate in branches] == pytest.approx([0.5, 0, 0.75, 0.5, 0.25, 0])
-    assert [rate for of_trunk, _, rate in calls if of_trunk] == pytest.approx([4e-3] * 6)
-
-
-@pytest.mark.parametrize("at", ["the second budget", "the last measure"])
-def test_a_killed_run_goes_on(one_run, tmp_path, monkeypatch, at):
-    uninterrupted = paired.train_paired(SETTINGS, *one_run, tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    branch, left = paired.Trunk.branch, [1]
-
-    def killed(*args):
-        raise KeyboardInterrupt
-
-    def killed_later(self, steps):
-        return branch(self, steps) if left and left.pop() else killed()
-
-    if at == "the last measure":
-        monkeypatch.setattr(paired, "losses_by_position", killed)
-    else:
-        monkeypatch.setattr(paired.Trunk, "branch", killed_later)
-    with pytest.raises(KeyboardInterrupt):
-        paired.train_paired(SETTINGS, *one_run, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1
-    monkeypatch.undo()
-
-    resumed = paired.train_paired(SETTINGS, *one_run, tmp_path)
-    assert timeless(resumed) == timeless(uninterrupted)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_record_says_what_made_it(one_run, tmp_path):
-    record = paired.train_paired(SETTINGS, *one_run, tmp_path)
-    assert record["machine"]
-    assert record["threads"] == torch.get_num_threads()
-    assert record["versions"].keys() >= {"torch", "python"}
-    assert [row["tokens"] for row in record["budgets"]] == SETTINGS["budgets"]
-    assert [end for end, _ in record["lengths"]] == [32, 64, 128]
-
-
-def test_a_run_that_diverges_is_recorded_as_that(one_run, tmp_path):
-    config, text = one_run
-    wild = replace(config, optim=replace(config.optim, lr=1e30))
-    record = paired.train_paired(SETTINGS | {"rate": 1e30}, wild, text, tmp_path)
-    assert record["failed"] == "diverged before 256 tokens"
+def build_run(config: RunConfig, text: Path) -> Fork:
+    model = NalandaForCausalLM(equal.configured(MODEL, 300))
+    paired.draw_weights(model, 1)
+    return Fork(model, config, opened(config, text)[0], keep=1)
 
 
 def test_rates_of_groups_and_the_z_loss_are_followed(one_run):
@@ -233,9 +146,9 @@ def test_rates_of_groups_and_the_z_loss_are_followed(one_run):
     frozen = replace(config.optim, groups=[group])
 
     def embedding(config: RunConfig) -> torch.Tensor:
-        trunk = build_trunk(config, text)
-        trunk.advance(2)
-        return trunk.model.model.embed_tokens.weight
+        run = build_run(config, text)
+        run.advance_one(), run.advance_one()
+        return run.model.model.embed_tokens.weight
 
     usual = embedding(config)
     still = embedding(replace(config, optim=frozen))
@@ -263,18 +176,6 @@ def test_losses_by_document_sum_to_the_loss(one_run):
     assert continued  # documents are longer than rows
     assert len(counts) == len(sums) == segments - continued
     assert sum(counts) == count == sum(map(count_labels, rows))
-
-
-def test_losses_by_position_are_those_of_the_positions():
-    model = NalandaForCausalLM(equal.configured(MODEL, 300)).eval()
-    tokens = torch.randint(300, (3, 64), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        logits = model(tokens).logits
-    losses = torch.nn.functional.cross_entropy(logits[:, :-1].mT, tokens[:, 1:], reduction="none")
-    by_position = paired.losses_by_position(model, tokens, 16)
-    assert [end for end, _ in by_position] == [16, 32, 64]
-    parts = [losses[:, a:b].mean().item() for a, b in ((0, 15), (15, 31), (31, 63))]
-    assert [loss for _, loss in by_position] == pytest.approx(parts, abs=1e-4)
 
 
 # ------------------------------ the text
@@ -318,15 +219,11 @@ def test_another_text_has_another_fingerprint(work, tmp_path):
 # ------------------------------ the estimator
 
 
-def test_a_gap_is_the_paired_t_test():
-    draw = np.random.default_rng(0)
-    a, b = draw.normal(0.1, 0.02, 8), draw.normal(0, 0.02, 8)
-    gap = paired_gap(a, b)
-    test = stats.ttest_rel(a, b)
-    assert gap.p == pytest.approx(test.pvalue)
-    assert (gap.low, gap.high) == pytest.approx(tuple(test.confidence_interval()))
-    assert gap.text() == f"+{gap.mean:.3f} ± {gap.half:.3f}"
-    assert paired_gap(a, a).p == 1
+def test_a_gap_is_written_with_its_interval():
+    gap = pair_gap("a", "b", [1.25, 1.0, 1.5], [1.0, 1.0, 1.0])
+    assert write_gap(gap, 3) == "+0.250 [−0.371, +0.871]"
+    assert write_gap(gap, 2, factor=-1) == "−0.25 [+0.37, −0.87]"
+    assert write_gap(None, 3) == "without two pairs"
 
 
 def test_documents_add_their_variance():
@@ -338,11 +235,6 @@ def test_documents_add_their_variance():
     means = [(a[i] - b[i]).sum() / tokens[i].sum() for i in picked]
     variances = [document_variance(a[None, i], b[None, i], tokens[i]) for i in picked]
     assert np.mean(variances) == pytest.approx(np.var(means), rel=0.1)
-
-
-def test_holm():
-    adjusted = holm({"a": 0.01, "b": 0.04, "c": 0.03})
-    assert adjusted == pytest.approx({"a": 0.03, "c": 0.06, "b": 0.06})
 
 
 # ------------------------------ norms
