@@ -1,8 +1,11 @@
 """The `nalanda-lab` command: what measures and studies. It needs a checkout, and imports only what it runs."""
 
+import functools
 import json as jsonlib
 import os
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -35,6 +38,37 @@ Json = Annotated[str | None, Option(help="write the figures to this file as well
 def several(text: str | None) -> list[str] | None:
     """The names of a list with commas."""
     return [name.strip() for name in text.split(",") if name.strip()] if text else None
+
+
+def numbers(kind: type, text: str | None) -> list[Any]:
+    try:
+        return [kind(part) for part in several(text) or ()]
+    except ValueError:
+        raise typer.BadParameter("write numbers with commas between them") from None
+
+
+def ints(text: str | None) -> list[Any]:
+    return numbers(int, text)
+
+
+def floats(text: str | None) -> list[Any]:
+    return numbers(float, text)
+
+
+def calls(place: str, group: typer.Typer = app) -> Callable[[Callable], Callable]:
+    """Decorator of a command that calls `module:function` of this package with its options."""
+    module, name = place.split(":")
+
+    def register(declared: Callable) -> Callable:
+        @functools.wraps(declared)
+        def command(**options: Any) -> None:
+            with loading_torch():
+                function = getattr(import_module(f"nalanda_lab.{module}"), name)
+            function(**options)
+
+        return group.command()(command)
+
+    return register
 
 
 @app.command()
@@ -88,7 +122,7 @@ def analyze(
     print_analysis(*result)
 
 
-@app.command()
+@calls("speed.ops:bench_ops")
 def ops(threads: Threads = 2, json: Json = None) -> None:
     """Time the recurrences against transformers' torch paths.
 
@@ -97,13 +131,9 @@ def ops(threads: Threads = 2, json: Json = None) -> None:
 
     Measures forward and backward of both in one run, after checking that they agree.
     """
-    with loading_torch():
-        from nalanda_lab.speed.ops import bench_ops
-
-    bench_ops(threads=threads, json=json)
 
 
-@app.command()
+@calls("speed.train:bench_train")
 def train(
     threads: Threads = 2,
     rounds: Annotated[int, Option(min=1, help="steps of each model")] = 15,
@@ -119,13 +149,9 @@ def train(
 
     Compares Gated DeltaNet, with and without the NaLa map, to transformers' Qwen3.5 and Llama.
     """
-    with loading_torch():
-        from nalanda_lab.speed.train import bench_train
-
-    bench_train(threads=threads, rounds=rounds, against=against, json=json)
 
 
-@app.command()
+@calls("speed.context:bench_context")
 def context(
     length: Annotated[int, Option(min=1024, help="tokens of the row for memory and time")] = 65536,
     json: Json = None,
@@ -137,13 +163,9 @@ def context(
 
     On this CPU: errors, memory and time.
     """
-    with loading_torch():
-        from nalanda_lab.speed.context import bench_context
-
-    bench_context(length=length, json=json)
 
 
-@app.command()
+@calls("speed.scale:bench_scale")
 def scale(
     rounds: Annotated[int, Option(min=1, help="steps of each split")] = 10, json: Json = None
 ) -> None:
@@ -155,13 +177,9 @@ def scale(
     The predictions are those of `nalanda info --devices`, from rates measured on this CPU: DDP, FSDP2 and
     rows cut over both, at the demo's shape over gloo.
     """
-    with loading_torch():
-        from nalanda_lab.speed.scale import bench_scale
-
-    bench_scale(rounds=rounds, json=json)
 
 
-@app.command()
+@calls("speed.serve:bench_serve")
 def serve(
     threads: Annotated[int, Option(min=1, help="CPU threads of the server")] = 2,
     tokens: Annotated[int, Option(min=1, help="new tokens of a request")] = 64,
@@ -178,13 +196,9 @@ def serve(
 
     Compares Gated DeltaNet, with and without the NaLa map, to transformers' Llama of the demo's size.
     """
-    with loading_torch():
-        from nalanda_lab.speed.serve import bench_serve
-
-    bench_serve(threads=threads, tokens=tokens, rounds=rounds, vllm=vllm, json=json)
 
 
-@app.command()
+@calls("speed.decode:bench_decode")
 def decode(
     threads: Threads = 2,
     rounds: Annotated[int, Option(min=1, help="measurements of each model")] = 40,
@@ -201,19 +215,17 @@ def decode(
 
     Compares Gated DeltaNet, with and without the NaLa map, to transformers' Qwen3-Next and our softmax.
     """
-    with loading_torch():
-        from nalanda_lab.speed.decode import bench_decode
-
-    bench_decode(threads=threads, rounds=rounds, read=read, json=json, png=png)
 
 
 speed = typer.Typer(help="Compare this release's speed to its aims.", no_args_is_help=True)
 app.add_typer(speed, name="speed")
 
 
-@speed.command()
+@calls("speed.cpu:bench_cpu", speed)
 def cpu(
-    rows: Annotated[str | None, Option(help="comma-separated rows; by default all")] = None,
+    rows: Annotated[
+        str | None, Option(callback=several, help="comma-separated rows; by default all")
+    ] = None,
     repeats: Annotated[
         int | None, Option(min=1, help="rounds of each row; by default its own number")
     ] = None,
@@ -230,14 +242,9 @@ def cpu(
     Compares training, evaluation and generation to the release before and to peers, in 25 minutes. Resumes after
     an interruption.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler announces its start and end
-    with loading_torch():
-        from nalanda_lab.speed.cpu import bench_cpu
-
-    bench_cpu(rows=several(rows), repeats=repeats, threads=threads, output=output)
 
 
-@app.command()
+@calls("recall:recall")
 def recall(
     overrides: Annotated[
         list[str] | None,
@@ -248,19 +255,24 @@ def recall(
     tasks: Annotated[
         str | None,
         Option(
+            callback=several,
             help="comma-separated: mqar, needle, needles, copying, parity, modular, s3, a5, s5, regression, "
-            "listops (default: all of these), or listops_lra, with the published length"
+            "listops (default: all of these), or listops_lra, with the published length",
         ),
     ] = None,
     mixers: Annotated[
         str | None,
         Option(
-            help="comma-separated, with options as in deltanet:allow_neg_eigval=true; default all"
+            callback=several,
+            help="comma-separated, with options as in deltanet:allow_neg_eigval=true; default all",
         ),
     ] = None,
     maps: Annotated[
         str | None,
-        Option(help="comma-separated feature maps, or own for each mixer's default; default all"),
+        Option(
+            callback=several,
+            help="comma-separated feature maps, or own for each mixer's default; default all",
+        ),
     ] = None,
     seeds: Annotated[
         int | None, Option(min=1, help="runs per model; by default 3, quick 1")
@@ -269,8 +281,12 @@ def recall(
         str | None,
         Option(help="compare at equal parameters, state (and parameters), or both (default)"),
     ] = None,
-    states: Annotated[str | None, Option(help="comma-separated sizes of state, in bytes")] = None,
-    lrs: Annotated[str | None, Option(help="comma-separated; validation chooses the best")] = None,
+    states: Annotated[
+        str | None, Option(callback=ints, help="comma-separated sizes of state, in bytes")
+    ] = None,
+    lrs: Annotated[
+        str | None, Option(callback=floats, help="comma-separated; validation chooses the best")
+    ] = None,
     steps: Steps = None,
     quick: Quick = False,
     output: Annotated[
@@ -288,46 +304,26 @@ def recall(
     Trains every mixer with every feature map, with several seeds, at equal parameters and equal state. Draws
     accuracy against state size and number of pairs. Resumes after an interruption.
     """
-    try:
-        sizes, rates = (
-            [int(x) for x in several(states) or ()],
-            [float(x) for x in several(lrs) or ()],
-        )
-    except ValueError:
-        raise typer.BadParameter(
-            "write numbers with commas between them", param_hint="--states, --lrs"
-        ) from None
-    with loading_torch():
-        from nalanda_lab.recall import recall
-
-    recall(
-        tasks=several(tasks),
-        mixers=several(mixers),
-        maps=several(maps),
-        seeds=seeds,
-        match=match,
-        states=sizes,
-        lrs=rates,
-        steps=steps,
-        overrides=overrides,
-        output=output,
-        workers=workers,
-        device=device,
-        quick=quick,
-    )
 
 
-@app.command()
+@calls("lra:lra")
 def lra(
     tasks: Annotated[
-        str | None, Option(help="comma-separated: listops, text, retrieval, image, pathfinder")
+        str | None,
+        Option(
+            callback=several, help="comma-separated: listops, text, retrieval, image, pathfinder"
+        ),
     ] = None,
     mixers: Annotated[
         str | None,
-        Option(help="comma-separated, also transnormer_t1 and transnormer_t2; default all"),
+        Option(
+            callback=several,
+            help="comma-separated, also transnormer_t1 and transnormer_t2; default all",
+        ),
     ] = None,
     maps: Annotated[
-        str | None, Option(help="comma-separated; by default own, each mixer's own")
+        str | None,
+        Option(callback=several, help="comma-separated; by default own, each mixer's own"),
     ] = None,
     data: Annotated[
         str | None,
@@ -358,26 +354,9 @@ def lra(
     Trains every mixer as an encoder on the five tasks, or on small ones, and prints published rows beside.
     Resumes after an interruption.
     """
-    with loading_torch():
-        from nalanda_lab.lra import lra
-
-    lra(
-        tasks=several(tasks),
-        mixers=several(mixers),
-        maps=several(maps),
-        data=data,
-        size=size,
-        seeds=seeds,
-        steps=steps,
-        output=output,
-        workers=workers,
-        device=device,
-        quick=quick,
-        speed=speed,
-    )
 
 
-@app.command()
+@calls("imitate:imitate")
 def imitate(
     steps: Annotated[int, Option(min=1, help="training steps of each head")] = 600,
     json: Json = None,
@@ -389,13 +368,9 @@ def imitate(
 
     Each map imitates a softmax head of random keys, with 3 seeds, in two minutes on one core.
     """
-    with loading_torch():
-        from nalanda_lab.imitate import imitate
-
-    imitate(steps=steps, json=json)
 
 
-@app.command()
+@calls("exponents:exponents")
 def exponents(
     output: Annotated[
         str, Option(help="directory for exponents.json and the picture")
@@ -408,16 +383,15 @@ def exponents(
 
     It builds three recipes of 340 M parameters and three models of 2 M, in a minute and 3 GB of memory.
     """
-    with loading_torch():
-        from nalanda_lab.exponents import exponents
-
-    exponents(output)
 
 
-@app.command()
+@calls("states:states")
 def states(
     models: Annotated[
-        str | None, Option(help="comma-separated: deltanet, deltanet-relu, …; by default all")
+        str | None,
+        Option(
+            callback=several, help="comma-separated: deltanet, deltanet-relu, …; by default all"
+        ),
     ] = None,
     length: Annotated[int, Option(min=2048, help="tokens that each model reads")] = 16384,
     output: Annotated[
@@ -431,10 +405,6 @@ def states(
 
     Trains a small model of each mixer and map, and reads a held-out stream token by token in each precision.
     """
-    with loading_torch():
-        from nalanda_lab.states import states
-
-    states(several(models), length, output)
 
 
 @app.command()
@@ -475,19 +445,13 @@ def fork(
     Experiment(text, Path(out), file).run()
 
 
-@app.command()
+@calls("linearize:print_report")
 def linearize(folder: Annotated[str, Argument(help="folder with the unpacked records")]) -> None:
     """Print and draw the records of hybrids in place of a transformer: lab/records/linearize.tar.xz.
 
     \b
     nalanda-lab linearize runs/linearize
     """
-    from pathlib import Path
-
-    with loading_torch():
-        from nalanda_lab.linearize import report
-
-    print(report(Path(folder)))
 
 
 @app.command()
@@ -564,7 +528,7 @@ def coordinates(
     recipe: Annotated[str, Argument(help="recipe, whose model has the base width")],
     overrides: Overrides = None,
     widths: Annotated[
-        str, Option(metavar="W,W,…", help="values of hidden_size")
+        str, Option(callback=several, metavar="W,W,…", help="values of hidden_size")
     ] = "64,128,256,512",
     steps: Annotated[int, Option(min=1, help="optimizer steps")] = 4,
     output: Annotated[
@@ -586,10 +550,10 @@ def coordinates(
     with loading_torch():
         from nalanda_lab import width
 
-    width.check_coordinates(config, several(widths) or [], steps, output, json)
+    width.check_coordinates(config, widths or [], steps, output, json)
 
 
-@app.command()
+@calls("width:transfer")
 def transfer(
     folder: Annotated[str, Argument(help="folder of the study, or of lab/records/width.tar.xz")],
 ) -> None:
@@ -600,12 +564,9 @@ def transfer(
 
     Reads what `nalanda compare lab/nalanda_lab/width.yaml` has left there.
     """
-    with loading_torch():
-        from nalanda_lab.width import transfer
-
-    transfer(folder)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The `nalanda-lab` command; by default with the process's own arguments."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler announces its start and end
     run_command(app, "nalanda-lab", sys.argv[1:] if arguments is None else arguments)

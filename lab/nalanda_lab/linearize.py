@@ -23,6 +23,10 @@ Records = dict[str, dict]
 """Summed nats and labels of each held-out batch, and each last word's hit, by `SEED-ARM-STAGE`."""
 
 
+def print_report(folder: str) -> None:
+    print(report(Path(folder)))
+
+
 def report(out: Path) -> str:
     """The table of the records, in Markdown; beside it, linearize.png."""
     read = {f.stem: json.loads(f.read_text()) for f in (out / "records").glob("*.json")}

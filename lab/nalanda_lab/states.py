@@ -234,17 +234,17 @@ def state_table(records: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def states(names: list[str] | None, length: int, output: str) -> None:
+def states(models: list[str] | None, length: int, output: str) -> None:
     """Trains and measures the models that have no record in `output`, one file each, and prints the table."""
-    folder, models = output_folder(output, "--output"), plan()
+    folder, known = output_folder(output, "--output"), plan()
     torch.set_flush_denormal(True)
-    for name in names or models:
-        if name not in models:
-            raise InputError(f"--models: unknown model {name!r}{suggest(name, models)}")
-    for name in track(names or list(models), "measuring"):
+    for name in models or known:
+        if name not in known:
+            raise InputError(f"--models: unknown model {name!r}{suggest(name, known)}")
+    for name in track(models or list(known), "measuring"):
         file = folder / f"{name}.json"
         if not file.exists():
-            write_atomically(file, jsonlib.dumps(measure(models[name], length), indent=1) + "\n")
-    files = {name: folder / f"{name}.json" for name in models}
+            write_atomically(file, jsonlib.dumps(measure(known[name], length), indent=1) + "\n")
+    files = {name: folder / f"{name}.json" for name in known}
     records = {n: jsonlib.loads(f.read_text()) for n, f in files.items() if f.exists()}
     print("\n".join(state_table(records)))
