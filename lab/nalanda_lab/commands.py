@@ -411,7 +411,7 @@ def states(
 def fork(
     text: Annotated[
         str | None,
-        Option(help="corpus, as data.source of a recipe; default that of an earlier call"),
+        Option(help="token set, as nalanda data prepare CORPUS TEXT --vocab-size 2048 makes it"),
     ] = None,
     out: Annotated[
         str, Option(help="directory for records, states and the log; finished runs in it are kept")
@@ -426,7 +426,7 @@ def fork(
     """Fork trained models to see whether query norms lower the loss.
 
     \b
-    nalanda-lab fork --text CORPUS --out runs/fork
+    nalanda-lab fork --text TEXT --out runs/fork
     nalanda-lab fork --out runs/fork --report
 
     Trains NaLa's mixers and softmax, and forks them with and without ‖q‖ in the exponent and its level. One
@@ -442,7 +442,9 @@ def fork(
     file = SECOND if study == "fork2" else Path(study)
     if report:
         raise typer.Exit(0 if fork2_report.report(Path(out), file) else 1)
-    Experiment(text, Path(out), file).run()
+    if text is None:
+        raise typer.BadParameter("give the token set of the runs", param_hint="--text")
+    Experiment(Path(text), Path(out), file).run()
 
 
 @calls("linearize:print_report")
@@ -528,7 +530,7 @@ def coordinates(
     recipe: Annotated[str, Argument(help="recipe, whose model has the base width")],
     overrides: Overrides = None,
     widths: Annotated[
-        str, Option(callback=several, metavar="W,W,…", help="values of hidden_size")
+        str, Option(callback=ints, metavar="W,W,…", help="values of hidden_size")
     ] = "64,128,256,512",
     steps: Annotated[int, Option(min=1, help="optimizer steps")] = 4,
     output: Annotated[
@@ -550,7 +552,7 @@ def coordinates(
     with loading_torch():
         from nalanda_lab import width
 
-    width.check_coordinates(config, widths or [], steps, output, json)
+    width.check_coordinates(config, widths, steps, output, json)
 
 
 @calls("width:transfer")

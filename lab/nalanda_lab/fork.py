@@ -116,11 +116,11 @@ def read_records(out: Path, hashes: dict[str, str]) -> dict[str, Record]:
 class Experiment:
     """Runs what a folder has no record for. `records`, `work`, `locks` and `log.txt` are in the folder."""
 
-    def __init__(self, text: str | None, out: Path, study_file: Path = SECOND):
+    def __init__(self, text: Path, out: Path, study_file: Path = SECOND):
+        """text: a token set of the study's settings. Raises `InputError` for another."""
         self.study = load_study(study_file)
-        self.out = out
-        with appended(out / "locks" / "text"):
-            self.text = texts.prepare_text(self.study["recipe"], text, out, 1)
+        self.text, self.out = text, out
+        texts.check_text(self.study["recipe"], text)
         self.facts = texts.text_facts(self.text)
         self.hashes = code_hashes(study_file) | {"text": self.facts["fingerprint"]}
         self.saved_at = time.perf_counter()

@@ -5,7 +5,6 @@ projections of queries and keys, a feature map and a readout. Its score on fresh
 teacher the map can express. The seeds are heads of one batch, each with data and weights of its own.
 """
 
-import json as jsonlib
 import math
 import time
 from pathlib import Path
@@ -16,13 +15,11 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
-from nalanda.common.errors import output_file
 from nalanda.common.versions import list_versions, versions
 from nalanda.model import FEATURE_MAPS, build_feature_map
 from nalanda.model.feature_maps import EPS
 from nalanda.model.layers import direction
-from nalanda_lab.lra import show
-from nalanda_lab.track import track
+from nalanda_lab.track import figures_file, plain_table, track
 
 READOUTS = {"denominator 24": 24, "denominator 64": 64, "delta rule 24": 24}
 """Name to the number of keys."""
@@ -127,7 +124,7 @@ def imitate(
     *, steps: int = 600, width: int = 32, json: str | Path | None = None
 ) -> dict[str, dict[str, list[float]]]:
     """Prints how well each map imitates the teacher; returns a score a seed, by readout and map."""
-    file, begin = json and output_file(json, "--json"), time.time()
+    write, begin = figures_file(json), time.time()
     names = ["softmax", *CONSTANTS, *FEATURE_MAPS]
     pairs = [(readout, name) for readout in READOUTS for name in names if serves(name, readout)]
     found: dict[str, dict[str, list[float]]] = {readout: {} for readout in READOUTS}
@@ -137,7 +134,8 @@ def imitate(
     console = Console(emoji=False)
     means = {r: {name: sum(each) / SEEDS for name, each in found[r].items()} for r in READOUTS}
     lines = [[f"{means[r][n]:.3f}" if n in means[r] else "–" for r in READOUTS] for n in names]
-    show(["map", *READOUTS], [[n, *line] for n, line in zip(names, lines, strict=True)], console)
+    rows = [[name, *line] for name, line in zip(names, lines, strict=True)]
+    console.print(plain_table(["map", *READOUTS], rows), markup=False)
     for readout, name in ((r, n) for r in READOUTS for n in CONSTANTS):
         pair = zip(found[readout]["nala"], found[readout][name], strict=True)
         gaps = ", ".join(f"{ours - theirs:+.4f}" for ours, theirs in pair)
@@ -145,6 +143,5 @@ def imitate(
 
     facts = f"{steps} steps, width {width}, {time.time() - begin:.0f} s"
     console.print(f"{facts}; {list_versions([versions()])}", soft_wrap=True)
-    if file:
-        file.write_text(jsonlib.dumps(found, indent=1) + "\n")
+    write(found)
     return found

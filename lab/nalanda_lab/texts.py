@@ -1,4 +1,4 @@
-"""The text of paired runs: tokenized once, and known by a fingerprint."""
+"""The text of paired runs: a token set that is known by a fingerprint."""
 
 import json
 from hashlib import sha256
@@ -8,42 +8,22 @@ from typing import Any
 from nalanda.common.errors import InputError
 from nalanda.config.load import section
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.prepare import prepare
 from nalanda.data.prepare_plan import token_settings
-from nalanda.data.token_set import is_token_set, read_index
+from nalanda.data.token_set import read_index
 
 
-def prepare_text(recipe: dict[str, Any], text: str | None, work: Path, workers: int) -> Path:
-    """Tokenizes the text into `work`, unless an earlier call did, and returns the token set's folder.
-
-    Args:
-        recipe: a recipe as a mapping; its `data` and `tokenizer` say how to tokenize.
-        text: a corpus, as `data.source`. Default: that of the earlier call, else the recipe's.
-        work: the folder that gets `text`.
-        workers: processes.
-
-    Raises:
-        InputError: `work` holds another text, or tokens of other settings.
-    """
-    folder = work / "text"
-    held = read_index(folder)["settings"] if is_token_set(folder) else {}
-    source = text or held.get("source") or recipe["data"]["source"]
-
-    data = section(DataConfig, recipe["data"] | {"source": source}, "data.")
+def check_text(recipe: dict[str, Any], text: Path) -> None:
+    """Raises `InputError` unless `text` is a token set, of the settings in a recipe's `data` and `tokenizer`."""
+    held = read_index(text)["settings"]
+    data = section(DataConfig, recipe["data"] | {"source": held["source"]}, "data.")
     tokenizer = section(TokenizerConfig, recipe["tokenizer"], "tokenizer.")
-    if not held:
-        prepare(data, tokenizer, folder, workers=workers, say=lambda line: print(line, flush=True))
-        return folder
-
     wanted = token_settings(data, tokenizer, held["corpus"], held["shard_bytes"])
     for name in wanted | held:
         if wanted.get(name) != held.get(name):
             before, now = json.dumps(held.get(name)), json.dumps(wanted.get(name))
             raise InputError(
-                f"{folder}: was prepared with {name} {before}, and this is {now}; remove it, or give "
-                "another folder"
+                f"{text}: was prepared with {name} {before}, and this is {now}; prepare another"
             )
-    return folder
 
 
 def text_facts(text: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ has more heads of the same size, and a GLU that is wider by the same factor.
 import argparse
 import inspect
 import itertools
-import json as jsonlib
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from nalanda.common.errors import InputError, output_file, output_folder
+from nalanda.common.errors import InputError, output_folder
 from nalanda.common.progress import Progress
 from nalanda.compare.options import Execution
 from nalanda.compare.runs import Runner
@@ -33,6 +32,7 @@ from nalanda.report.figures import drawing, files, in_panels, log_axis
 from nalanda.train.log import read_metrics
 from nalanda.train.optim import build_optimizer
 from nalanda_lab.estimate import half_width, signed
+from nalanda_lab.track import figures_file
 
 PARAMETRIZATIONS = ("standard", "mup")
 BYTES = 256
@@ -172,21 +172,18 @@ def coordinates(
 
 
 def check_coordinates(
-    config: RunConfig, widths: list[str], steps: int, output: str, json: str | None = None
+    config: RunConfig, widths: list[int], steps: int, output: str, json: str | None = None
 ) -> list[dict[str, Any]]:
     """Measures, prints and draws `coordinates` for a recipe's model and optimizer.
 
     Raises:
-        InputError: widths that are no numbers, fewer than two, or that no whole number of heads fills.
+        InputError: fewer than two widths, or one that no whole number of heads fills.
     """
-    try:
-        sizes = sorted({int(width) for width in widths})
-    except ValueError:
-        raise InputError(f"--widths {','.join(widths)}: give numbers with commas") from None
+    sizes = sorted(set(widths))
     if len(sizes) < 2:
         raise InputError("--widths: give at least two, since an exponent is measured")
     directory = output_folder(output, "--output")
-    file = None if json is None else output_file(json, "--json")
+    write = figures_file(json)
 
     model = {key: value for key, value in config.model.items() if key not in ("auto", "init_from")}
     rows = coordinates(model, config.optim, sizes, steps)
@@ -195,8 +192,7 @@ def check_coordinates(
     about = f"{steps} steps of {config.optim.name} at {config.optim.lr:g}, {ROWS} rows of {LENGTH} bytes, 2 seeds."
     picture = draw_coordinates(rows, sizes, directory / "coordinates", about)[0]
     console.print(f"\n{picture}", style="dim", soft_wrap=True)
-    if file is not None:
-        file.write_text(jsonlib.dumps({"widths": sizes, "rows": rows}, indent=2) + "\n")
+    write({"widths": sizes, "rows": rows})
     return rows
 
 

@@ -12,7 +12,7 @@ from nalanda_kernels import use_backend
 from nalanda_lab import fork
 from nalanda_lab.fork import FIRST, Experiment, load_study
 from nalanda_lab.fork_arms import head_means, mixers_of
-from test_paired import write_texts
+from test_paired import write_tokens
 
 from nalanda.common.errors import InputError
 from nalanda.config.load import read_yaml
@@ -34,11 +34,11 @@ def maps_in_torch():
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> tuple[Path, str]:
+def tiny(tmp_path_factory) -> tuple[Path, Path]:
     """A study of two seeds and 20 steps of tiny models, and its text."""
     folder = tmp_path_factory.mktemp("fork")
     study = shrunk(STUDY | {"mixers": STUDY["mixers"] | {"nala": NALA}})
-    return write_study(study, folder / "study.yaml"), write_texts(folder / "mini")
+    return write_study(study, folder / "study.yaml"), write_tokens(study["recipe"], folder)
 
 
 def write_study(study: dict, file: Path) -> Path:
@@ -180,7 +180,7 @@ def test_a_kill_resumes_to_the_same_record(tiny, tmp_path, monkeypatch):
     for folder, every in (("whole", 1e9), ("killed", 0.0)):
         monkeypatch.setattr(fork, "SAVE_EVERY", every)
         one = Experiment(text, tmp_path / folder, study)
-        (one.out / "records").mkdir()
+        (one.out / "records").mkdir(parents=True)
         if folder == "killed":
             advance, steps = fork.Fork.advance_one, itertools.count(1)
 
@@ -216,4 +216,4 @@ def test_records_of_another_code_are_refused(experiment):
 
 def test_a_study_of_another_kind_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"has no contrasts; give a study like fork2\.yaml"):
-        Experiment(None, tmp_path, FIRST)
+        Experiment(tmp_path, tmp_path, FIRST)

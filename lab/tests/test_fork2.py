@@ -16,7 +16,7 @@ from nalanda_lab.fork import SECOND, Experiment, all_runs, load_study, missing, 
 from nalanda_lab.fork2_report import bits_of_a_nat, gaps_of_pairs, judge, report
 from nalanda_lab.fork_arms import beta_means, head_means, mixers_of
 from test_fork import logits, shrunk, timeless, write_study
-from test_paired import write_texts
+from test_paired import write_tokens
 from transformers import AutoTokenizer
 
 from nalanda.common.errors import InputError
@@ -260,14 +260,14 @@ def maps_in_torch():
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> tuple[Path, str]:
+def tiny(tmp_path_factory) -> tuple[Path, Path]:
     """The study with one seed of tiny models, and its text."""
     folder = tmp_path_factory.mktemp("fork2")
     study = shrunk(STUDY)
     study["mixers"] = {name: study["mixers"][name] for name in (D, G, "softmax_0.002")}
     for mixer in study["mixers"].values():
         mixer["seeds"] = [1]
-    return write_study(study, folder / "study.yaml"), write_texts(folder / "mini")
+    return write_study(study, folder / "study.yaml"), write_tokens(study["recipe"], folder)
 
 
 @pytest.fixture

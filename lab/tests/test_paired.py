@@ -13,12 +13,13 @@ from nalanda_lab import equal, paired
 from nalanda_lab.estimate import document_variance, write_gap
 from nalanda_lab.fork_arms import Fork
 from nalanda_lab.norms import changed_norms, mean_norm, own_norm, swapped_norm
-from nalanda_lab.texts import prepare_text, text_facts
+from nalanda_lab.texts import check_text, text_facts
 
 from nalanda.common.errors import InputError
 from nalanda.compare.verdict import pair_gap
 from nalanda.config.load import section
-from nalanda.config.schema import GroupConfig, RunConfig
+from nalanda.config.schema import DataConfig, GroupConfig, RunConfig, TokenizerConfig
+from nalanda.data.prepare import prepare
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda.model import NalandaConfig, NalandaForCausalLM
 from nalanda.model.mixers import build_mixer
@@ -66,11 +67,19 @@ def write_texts(folder: Path, seed: int = 0) -> str:
     return str(folder)
 
 
+def write_tokens(recipe: dict, folder: Path, seed: int = 0) -> Path:
+    """The token set of random texts, in the folder `text`."""
+    source = write_texts(folder / "mini", seed)
+    data = section(DataConfig, recipe["data"] | {"source": source}, "data.")
+    prepare(data, section(TokenizerConfig, recipe["tokenizer"], ""), folder / "text", workers=1)
+    return folder / "text"
+
+
 @pytest.fixture(scope="module")
 def work(tmp_path_factory) -> Path:
     """A folder with a prepared text."""
     folder = tmp_path_factory.mktemp("paired")
-    prepare_text(RECIPE, write_texts(folder / "mini"), folder, 1)
+    write_tokens(RECIPE, folder)
     return folder
 
 
@@ -181,14 +190,6 @@ def test_losses_by_document_sum_to_the_loss(one_run):
 # ------------------------------ the text
 
 
-def test_prepared_text_is_kept(work):
-    index = work / "text" / "index.json"
-    before = index.stat().st_mtime_ns
-    assert prepare_text(RECIPE, None, work, 1) == work / "text"
-    assert prepare_text(RECIPE, str(work / "mini"), work, 1) == work / "text"
-    assert index.stat().st_mtime_ns == before
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -201,18 +202,16 @@ def test_prepared_text_is_kept(work):
 )
 def test_a_text_that_was_prepared_otherwise_is_refused(work, change, message):
     with pytest.raises(InputError, match=message) as refused:
-        prepare_text(RECIPE | change, None, work, 1)
+        check_text(RECIPE | change, work / "text")
     assert "\n" not in str(refused.value)
+    check_text(RECIPE, work / "text")
 
 
 def test_another_text_has_another_fingerprint(work, tmp_path):
-    other = write_texts(tmp_path / "texts", seed=1)
-    with pytest.raises(InputError, match="remove it, or give another folder"):
-        prepare_text(RECIPE, other, work, 1)
     facts = text_facts(work / "text")
     assert facts["name"] == "mini"
     assert facts["vocab_size"] <= 300
-    elsewhere = text_facts(prepare_text(RECIPE, other, tmp_path, 1))
+    elsewhere = text_facts(write_tokens(RECIPE, tmp_path, seed=1))
     assert elsewhere["fingerprint"] != facts["fingerprint"]
 
 

@@ -111,12 +111,7 @@ def test_the_transfer_reads_the_study_that_compare_has_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("widths", "message"),
-    [
-        (["32"], "at least two"),
-        (["a", "b"], "give numbers"),
-        (["32", "40"], "num_heads would be 2.5"),
-    ],
+    ("widths", "message"), [([32], "at least two"), ([32, 40], "num_heads would be 2.5")]
 )
 def test_widths_that_cannot_work_are_refused(widths, message, tmp_path):
     from nalanda.config.load import load_config

@@ -11,15 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from nalanda.common.errors import output_file
 from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, NalandaForCausalLM, build_feature_map
 from nalanda.model.context import Context
-from nalanda_lab.track import track
+from nalanda_lab.track import figures_file, plain_table, track
 
 TINY: dict[str, Any] = {
     "vocab_size": 61,
@@ -59,7 +56,7 @@ def bench_context(
     training step of one row of `length` tokens at the demo's shape, on one process and on two, a thread each:
     what is kept for the backward, and the peak.
     """
-    file = None if json is None else output_file(json, "--json")
+    write = figures_file(json)
     console = Console(highlight=False, emoji=False)
     errors: dict[str, dict[str, list[float]]] = {name: {} for name in _cases()}
     for number in track(processes, "errors"):
@@ -74,8 +71,7 @@ def bench_context(
     _print_steps(console, steps, length)
 
     result = {"torch": torch.__version__, "errors": errors, "length": length, "steps": steps}
-    if file is not None:
-        file.write_text(jsonlib.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(result)
     return result
 
 
@@ -83,33 +79,28 @@ def _print_errors(
     console: Console, errors: dict[str, dict[str, list[float]]], processes: tuple[int, ...]
 ) -> None:
     """Prints the worst errors of each mixer's maps. errors: by case and number of processes."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("worst map of", no_wrap=True)
-    for number in processes:
-        for head in (f"{number}: logits", "loss", "gradients"):
-            table.add_column(head, justify="right")
+    heads = [head for n in processes for head in (f"{n}: logits", "loss", "gradients")]
+    rows = []
     for mixer in MIXERS:
         maps = [each for name, each in errors.items() if name.split(" + ")[0] == mixer]
         cells = []
         for number in processes:
             of_maps = zip(*(each[str(number)] for each in maps), strict=True)
             cells += [f"{max(values):.0e}" for values in of_maps]
-        table.add_row(mixer, *cells)
-    console.print(table)
+        rows.append([mixer, *cells])
+    console.print(plain_table(["worst map of", *heads], rows))
 
 
 def _print_steps(console: Console, steps: dict[str, dict[str, Any]], length: int) -> None:
     """Prints memory and time of a step. steps: by system, on "one" process and on "two"."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(f"{length:,} tokens", no_wrap=True)
-    for head in ("kept by 1", "each of 2", "peak of 1", "each of 2", "time 2 / 1"):
-        table.add_column(head, justify="right")
+    heads = ["kept by 1", "each of 2", "peak of 1", "each of 2", "time 2 / 1"]
+    rows = []
     for name, step in steps.items():
         one, two = step["one"], step["two"]
         sizes = [one["saved"], two["saved"], one["peak"], two["peak"]]
         cells = [f"{size / 2**20:,.0f} MiB" for size in sizes]
-        table.add_row(name, *cells, f"{two['seconds'] / one['seconds']:.2f}")
-    console.print(table)
+        rows.append([name, *cells, f"{two['seconds'] / one['seconds']:.2f}"])
+    console.print(plain_table([f"{length:,} tokens", *heads], rows))
 
 
 def _cases() -> dict[str, dict[str, Any]]:

@@ -49,7 +49,7 @@ from nalanda_lab.speed.decode import (
     timed_tokens,
 )
 from nalanda_lab.speed.train import build_llama, random_batch, training_step
-from nalanda_lab.track import track
+from nalanda_lab.track import take_turns
 
 Shape = dict[str, Any]
 """Keys of a model's config."""
@@ -489,13 +489,7 @@ def measure(name: str, settings: dict[str, Any]) -> dict[str, Any]:
 
     compared = set().union(*(line.sides for line in row.lines))
     sides = {each: call for each, call in row.build().items() if each in compared}
-    seconds: Measured = {each: [] for each in sides}
-    for i in track(range(-1, settings["repeats"]), name):
-        # Every second round in the other order, so that no side always follows the same one.
-        for each in sides if i % 2 else reversed(sides):
-            took = sides[each]()
-            if i >= 0:  # the first round warms up
-                seconds[each].append(took)
+    seconds: Measured = take_turns(sides, settings["repeats"], name)
 
     ours = dict.fromkeys(line.ours for line in row.lines)
     record["profiles"] = {each: profiled(sides[each]) for each in ours}

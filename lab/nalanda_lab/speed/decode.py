@@ -1,6 +1,5 @@
 """Measures decoding time per token at growing contexts, beside transformers' Qwen3-Next and softmax."""
 
-import json as jsonlib
 import platform
 import statistics
 import time
@@ -14,9 +13,7 @@ from typing import Any
 
 import torch
 from nalanda_kernels import keep_fla_off_cpus
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -27,7 +24,7 @@ from nalanda.model import NalandaCache, NalandaConfig, NalandaForCausalLM
 from nalanda.model.decoding import choose_decoder
 from nalanda.model.ops import by_kernel
 from nalanda.report.figures import REFERENCE, drawing, files, log_axis, look
-from nalanda_lab.track import track
+from nalanda_lab.track import figures_file, plain_table, take_turns
 
 LAYERS, WIDTH, HEADS, HEAD_DIM, INNER, VOCABULARY = 8, 512, 4, 128, 1536, 4096
 CONTEXTS = (1024, 4096, 16384, 65536)
@@ -71,7 +68,7 @@ def bench_decode(
             1 k tokens and only count the others; softmax gets random keys and values.
         json, png: files for the figures and for a picture.
     """
-    file = None if json is None else output_file(json, "--json")
+    write = figures_file(json)
     picture = None if png is None else output_file(png, "--png")
     console, before = Console(highlight=False, emoji=False), torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -103,8 +100,7 @@ def bench_decode(
         "states_read": read,
         "rows": rows,
     }
-    if file is not None:
-        file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
+    write(figures)
     if picture is not None:
         console.print(
             f"picture: {', '.join(map(str, draw_decode(figures, picture)))}", soft_wrap=True
@@ -124,12 +120,7 @@ def _measure(rounds: int, read: bool) -> list[dict]:
     for name, step in ((PEER, peer_step), (FLOOR, _products())):
         steps |= {(name, context): step for context in CONTEXTS}
 
-    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in steps}
-    for i in track(range(-1, rounds), "decoding"):
-        for key, (step, _) in steps.items():
-            took = step()
-            if i >= 0:  # the first round warms up
-                seconds[key].append(took)
+    seconds = take_turns({key: step for key, (step, _) in steps.items()}, rounds, "decoding")
     return [
         {
             "model": name,
@@ -275,10 +266,7 @@ def qwen3_next(shape: dict[str, Any], context: int) -> tuple[Callable[[], Tensor
 
 
 def _print_rows(console: Console, rows: list[dict]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for head in ("context", "ms", "peer / it", "growth", "state"):
-        table.add_column(head, justify="right", no_wrap=True)
+    table = plain_table(["", "context", "ms", "peer / it", "growth", "state"], [])
     for row in rows:
         table.add_row(
             row["model"] if row["context"] == CONTEXTS[0] else "",

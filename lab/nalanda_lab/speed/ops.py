@@ -1,7 +1,6 @@
 """Measures the speed of the ops beside a peer's, after checking that their results agree."""
 
 import inspect
-import json as jsonlib
 import platform
 import statistics
 import time
@@ -14,13 +13,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
 
 from nalanda.common.allocator import keep_freed_memory
-from nalanda.common.errors import InputError, output_file
+from nalanda.common.errors import InputError
 from nalanda.common.products import product_route
 from nalanda.model import ops
-from nalanda_lab.track import track
+from nalanda_lab.track import figures_file, plain_table, take_turns, track
 
 CASES = ("gated delta rule", "delta rule", "linear attention")
 CHANNEL_CASES = ("KDA", "Gated DeltaNet 2")
@@ -57,7 +55,7 @@ def bench_ops(
     Raises:
         InputError: ours and the peer disagree; nothing is timed.
     """
-    file = None if json is None else output_file(json, "--json")
+    write = figures_file(json)
     console, before = Console(emoji=False), torch.get_num_threads()
     torch.set_num_threads(threads)
     keep_freed_memory()
@@ -85,8 +83,7 @@ def bench_ops(
         "channels": channels,
         "linearity": linearity,
     }
-    if file is not None:
-        file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
+    write(figures)
     return figures
 
 
@@ -249,12 +246,9 @@ def _against_scalar(case: str, T: int, H: int, repeats: int) -> dict:
 
 def _linearity(repeats: int) -> list[dict]:
     """Time per token at growing T, relative to the shortest; the lengths take turns."""
-    cases = {T: _inputs(CASES[0], T, 4) for T in LONG}
-    seconds = {T: [] for T in LONG}
-    for _ in track(range(1 + repeats // 2), "long rows"):
-        for T, case in cases.items():
-            seconds[T].append(_seconds(_ours(CASES[0]), *case))
-    per_token = {T: statistics.median(times[1:] or times) / T for T, times in seconds.items()}
+    cases = {T: timed_case(CASES[0], T, 4) for T in LONG}
+    seconds = take_turns(cases, max(1, repeats // 2), "long rows")
+    per_token = {T: statistics.median(times) / T for T, times in seconds.items()}
     return [
         {"T": T, "H": 4, "us_per_token": 1e6 * cost, "relative": cost / per_token[LONG[0]]}
         for T, cost in per_token.items()
@@ -262,19 +256,9 @@ def _linearity(repeats: int) -> list[dict]:
 
 
 def _print_rows(console: Console, rows: list[dict]) -> None:
-    table = Table("", "T", "H", "ours ms", "peer ms", "ratio", "matmul GFLOP/s", "share of it")
-    for row in rows:
-        table.add_row(
-            row["case"],
-            f"{row['T']}",
-            f"{row['H']}",
-            f"{row['ours_ms']:.0f}",
-            f"{row['peer_ms']:.0f}",
-            f"{row['ratio']:.1f}×",
-            f"{row['matmul_gflops']:.0f}",
-            f"{row['matmul_share']:.0%}",
-        )
-    console.print(table)
+    header = ["", "T", "H", "ours ms", "peer ms", "ratio", "matmul GFLOP/s", "share of it"]
+    form = "{case}|{T}|{H}|{ours_ms:.0f}|{peer_ms:.0f}|{ratio:.1f}×|{matmul_gflops:.0f}|{matmul_share:.0%}"
+    console.print(plain_table(header, [form.format(**row).split("|") for row in rows]))
 
 
 def _print_channels(console: Console, rows: list[dict]) -> None:

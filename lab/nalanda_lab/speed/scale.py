@@ -9,14 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from nalanda.common.errors import output_file
 from nalanda.config.schema import OptimConfig
 from nalanda.model.context import Context
 from nalanda.report.info import describe_recipe
@@ -24,7 +21,7 @@ from nalanda.train import parallel
 from nalanda.train.flops import matmul_flops
 from nalanda.train.optim import build_optimizer
 from nalanda_lab.planner import UPDATE, Cluster, Split, count, predict
-from nalanda_lab.track import track
+from nalanda_lab.track import figures_file, plain_table, track
 
 RECIPE = "demo"
 MODELS = {
@@ -51,7 +48,7 @@ def bench_scale(*, rounds: int = 10, json: str | Path | None = None) -> dict:
 
     Raises InputError for a file that cannot be written.
     """
-    file = None if json is None else output_file(json, "--json")
+    write = figures_file(json)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_measure, (folder, rounds), nprocs=PROCESSES)
         measured = jsonlib.loads(Path(folder, "measured.json").read_text())
@@ -76,8 +73,7 @@ def bench_scale(*, rounds: int = 10, json: str | Path | None = None) -> dict:
             )
     _print_rows(links, rows)
     figures = {"rounds": rounds, **links, "rows": rows}
-    if file is not None:
-        file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
+    write(figures)
     return figures
 
 
@@ -175,18 +171,12 @@ def _print_rows(links: dict[str, float], rows: list[dict]) -> None:
         f"GB/s, gloo at {links['nvlink']:.2f} GB/s and {links['latency']:.0f} µs a message",
         soft_wrap=True,
     )
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("model", no_wrap=True)
-    table.add_column("split", no_wrap=True)
-    for head in ("MFU", "predicted", "measured", "measured ÷ predicted"):
-        table.add_column(head, justify="right")
+    lines = []
     for row in rows:
         predicted, measured = row["predicted"], row["measured"]
-        figures = (
-            f"{1e3 * predicted:.0f} ms",
-            f"{1e3 * measured:.0f} ms",
-            f"{measured / predicted:.2f}",
-        )
-        table.add_row(row["model"], row["split"], f"{100 * row['mfu']:.0f} %", *figures)
-    console.print(table)
+        times = f"{1e3 * predicted:.0f} ms", f"{1e3 * measured:.0f} ms"
+        share, ratio = f"{100 * row['mfu']:.0f} %", f"{measured / predicted:.2f}"
+        lines.append([row["model"], row["split"], share, *times, ratio])
+    header = ["model", "split", "MFU", "predicted", "measured", "measured ÷ predicted"]
+    console.print(plain_table(header, lines, left=2))
     console.print("fastest of the rounds; MFU of whole rows in each process, measured", style="dim")

@@ -19,15 +19,14 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from nalanda.common.errors import InputError, output_file
+from nalanda.common.errors import InputError
 from nalanda.model import NalandaConfig, NalandaForCausalLM
-from nalanda_lab.track import track
+from nalanda_lab.track import figures_file, plain_table, track
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -71,7 +70,7 @@ def bench_serve(
     Raises:
         InputError: the server's packages are missing, or it does not start.
     """
-    file = None if json is None else output_file(json, "--json")
+    write = figures_file(json)
     if importlib.util.find_spec("uvicorn") is None:
         raise InputError("transformers serve needs more packages: pip install 'nalanda[serving]'")
     console = Console(highlight=False, emoji=False)
@@ -95,8 +94,7 @@ def bench_serve(
         "tokens a second of all clients, medians; least and largest ratio of a round to transformers serve"
     )
     figures = {"shape": SIZES, "threads": threads, "tokens": tokens, "tokens_per_second": speeds}
-    if file is not None:
-        file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
+    write(figures)
     return figures
 
 
@@ -127,10 +125,7 @@ def measure_servers(
 def speed_table(
     speeds: dict[str, dict[str, dict[int, list[float]]]], clients: tuple[int, ...]
 ) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("tokens/s", no_wrap=True)
-    for n in clients:
-        table.add_column(f"{n} client{'s' * (n > 1)}", justify="right", no_wrap=True)
+    rows = []
     for name, servers in speeds.items():
         for server, values in servers.items():
             cells = []
@@ -140,8 +135,8 @@ def speed_table(
                 if server != "transformers":
                     speed += f"  {min(ratios):.1f}–{max(ratios):.1f}×"
                 cells.append(speed)
-            table.add_row(f"{name}: {server}", *cells)
-    return table
+            rows.append([f"{name}: {server}", *cells])
+    return plain_table(["tokens/s", *(f"{n} client{'s' * (n > 1)}" for n in clients)], rows)
 
 
 def save_random(name: str, folder: Path) -> None:

@@ -1,7 +1,6 @@
 """Measures training steps on the CPU, beside transformers' Qwen3.5 and Llama and beside an earlier commit."""
 
 import contextlib
-import json as jsonlib
 import os
 import platform
 import statistics
@@ -18,18 +17,16 @@ from typing import Any
 import nalanda_kernels
 import numpy as np
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from nalanda.common.errors import InputError, output_file
+from nalanda.common.errors import InputError
 from nalanda.config.schema import OptimConfig
 from nalanda.data.packing import Row, collate
 from nalanda.model import NalandaConfig, NalandaForCausalLM
 from nalanda.train import parallel
 from nalanda.train.loss import count_labels, summed_loss
 from nalanda.train.optim import build_optimizer
-from nalanda_lab.track import track
+from nalanda_lab.track import figures_file, plain_table, take_turns
 
 try:
     from nalanda.common import products
@@ -77,7 +74,7 @@ def bench_train(
     Raises:
         InputError: `against` is no checkout, or its code makes no steps.
     """
-    file = None if json is None else output_file(json, "--json")
+    write = figures_file(json)
     if against is not None and not Path(against, "src", "nalanda").is_dir():
         raise InputError(
             f"--against {against}: no checkout of Nalanda; give a folder with src/nalanda"
@@ -102,8 +99,7 @@ def bench_train(
         products.set_product_route(route)
     _print_rows(console, rows)
     figures = {"threads": threads, "rounds": rounds, "torch": torch.__version__, "rows": rows}
-    if file is not None:
-        file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
+    write(figures)
     return figures
 
 
@@ -118,12 +114,7 @@ def prepare(threads: int) -> None:
 
 
 def _measure(steps: dict[str, Step], rounds: int) -> list[dict]:
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for i in track(range(-2, rounds), "training"):
-        for name, step in steps.items():
-            took = step()
-            if i >= 0:  # the first rounds warm up
-                seconds[name].append(took)
+    seconds = take_turns(steps, rounds, "training", warm=2)
 
     def ratio(peer: str, name: str) -> float:
         return statistics.median(a / b for a, b in zip(seconds[peer], seconds[name], strict=True))
@@ -240,15 +231,12 @@ def _earlier(checkout: Path, threads: int) -> dict[str, Step]:
 
 
 def _print_rows(console: Console, rows: list[dict]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("", no_wrap=True)
     peers = list(dict.fromkeys(peer for row in rows for peer in row["ratios"]))
-    for head in ("tokens/s", *(f"÷ {peer}" for peer in peers)):
-        table.add_column(head, justify="right")
+    lines = []
     for row in rows:
         ratios = (f"{row['ratios'][peer]:.2f}×" if peer in row["ratios"] else "" for peer in peers)
-        table.add_row(row["model"], f"{row['tokens_per_second']:,.0f}", *ratios)
-    console.print(table)
+        lines.append([row["model"], f"{row['tokens_per_second']:,.0f}", *ratios])
+    console.print(plain_table(["", "tokens/s", *(f"÷ {peer}" for peer in peers)], lines))
     console.print("medians; ratios of speeds within a round; peers dense", style="dim")
 
 
