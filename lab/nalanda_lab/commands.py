@@ -525,7 +525,7 @@ def plan(
         planner.print_plan(counts, plans)
 
 
-@app.command()
+@calls("width:check_coordinates")
 def coordinates(
     recipe: Annotated[str, Argument(help="recipe, whose model has the base width")],
     overrides: Overrides = None,
@@ -546,13 +546,6 @@ def coordinates(
     Trains models of each width for some steps on text of Python itself. Prints how the size of each output grows
     with the width, and how its change does.
     """
-    from nalanda.config.load import load_config
-
-    config = load_config(recipe, overrides or [])
-    with loading_torch():
-        from nalanda_lab import width
-
-    width.check_coordinates(config, widths, steps, output, json)
 
 
 @calls("width:transfer")

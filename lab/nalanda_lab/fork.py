@@ -23,6 +23,7 @@ import nalanda.model
 import nalanda.train.loss
 import nalanda.train.optim
 from nalanda.common.errors import InputError
+from nalanda.common.files import alone, write_atomically
 from nalanda.common.versions import versions
 from nalanda.config.load import read_yaml, section
 from nalanda.config.schema import RunConfig
@@ -33,7 +34,7 @@ from nalanda.train.build import open_batches
 from nalanda_lab import equal, fork_arms, norms, paired, texts
 from nalanda_lab.fork_arms import Fork, add_noise, beta_means, head_means, measure
 from nalanda_lab.paired import cpu_model, draw_weights
-from nalanda_lab.sweep import Record, appended
+from nalanda_lab.sweep import Record
 
 FIRST, SECOND = (Path(__file__).with_name(name) for name in ("fork.yaml", "fork2.yaml"))
 SAVE_EVERY = 240.0
@@ -142,23 +143,23 @@ class Experiment:
         # Arms with a map of their own have no kernel: own and free must round alike.
         with use_backend("torch"):
             for (seed, mixer), arms in runs:
-                with self.alone(f"{mixer}-{seed}") as alone:
+                with self.claim(f"{mixer}-{seed}") as ours:
                     # Read under the lock: another process may just have finished.
-                    todo = [run for run in arms if self.lacks(run)] if alone else []
+                    todo = [run for run in arms if self.lacks(run)] if ours else []
                     if todo:
                         self.run_trunk(todo)
 
     @contextlib.contextmanager
-    def alone(self, trunk: str) -> Iterator[bool]:
+    def claim(self, trunk: str) -> Iterator[bool]:
         """Whether this process has the trunk and its arms for itself. If so, it keeps them from others."""
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(appended(self.out / "locks" / trunk))
-                alone = True
+                stack.enter_context(alone(self.out / "locks" / trunk, trunk))
             except InputError:
                 self.say(f"{trunk}: another process has it")
-                alone = False
-            yield alone
+                yield False
+            else:
+                yield True
 
     def run_trunk(self, todo: list[dict[str, Any]]) -> None:
         """Trains a trunk to its forks, then the arms that have no record."""
@@ -260,7 +261,6 @@ class Experiment:
         }
         record |= {"fp32_products": "default route", "seconds": round(run.seconds, 1)}
         file = self.record_file(settings)
-        file.with_suffix(".new").write_text(json.dumps(record, indent=1), encoding="utf-8")
-        file.with_suffix(".new").replace(file)
+        write_atomically(file, json.dumps(record, indent=1))
         self.state_file(settings).unlink(missing_ok=True)
         self.say(f"{file.stem}: {record.get('failed', 'done')}, {run.seconds:,.0f} s")

@@ -16,9 +16,9 @@ from nalanda.model.call import Inputs
 from nalanda.model.feature_maps import EPS, NaLa
 from nalanda.model.layers import Fp32Module
 from nalanda.train.loss import count_bytes, count_labels, summed_loss
-from nalanda.train.optim import build_optimizer, set_rates
+from nalanda.train.optim import build_optimizer
 from nalanda_lab.norms import changed_norms
-from nalanda_lab.paired import Batch, document_sums, sum_by_document
+from nalanda_lab.paired import Batch, document_sums, sum_by_document, take_step
 
 # ------------------------------ arms
 
@@ -215,10 +215,7 @@ class Fork:
             loss.backward()
             total += loss.detach()
 
-        nn.utils.clip_grad_norm_(model.parameters(), self.optim.max_grad_norm)
-        set_rates(self.optimizer, rate)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        take_step(self.optimizer, model, rate, self.optim.max_grad_norm)
         return total
 
     def become(self, arm: str, means: list[Tensor]) -> None:

@@ -39,6 +39,7 @@ from nalanda.report.figures import COLOURS, GREY, drawing, files
 from nalanda.train.optim import build_optimizer, learning_rate
 from nalanda_lab.equal import MODEL, label, models
 from nalanda_lab.lra_data import ARENA, QUICK_ARENA, ArenaTask, prepare
+from nalanda_lab.paired import take_step
 from nalanda_lab.sweep import follow, key
 from nalanda_lab.synthetic import best_constant
 
@@ -215,11 +216,8 @@ def run_lra(
             scores = net(rows["train_ids"][chosen].to(device))
             loss = F.cross_entropy(scores.float(), rows["train_labels"][chosen].to(device))
             loss.backward()
-            nn.utils.clip_grad_norm_(net.parameters(), optim.max_grad_norm)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps, lr, schedule)
-            optimizer.step()
-            optimizer.zero_grad()
+            rate = learning_rate(step, steps, lr, schedule)
+            take_step(optimizer, net, rate, optim.max_grad_norm)
 
             losses.append(loss.detach())
             if step % math.ceil(steps / 10) == 0 or step == steps:

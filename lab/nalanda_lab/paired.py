@@ -1,4 +1,4 @@
-"""Paired training runs: their weights are drawn by module name, and their losses are those of documents."""
+"""Paired training runs: weights drawn by module name, a step, and losses by document."""
 
 import platform
 import re
@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from nalanda.model import NalandaForCausalLM
 from nalanda.model.delta import Decay
 from nalanda.train.build import draw_by_name, seeded_modules
+from nalanda.train.optim import set_rates
 
 Batch = dict[str, Tensor]
 
@@ -42,6 +43,19 @@ def stratify_decay(decay: Decay) -> None:
     A = (16 * shares()).clamp_min(1e-4)
     dt = 10 ** (2 * shares() - 3)
     decay.load_state_dict(decay.parameters_of(A, dt))
+
+
+# ------------------------------ a step
+
+
+def take_step(
+    optimizer: torch.optim.Optimizer, model: nn.Module, rate: float, max_norm: float
+) -> None:
+    """Clips the gradients, updates the weights and clears the gradients."""
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    set_rates(optimizer, rate)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 # ------------------------------ losses

@@ -43,6 +43,7 @@ from nalanda_lab.equal import (
     with_parameters,
     with_state,
 )
+from nalanda_lab.paired import take_step
 from nalanda_lab.recall_report import draw_recall, print_recall, recall_markdown
 from nalanda_lab.sweep import Jobs, follow, key
 from nalanda_lab.synthetic import (
@@ -175,11 +176,8 @@ def _run_recall(
         answered = has_answer(labels)
         loss = objective(net(inputs, answered), labels[answered])
         loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), optim.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, training.steps, training.lr, schedule)
-        optimizer.step()
-        optimizer.zero_grad()
+        rate = learning_rate(step, training.steps, training.lr, schedule)
+        take_step(optimizer, net, rate, optim.max_grad_norm)
 
         losses.append(loss.detach())
         if step in points:

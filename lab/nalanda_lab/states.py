@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from nalanda.common.errors import InputError, output_folder
 from nalanda.common.files import write_atomically
@@ -24,6 +24,7 @@ from nalanda.model import FEATURE_MAPS, MIXERS, NalandaCache, NalandaConfig, Nal
 from nalanda.model.decoding import choose_decoder
 from nalanda.model.precision import NO_MATRIX, STATE_DTYPES, pack_state, unpack_state
 from nalanda.train.optim import build_optimizer, learning_rate
+from nalanda_lab.paired import take_step
 from nalanda_lab.track import track
 
 BYTES, SYMBOLS = 256, 32
@@ -122,12 +123,8 @@ def train(config: NalandaConfig, text: Tensor) -> tuple[Any, int]:
             for kind in kinds.unique()[1:]:
                 loss = loss + losses[kinds[:, 1:] == kind].mean()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
         rate = learning_rate(with_text + 1, TEXT_STEPS + 1, optim.lr, schedule)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * min(1, step / 20)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model, rate * min(1, step / 20), optim.max_grad_norm)
     return model.eval(), step
 
 

@@ -14,15 +14,10 @@ from typing import Any, BinaryIO
 
 import torch
 
-from nalanda.common.errors import InputError
+from nalanda.common.files import alone
 from nalanda.common.processes import end_with_parent
 from nalanda.common.progress import Progress
 from nalanda.train.log import read_metrics
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl: Any = None
 
 Record = dict[str, Any]
 """Results of a run; its `settings` determine them, and are its key."""
@@ -36,9 +31,7 @@ def key(settings: dict[str, Any]) -> str:
 
 def records(file: Path) -> dict[str, Record]:
     """The records of a file by key; {} without a file. A torn line of a killed run is skipped."""
-    return {
-        key(record["settings"]): record for record in (read_metrics(file) if file.is_file() else ())
-    }
+    return {key(record["settings"]): record for record in (read_metrics(file))}
 
 
 def sweep(jobs: Jobs, file: Path, workers: int) -> Iterator[Record]:
@@ -63,17 +56,9 @@ def sweep(jobs: Jobs, file: Path, workers: int) -> Iterator[Record]:
 @contextlib.contextmanager
 def appended(file: Path) -> Iterator[BinaryIO]:
     """The file, open at its end, where a new line begins. One process at a time has it."""
+    taken = f"{file}: another command adds its runs there; wait for its end, or take another folder"
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a+b") as stream:
-        try:
-            if fcntl is not None:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(
-                f"{file}: another command adds its runs there; wait for its end, or take another folder"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+    with alone(file.with_name(f".{file.name}.lock"), taken), file.open("a+b") as stream:
         stream.seek(0)
         if last := stream.read().rpartition(b"\n")[2]:
             try:

@@ -1,7 +1,7 @@
 """What measurements share: progress, sides that take turns, a table, and a file for the figures."""
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ def track(items: Collection[T], what: str, *, quiet: bool = False) -> Iterator[T
 
 
 def take_turns(
-    sides: Mapping[T, Callable[[], float]], rounds: int, what: str, warm: int = 1
+    sides: dict[T, Callable[[], float]], rounds: int, what: str, warm: int = 1
 ) -> dict[T, list[float]]:
     """The seconds of each side in so many rounds, after `warm` others. A side measures itself once.
 

@@ -25,7 +25,8 @@ from nalanda.compare.options import Execution
 from nalanda.compare.runs import Runner
 from nalanda.compare.study import load_arms, read_study
 from nalanda.compare.verdict import Gap, gap_by_seed
-from nalanda.config.schema import OptimConfig, RunConfig
+from nalanda.config.load import load_config
+from nalanda.config.schema import OptimConfig
 from nalanda.model import NalandaConfig, NalandaForCausalLM
 from nalanda.model.projections import FusedLinears
 from nalanda.report.figures import drawing, files, in_panels, log_axis
@@ -172,13 +173,19 @@ def coordinates(
 
 
 def check_coordinates(
-    config: RunConfig, widths: list[int], steps: int, output: str, json: str | None = None
+    recipe: str,
+    overrides: list[str] | None,
+    widths: list[int],
+    steps: int,
+    output: str,
+    json: str | None = None,
 ) -> list[dict[str, Any]]:
     """Measures, prints and draws `coordinates` for a recipe's model and optimizer.
 
     Raises:
         InputError: fewer than two widths, or one that no whole number of heads fills.
     """
+    config = load_config(recipe, overrides or [])
     sizes = sorted(set(widths))
     if len(sizes) < 2:
         raise InputError("--widths: give at least two, since an exponent is measured")

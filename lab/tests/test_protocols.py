@@ -59,7 +59,7 @@ def test_rates_are_not_chosen_on_the_test(monkeypatch):
     ]
     assert norms == [1.0] * 20
     assert {g["weight_decay"] for g in made[0].param_groups} == {0.0, 0.3}
-    assert sorted(set(rates[:4])) == [1.5e-3, 3e-3]
+    assert rates[:2] == [1.5e-3, 3e-3]
     assert rates[-1] < 1e-3
 
 

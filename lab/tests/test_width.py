@@ -114,8 +114,6 @@ def test_the_transfer_reads_the_study_that_compare_has_run(tmp_path, capsys):
     ("widths", "message"), [([32], "at least two"), ([32, 40], "num_heads would be 2.5")]
 )
 def test_widths_that_cannot_work_are_refused(widths, message, tmp_path):
-    from nalanda.config.load import load_config
-
     changes = [
         "model.hidden_size=32",
         "model.head_dim=16",
@@ -123,4 +121,4 @@ def test_widths_that_cannot_work_are_refused(widths, message, tmp_path):
         "model.intermediate_size=64",
     ]
     with pytest.raises(InputError, match=message):
-        width.check_coordinates(load_config("demo", changes), widths, 1, str(tmp_path))
+        width.check_coordinates("demo", changes, widths, 1, str(tmp_path))

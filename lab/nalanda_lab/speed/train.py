@@ -204,7 +204,9 @@ def training_step(model: Any, batch: dict[str, Any], dtype: torch.dtype = torch.
 
 def _earlier(checkout: Path, threads: int) -> dict[str, Step]:
     """The steps of `ours` with another checkout's code: this file runs there as a script."""
-    path = os.pathsep.join(str(checkout.resolve() / folder) for folder in ("src", "kernels"))
+    lab = Path(__file__).parents[2]  # this file's other imports
+    folders = (checkout.resolve() / "src", checkout.resolve() / "kernels", lab)
+    path = os.pathsep.join(map(str, folders))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     command = [sys.executable, __file__, str(threads)]
     process = subprocess.Popen(

@@ -10,7 +10,29 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from nalanda.common.errors import DiskFull, InputError, full_problem, no_room, output_folder
+
+
+@contextlib.contextmanager
+def alone(lock: Path, taken: str, seconds: float = 0.0) -> Iterator[bool]:
+    """Holds a lock file, which ends with the process. Yields whether the file system has locks at all.
+
+    Raises `InputError` with the text `taken` if another process still has it after `seconds`.
+    """
+    held = FileLock(lock)
+    try:
+        held.acquire(timeout=seconds)
+    except Timeout:
+        raise InputError(taken) from None
+    except (OSError, NotImplementedError):
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        held.release()
 
 
 def verify_manifest(path: Path) -> str | None:

@@ -12,10 +12,9 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from nalanda.common.errors import Diverged, InputError, explained, output_folder
 from nalanda.common.files import (
+    alone,
     missing_folders,
     remove_new_folders,
     verify_manifest,
@@ -423,18 +422,10 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
     """
     refuse_other_files(run_dir)
     output_folder(run_dir, "output_dir")
-    lock = FileLock(run_dir / ".lock")  # the system's kind: it ends with the process
-    try:
-        lock.acquire(timeout=5)
-    except Timeout:
-        raise InputError(
-            f"{run_dir}: another process is training there; stop it or choose another output_dir"
-        ) from None
-    except (OSError, NotImplementedError):
-        print(f"{run_dir}: this file system has no locks; start no second run there", flush=True)
+    taken = f"{run_dir}: another process is training there; stop it or choose another output_dir"
+    with alone(run_dir / ".lock", taken, seconds=5) as locked:
+        if not locked:
+            print(
+                f"{run_dir}: this file system has no locks; start no second run there", flush=True
+            )
         yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()
