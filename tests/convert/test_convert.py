@@ -895,6 +895,8 @@ def test_folders_that_hold_no_model(tmp_path):
         convert(str(source), str(tmp_path))
     (source / "config.json").write_text('{"model_type": "mamba2"}')
     assert "use_conv_bias: its convolutions have a bias" in refused(source, tmp_path)
+    (source / "config.json").write_text('{"model_type": "mamba3"}')
+    assert "no GLU follows its mixers, which may be MIMO" in refused(source, tmp_path)
     (source / "config.json").write_text('{"model_type": "rwkv7"}')
     assert "v_lora: its later layers mix in the first one's values" in refused(source, tmp_path)
     (source / "config.json").write_text('{"model_type": "mamba"}')

@@ -71,6 +71,13 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
         "use_gate": False,
         "value_conv": 3,
     },
+    "mamba3_groups": {
+        "mixer": "mamba3",
+        "mixer_options": {"num_v_heads": 4, "rope_fraction": 1.0},
+        "expand_v": 1.5,
+        "use_gate": False,
+        "value_conv": 3,
+    },
     "relu_blocks": {
         "mixer": "diag_attention",
         "mixer_options": {"block_size": 5, "scores": "relu"},

@@ -35,6 +35,7 @@ KERNELS = {  # the kernels that serve a mixer's tokens; no other kernel may serv
     "delta_product": {"delta_rule", "short_convs"},
     "rwkv7": {"delta_rule", "short_convs"},
     "mamba2": {"linear_attention", "short_convs"},
+    "mamba3": {"linear_attention", "short_convs"},
     "linear_attention": {"normalized_attention", "short_convs"},
     "nala": {"normalized_attention", "short_convs"},
     "mala": {"normalized_attention", "short_convs"},
@@ -50,7 +51,7 @@ KERNELS = {  # the kernels that serve a mixer's tokens; no other kernel may serv
 # Their kernels serve other mixers too, which are in the quick tests of a model.
 SAME_KERNELS = (
     *("deltanet", "gated_deltanet2", "delta_product", "linear_attention", "mala"),
-    *("soft", "retention", "softmax", "forgetting"),
+    *("soft", "retention", "mamba3", "softmax", "forgetting"),
 )
 # In a training step few mixers are quick: with all their kernels but those that `test_every_mixer` runs.
 STEPPED = ("gated_deltanet", "gla", "diag_attention", "nala")

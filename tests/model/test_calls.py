@@ -22,6 +22,7 @@ from nalanda.model.comba import Correction
 from nalanda.model.delta import Decay
 from nalanda.model.feature_maps import FeatureMap
 from nalanda.model.layers import PreviousToken, ShortConv
+from nalanda.model.mamba3 import HeadNumbers
 from nalanda.model.rwkv7 import Rates, TokenShift
 from nalanda.model.transnormer import LRPE
 
@@ -266,7 +267,7 @@ def trained(model, **inputs):
 def between_tokens(module):
     """Whether a module of a mixer works on the tokens themselves, behind the projections."""
     kinds = (ShortConv, FeatureMap, Correction, Decay, LRPE, PreviousToken, Rates, TokenShift)
-    return isinstance(module, kinds)
+    return isinstance(module, (*kinds, HeadNumbers))
 
 
 @pytest.mark.parametrize(

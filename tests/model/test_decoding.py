@@ -57,7 +57,8 @@ def in_python(options) -> bool:
     unstated = {"norm_write", "norm_read"} & options.get("mixer_options", {}).keys()
     norm = options.get("feature_map_options", {}).get("norm")
     unknown = options.get("feature_map") in UNKNOWN_MAPS or norm == "sum"
-    return bool(unstated) or unknown or mixer in ("soft", "comba", "rwkv7", "forgetting")
+    own = ("soft", "comba", "rwkv7", "mamba3", "forgetting")
+    return bool(unstated) or unknown or mixer in own
 
 
 def near(a, b, dtype=None):

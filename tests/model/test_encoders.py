@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import covering_cases
-from tiny_models import build, close, encoder_rows
+from tiny_models import build, close, encoder_rows, ids, logits
 
 from nalanda.model import MIXERS
 from nalanda.model.call import Inputs
@@ -227,6 +227,15 @@ def test_one_pass_each_way_adds_up():
     _, inputs, q, k, weights = mixed("retention")
     decays = inputs.g[0, 0].exp()[:, None, None] ** apart(q.shape[2])
     close(weights, q @ k.mT * q.shape[-1] ** -0.5 * decays * (1 + torch.eye(q.shape[2])))
+
+
+@pytest.mark.parametrize(
+    "mixer", [name for name, x in MIXERS.items() if not x.rule.unmasked and x.rule.rotate == "none"]
+)
+def test_texts_may_be_read_from_either_end(mixer):
+    """Where each pass has the gates of its own tokens."""
+    model, tokens = build(mixer, is_decoder=False), ids(2, 37)
+    close(logits(model, tokens.flip(1)), logits(model, tokens).flip(1))
 
 
 @pytest.mark.parametrize("width", [2, 3, 4, 5])

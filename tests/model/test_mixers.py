@@ -636,6 +636,147 @@ def test_comba_refuses_a_factor_of_no_correction():
         build("comba", mixer_options={"correction": None})
 
 
+def complex_states(q, k, v, g, dt, share, turn, skip):
+    """Mamba 3's rule with complex states, as published: no key and no query is rotated."""
+    turn = F.pad(turn, (0, k.shape[-1] - turn.shape[-1]))
+    alpha = torch.exp(torch.complex(g[..., None], dt[..., None] * turn[:, :, None]))
+    old, new = (1 - share) * dt, share * dt  # the two weights of the trapezoid
+    state = k.new_zeros(*k[:, 0].shape, v.shape[-1])
+    write, rows = torch.zeros_like(state), []
+    for t in range(v.shape[1]):
+        state = alpha[:, t, ..., None] * (state + old[:, t, :, None, None] * write)
+        write = torch.einsum("bhk,bhv->bhkv", k[:, t].conj(), v[:, t].to(k.dtype))
+        state = state + new[:, t, :, None, None] * write
+        rows.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state).real)
+    return torch.stack(rows, 1) + skip[:, None] * v
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.7, 1.0])
+@pytest.mark.parametrize("gate", [True, False])
+def test_mamba3(fraction, gate):
+    options = {"num_v_heads": 2 * H, "rope_fraction": fraction}
+    module = build("mamba3", use_gate=gate, expand_v=1.5, mixer_options=options)
+    drawn(module.numbers, 0.6)
+    with torch.no_grad():
+        for parameter in module.numbers.parameters():
+            parameter += torch.randn_like(parameter)
+    x = torch.randn(2, T, H * K, dtype=torch.float64)
+    own, R = module.numbers, module.pairs
+
+    def heads(name):
+        y = getattr(module, f"{name}_proj")(x).unflatten(-1, (H, K))
+        y = rms(y, getattr(module, f"{name}_norm").weight).repeat_interleave(2, 2)
+        y = y + getattr(own, f"{name}_bias")
+        a, b, rest = y.split([R, R, K - 2 * R], -1)
+        return torch.cat([torch.complex(a, b), rest], -1)
+
+    v = module.v_proj(x).unflatten(-1, (2 * H, -1))
+    dt = F.softplus(module.dt_proj(x) + own.dt_bias)
+    g = -F.softplus(module.a_proj(x)) * dt
+    turn = math.pi * torch.tanh(module.angle_proj(x))
+    share = module.lambda_proj(x).sigmoid()
+    o = complex_states(heads("q"), heads("k"), v, g, dt, share, turn, own.D).flatten(-2)
+    if gate:
+        o = o * F.silu(module.g_proj(x))
+    same(module(x, Sequences())[0], module.o_proj(o))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_mamba3_is_the_layer_of_fla(fraction):
+    """Its projections and gates, in front of the rule: its own kernel runs on a card alone."""
+    theirs = pytest.importorskip("fla.layers.mamba3")
+    width, N, V = H * K, 8, 6
+    layer = theirs.Mamba3(
+        **{"hidden_size": width, "state_size": N, "head_dim": V, "n_groups": 2},
+        rope_fraction=fraction,
+    )
+    torch.manual_seed(0)
+    layer.B_norm, layer.C_norm = (torch.nn.RMSNorm(N, eps=1e-5) for _ in range(2))
+    drawn(layer, 0.6).double()
+    HV, R = layer.num_heads, layer.num_rope_angles
+    ours = build(
+        "mamba3",
+        **{"head_dim": N, "expand_v": V / N, "norm_eps": 1e-5},
+        mixer_options={"num_v_heads": HV, "rope_fraction": fraction},
+    )
+
+    # Pairs are neighbours there; here they span the halves of the entries that turn.
+    order = torch.cat(
+        [torch.arange(0, 2 * R, 2), torch.arange(1, 2 * R, 2), torch.arange(2 * R, N)]
+    )
+    gate, v, k, q, dt, a, share, angle = layer.in_proj.weight.split(
+        [HV * V, HV * V, 2 * N, 2 * N, HV, HV, HV, R]
+    )
+    k, q = (w.unflatten(0, (2, N))[:, order].flatten(0, 1) for w in (k, q))
+    weights = {"q": q, "k": k, "v": v, "g": gate, "a": a, "dt": dt, "lambda": share, "angle": angle}
+    weights = {f"{name}_proj.weight": w for name, w in weights.items()} | {
+        "o_proj.weight": layer.out_proj.weight,
+        "q_norm.weight": layer.C_norm.weight[order],
+        "k_norm.weight": layer.B_norm.weight[order],
+        "numbers.q_bias": layer.C_bias[:, 0, order],
+        "numbers.k_bias": layer.B_bias[:, 0, order],
+        "numbers.D": layer.D,
+        "numbers.dt_bias": layer.dt_bias,
+    }
+    ours.load_state_dict(weights)
+
+    x, rows = torch.randn(2, T, width, dtype=torch.float64), []
+    for t in range(T):
+        z, y, B, C, dd_dt, dd_A, trap, angles = layer._project_and_split(x[:, t])
+        dt, B, C, y, z, trap, A, angles = layer._preprocess_step(
+            dd_A, dd_dt, B, C, y, z, trap, angles
+        )
+        rows.append((B[:, 0], C[:, 0], y, A * dt, dt, trap, angles[:, 0], z))
+    k, q, v, g, dt, share, angles, z = (torch.stack(of, 1) for of in zip(*rows, strict=True))
+
+    def paired(y, bias):
+        turned, rest = (y + bias[:, 0]).split([2 * R, N - 2 * R], -1)
+        turned = torch.view_as_complex(turned.unflatten(-1, (-1, 2)).contiguous())
+        return torch.cat([turned, rest], -1)
+
+    turn = math.pi * torch.tanh(angles)
+    q, k = paired(q, layer.C_bias), paired(k, layer.B_bias)
+    o = complex_states(q, k, v, g, dt, share, turn, layer.D)
+    expected = layer.out_proj((o * F.silu(z)).flatten(-2))
+    same(ours(x, Sequences())[0], expected, 1e-5)  # its A is fp32
+
+
+@torch.no_grad()
+def test_long_texts_lose_no_digits_of_an_angle():
+    """4096 tokens turn by 12 000 in all: in fp32, whole and the last of them from a cache, beside float64."""
+    long, module = 4096, build("mamba3", mixer_options={"rope_fraction": 1.0})
+    x = torch.randn(1, long, H * K, dtype=torch.float64)
+    wide, _ = module.inputs(x, Sequences(), None)
+    angles = 3 + torch.rand_like(wide.angles)
+    narrow = Inputs(*(y if y is None else y.float() for y in wide._replace(angles=angles)))
+
+    def mixed(inputs, start=0, stop=long, state=None):
+        some = Inputs(*(y if y is None or y.dim() < 2 else y[:, start:stop] for y in inputs))
+        return module.mix(some, Sequences(), state)
+
+    right = mixed(Inputs(*(y if y is None else y.double() for y in narrow)))[0].float()
+    same(mixed(narrow)[0], right, 1e-4)
+    rows, (_, state) = [], mixed(narrow, stop=long - 8, state={})
+    for t in range(long - 8, long):
+        o, state = mixed(narrow, t, t + 1, state)
+        rows.append(o)
+    same(torch.cat(rows, 1), right[:, -8:], 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_v_heads": 3}, "num_v_heads=3 must be a multiple of num_heads=2"),
+        ({"rope_fraction": 0.1}, "rope_fraction=0.1 must be at most 1 and rotate a pair of the 6"),
+        ({"rope_fraction": 1.5}, "rope_fraction=1.5 must be at most 1"),
+    ],
+)
+def test_mamba3_refuses(options, words):
+    with pytest.raises(ValueError, match=words):
+        build("mamba3", mixer_options=options)
+
+
 @pytest.mark.parametrize("name", ["nala", "silu"])
 def test_norm_write(name, monkeypatch):
     """A step of 1 for a long key, of 0 for none; under qk_norm none and rms β‖k‖² ≤ 1 all the same."""
@@ -714,6 +855,7 @@ def test_whether_norms_move_the_normalised_weights(name):
         ("", {"mixer": "pola"}),
         ("", {"mixer": "retention"}),
         ("", {"mixer": "rwkv7"}),
+        ("", {"mixer": "mamba3"}),
         ("", {"mixer": "gla"}),
     ],
     ids=str,

@@ -356,9 +356,10 @@ def test_a_subclass_decodes_as_it_reads_without_its_parents_kernel(mixer, monkey
 def test_a_rule_says_what_a_mixer_computes(name):
     """Also where a sharding wrapper has made the module's class a subclass."""
     mixer = build(name).model.layers[0].mixer
-    assert is_described(mixer) is (name not in ("soft", "comba", "rwkv7", "forgetting"))
+    own = ("soft", "comba", "rwkv7", "mamba3", "forgetting")
+    assert is_described(mixer) is (name not in own)
     mixer.__class__ = type("Sharded", (type(mixer),), {"unshard": lambda self: None})
-    assert is_described(mixer) is (name not in ("soft", "comba", "rwkv7", "forgetting"))
+    assert is_described(mixer) is (name not in own)
 
 
 class Sharper(NaLa):

@@ -93,7 +93,9 @@ def test_matrices_and_updates_keep_the_condition(mixer, feature_map):
         assert wide_rates[name] == narrow_rates[name], name
 
 
-@pytest.mark.parametrize("mixer", ["gated_deltanet", "gla", "kda", "rwkv7", "norm_attention"])
+@pytest.mark.parametrize(
+    "mixer", ["gated_deltanet", "gla", "kda", "rwkv7", "mamba3", "norm_attention"]
+)
 def test_orthogonal_updates_keep_the_condition(mixer):
     keys = {"mixer": mixer}
     norms = []

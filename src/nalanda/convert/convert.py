@@ -52,6 +52,7 @@ _APART = {
     "olmo_hybrid": "layer_types: its full_attention layers norm their output, ours their input",
     "rwkv7": "v_lora: its later layers mix in the first one's values, and its feed-forward layers shift tokens",
     "mamba2": "use_conv_bias: its convolutions have a bias and no GLU follows its mixers, unlike here",
+    "mamba3": "is_mimo: no GLU follows its mixers, which may be MIMO, unlike here",
 }
 """Models of mixers like ours that differ elsewhere."""
 

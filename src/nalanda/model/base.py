@@ -151,7 +151,7 @@ def mix_ways(
     # Other fields are read behind `mix`, or are the same for all tokens.
     turned = {
         name: seq.reversed_tokens(x)
-        for name in ("q", "k", "v", "beta", "g", "erase", "dt")
+        for name in ("q", "k", "v", "beta", "g", "erase", "dt", "angles")
         if (x := getattr(inputs, name)) is not None
     }
 

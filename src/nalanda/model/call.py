@@ -22,13 +22,14 @@ class Inputs(NamedTuple):
     q: Tensor  # [B, T, H, K]
     k: Tensor  # [B, T, HK, K]
     v: Tensor  # [B, T, HV, V]
-    beta: Tensor | None = None  # [B, T, HV], the step of the delta rule
+    beta: Tensor | None = None  # [B, T, HV], the step of the delta rule, or Mamba 3's λ
     g: Tensor | None = None  # [B, T, HV] or [B, T, HV, F], the log-decay
     erase: Tensor | None = None  # [B, T, HV, F], erased in place of β
     dt: Tensor | None = None  # [B, T, HV], Mamba 2's step, which multiplies v
     skip: Tensor | None = None  # [HV] or [B, T, HV], the share of v in the output
     gate: Tensor | None = None  # [B, T, …], the output gate before its activation
     local: Tensor | None = None  # [B, T, HV, V], the convolution of v that is added to the output
+    angles: Tensor | None = None  # [B, T, HV, R/2], of q and k since the token before, in Mamba 3
 
 
 class Call(NamedTuple):

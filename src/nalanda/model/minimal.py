@@ -10,6 +10,7 @@ The rules differ in g [K], e [K] and w [V] alone:
     rule                                    g               e           w
     linear attention, TransNormer           0               0           1
     RetNet; Mamba 2                         one a head      0           1; Δ
+    Mamba 3, with k and v one token late    one a head      0           its own
     gated linear attention                  one a channel   0           1
     DeltaNet, DeltaProduct                  0               β           β
     Gated DeltaNet; KDA                     a head; channel β           β

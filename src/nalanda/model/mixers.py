@@ -18,6 +18,7 @@ from .linear import (
     Retention,
     SoftAttention,
 )
+from .mamba3 import Mamba3
 from .options import check_names, check_types, did_you_mean
 from .plugins import missing_plugins, register
 from .rwkv7 import RWKV7
@@ -39,6 +40,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "retention": Retention,
     "gla": GLA,
     "mamba2": Mamba2,
+    "mamba3": Mamba3,
     "softmax": SoftmaxAttention,
     "forgetting": ForgettingAttention,
     "diag_attention": DiagAttention,

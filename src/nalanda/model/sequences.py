@@ -304,6 +304,13 @@ class Sequences:
         held = state.where(rows.carried.view(-1, *(1,) * (state.dim() - 1)), 0)
         return state.new_zeros(cu.shape[0] - 1, *state.shape[1:]).index_copy(0, rows.first, held)
 
+    def of_rows(self, state: Tensor) -> Tensor:
+        """The states of each row's first sequence, `[N, …]` to `[B, …]`, as `sums` takes them; without rows, all."""
+        if self.parts is not None:
+            return state.index_select(0, self.parts.rows.first.to(state.device))
+        rows = None if self.rows is None else self.on_device(state.device).rows
+        return state if rows is None else state.index_select(0, rows.first)
+
     def gather_states(self, state: Tensor) -> Tensor:
         """Final states of sequences `[N, …]` to carried states `[B, …]`, detached."""
         rows = self.on_device(state.device).rows
