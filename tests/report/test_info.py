@@ -45,6 +45,7 @@ MILLIONS = {
     "delta_product_340m": 375.0,
     "rwkv7_340m": 388.3,
     "mamba2_340m": 374.9,
+    "mamba3_340m": 377.2,
     "kda_340m": 387.0,
     "kda_hybrid_340m": 380.6,
     "gated_deltanet2_hybrid_340m": 380.4,
