@@ -31,6 +31,7 @@ from nalanda.compare.study import (
 )
 from nalanda.compare.verdict import (
     corrected,
+    gap_by_seed,
     judge_study,
     pair_gap,
     power_of,
@@ -102,6 +103,12 @@ def test_a_gap_is_students_paired_interval(losses):
 def test_arms_that_compute_alike_have_a_gap_of_zero():
     gap = pair_gap("a", "b", [3.0, 4.0], [3.0, 4.0])
     assert (gap.mean, gap.low, gap.high, gap.p) == (0, 0, 0, 1)
+
+
+def test_a_gap_is_over_the_seeds_that_both_arms_have():
+    gap = gap_by_seed("a", "b", {1: 3.0, 2: 4.0, 5: 9.0}, {2: 3.5, 1: 2.0, 7: 1.0})
+    assert gap == pair_gap("a", "b", [3.0, 4.0], [2.0, 3.5])
+    assert gap_by_seed("a", "b", {1: 3.0, 2: 4.0}, {2: 3.5, 3: 1.0}) is None
 
 
 def test_holm_multiplies_by_the_tests_that_are_left_and_never_falls():
