@@ -1,4 +1,4 @@
-"""Holds the predictions of `nalanda info --devices` against steps of two processes on this machine."""
+"""Holds the predictions of `nalanda info --processes` against steps of two processes on this machine."""
 
 import json as jsonlib
 import tempfile
