@@ -174,7 +174,7 @@ def scale(
     \b
     nalanda-lab scale
 
-    The predictions are those of `nalanda info --devices`, from rates measured on this CPU: DDP, FSDP2 and
+    The predictions are those of `nalanda info --processes`, from rates measured on this CPU: DDP, FSDP2 and
     rows cut over both, at the demo's shape over gloo.
     """
 
