@@ -662,7 +662,7 @@ def test_a_backend_that_cannot_says_why_once_and_the_next_one_serves(monkeypatch
 
 def test_kernels_of_another_api_are_refused_once(monkeypatch):
     with pytest.warns(UserWarning, match="API 7"):
-        module = load_copy(monkeypatch, types.types.SimpleNamespace(API=7))
+        module = load_copy(monkeypatch, types.SimpleNamespace(API=7))
     with warnings.catch_warnings(action="error"):
         module.delta_rule(**make(1, 20))
     with pytest.raises(ValueError, match=r"choose one of auto, torch$"):
