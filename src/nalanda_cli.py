@@ -30,7 +30,7 @@ try:
 
     from nalanda.common.errors import InputError
     from nalanda.common.next_steps import print_next_steps
-    from nalanda.compare.options import Execution
+    from nalanda.compare.options import Execution, StudyOptions
     from nalanda.data.options import DocumentOptions, TokenizerOptions
     from nalanda.inference.options import (
         LoadOptions,
@@ -530,49 +530,21 @@ def plot(folders: Runs, output: Picture = None, x: Axis = "tokens") -> None:
 RecipeOrStudy = Annotated[
     str, Argument(help="recipe of the arms; or a study file, or the folder of a study")
 ]
-Arms = Annotated[
-    list[str] | None,
-    Option("--arm", metavar="NAME: SETTINGS", help="an arm, and its settings beside the recipe's"),
-]
-Seeds = Annotated[int | None, Option(min=1, help="runs of each arm; default 3")]
-Rates = Annotated[str | None, Option(help="learning rates, with commas, to choose each arm's from")]
-RateSeeds = Annotated[
-    int | None, Option(min=1, help="runs of each rate, on other seeds; default 1")
-]
-Margin = Annotated[
-    float | None, Option(help="difference that matters, in bits a byte; default 0.01")
-]
-Equal = Annotated[
-    str | None, Option(help="figure to make equal by --by: parameters, flops (a token) or state")
-]
-By = Annotated[str | None, Option(help="key to fit, such as model.intermediate_size")]
-ForkAt = Annotated[
-    float | None,
-    Option(
-        "--from", help="share of the steps after which the other arms leave the first arm's run"
-    ),
-]
-StudyTasks = Annotated[
-    str | None,
-    Option(help="tasks of `nalanda eval`, with commas, on which the models are compared too"),
-]
+OF_STUDIES = {
+    "arms": Option("--arm", metavar="NAME: SETTINGS"),
+    "seeds": Option(min=1),
+    "rate_seeds": Option(min=1),
+    "fork_at": Option("--from"),
+}
 
 
 @command(app)
 def compare(
     recipe: RecipeOrStudy,
     overrides: Overrides = None,
-    arms: Arms = None,
-    seeds: Seeds = None,
-    rates: Rates = None,
-    rate_seeds: RateSeeds = None,
-    margin: Margin = None,
-    equal: Equal = None,
-    by: By = None,
-    fork_at: ForkAt = None,
-    tasks: StudyTasks = None,
     samples: Samples = 0,
     *,
+    options: Annotated[StudyOptions, OF_STUDIES],
     execution: Annotated[Execution, {"workers": Option(min=1)}],
 ) -> None:
     """Train arms over seeds, and say which is better, by how much.
@@ -583,19 +555,8 @@ def compare(
     Runs of a seed read the same rows in the same order. Each pair of arms gets its difference with a 95 %
     interval. The same command goes on after an interruption.
     """
-    from nalanda.compare.study import load_arms, read_arms, read_rates, read_study
+    from nalanda.compare.study import load_arms, read_study
 
-    options = {
-        "arms": read_arms(arms or []),
-        "seeds": seeds,
-        "rates": read_rates(rates) if rates else [],
-        "rate_seeds": rate_seeds,
-        "margin": margin,
-        "equal": equal,
-        "by": by,
-        "fork_at": fork_at,
-        "tasks": [name.strip() for name in (tasks or "").split(",") if name.strip()],
-    }
     # Mistakes are reported before anything is opened.
     study = read_study(recipe, overrides or [], options)
     execution.share()

@@ -182,7 +182,9 @@ def measure_pairs(mixer: Any, x: Tensor, weights: Tensor) -> dict[str, Any]:
     inputs, _ = mixer.inputs(x, Sequences(bidirectional=mixer.bidirectional), None)
     q, k, steps = inputs.q.float(), inputs.k.float(), mixer.rule.steps
     count = weights.shape[1] // steps  # heads of one step
-    k = k[:, :, -steps * q.shape[2] :]  # the keys that are written; RWKV-7 has others that are erased
+    k = k[
+        :, :, -steps * q.shape[2] :
+    ]  # the keys that are written; RWKV-7 has others that are erased
 
     # Heads of q and k stand beside those of the weights, step by step: [B, steps·count, T, K].
     of_q = q.repeat_interleave(count // q.shape[2], 2).repeat(1, 1, steps, 1)

@@ -287,7 +287,7 @@ def read_losses(folder: Path) -> tuple[Losses, int]:
             tokens = settings["budgets"][-1]
         return losses, tokens
 
-    study = read_study(str(folder), [], {})
+    study = read_study(str(folder))
     runner = Runner(study, load_arms(study), Execution())
     runner.look()
     for run in runner.runs:

@@ -41,7 +41,7 @@ def mistake(words: list[str], named: bool = False) -> str:
         if context and recipe and not recipe.isupper():  # RECIPE stands for any
             overrides = context.params["overrides"] or []
             if context.command.name == "compare":
-                load_arms(read_study(recipe, overrides, {}))
+                load_arms(read_study(recipe, overrides))
             else:
                 load_config(recipe, overrides)
     except InputError as error:

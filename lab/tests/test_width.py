@@ -80,7 +80,7 @@ def run_of(name: str, which: str, size: int, rate: float, seed: int) -> tuple[st
 
 
 def test_the_transfer_reads_the_study_that_compare_has_run(tmp_path, capsys):
-    study = read_study(str(STUDY), [f"output_dir={tmp_path}", "data.source=unset"], {})
+    study = read_study(str(STUDY), [f"output_dir={tmp_path}", "data.source=unset"])
     configs = load_arms(study)
     (tmp_path / "compare.yaml").write_text(study_text(study))
     parts = (("gated_deltanet", "transnormer"), width.PARAMETRIZATIONS, (128, 256, 512))

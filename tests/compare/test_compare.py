@@ -20,15 +20,9 @@ from training import CLOCKED, ENVIRONMENT, tiny_recipe, write_recipe, write_text
 
 from nalanda.common.errors import InputError
 from nalanda.compare.page import HEADINGS, Report, arm_rows
+from nalanda.compare.plan import choose_rate, plan_runs
 from nalanda.compare.results import Result
-from nalanda.compare.study import (
-    Study,
-    choose_rate,
-    load_arms,
-    plan_runs,
-    split_settings,
-    warn_about,
-)
+from nalanda.compare.study import Study, load_arms, split_settings, warn_about
 from nalanda.compare.verdict import (
     corrected,
     gap_by_seed,
@@ -455,7 +449,10 @@ def test_forked_arms_begin_at_a_checkpoint_of_the_first(tmp_path, capsys):
 
 def test_more_seeds_join_a_study_and_fewer_do_not(tmp_path, capsys):
     compare(tmp_path, "demo", "--seeds", "2")
+    capsys.readouterr()
     compare(tmp_path, "demo", "--seeds", "3")
+    assert "Seeds were added after a verdict over 2." in capsys.readouterr().out
+    assert read_json(tmp_path)["looks"] == [2, 3]
     assert len(starts(tmp_path)) == 6
     assert set(starts(tmp_path).values()) == {1}
     with pytest.raises(SystemExit):

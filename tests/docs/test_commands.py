@@ -18,7 +18,8 @@ from pages import DATA, ROOT, STEPS, TINY, Command, read_page, write_corpus
 
 import nalanda_cli
 from nalanda.common.errors import InputError
-from nalanda.compare.study import load_arms, read_arms, read_study
+from nalanda.compare.options import StudyOptions
+from nalanda.compare.study import load_arms, read_study
 from nalanda.config.load import find_recipe, load_config, read_sections
 from nalanda.config.schema import DataConfig
 
@@ -110,7 +111,7 @@ def check_nalanda(arguments: list[str], named: bool = False) -> None:
     if name == "prepare":
         DataConfig(given["source"], name=given["name"], revision=given["revision"]).check()
     if name == "compare":
-        options = {"arms": read_arms(given["arms"] or [])}
+        options = StudyOptions(arms=given["arms"])
         load_arms(read_study(given["recipe"], given["overrides"] or [], options))
         return
     recipe = None if given.get("keys") else given.get("recipe")

@@ -1,14 +1,16 @@
 """`nalanda compare`: trains the arms of a study, and writes its verdict."""
 
+import json
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nalanda.compare import page
 from nalanda.compare.options import Execution
+from nalanda.compare.plan import folder_of
 from nalanda.compare.results import RETRIES
 from nalanda.compare.runs import Runner, claimed
-from nalanda.compare.study import Study, folder_of, load_arms, warn_about
+from nalanda.compare.study import Study, load_arms, warn_about
 from nalanda.compare.tasks import Evaluate, score_tasks
 from nalanda.compare.verdict import StudyVerdict, judge_study
 from nalanda.compare.widths import figures_of, shared_weights, with_equal_figures
@@ -54,9 +56,16 @@ def run_study(
         parameters = {arm: int(each["parameters"]) for arm, each in figures.items()}
         tokenizers = {arm: config.tokenizer for arm, config in configs.items()}
         verdict = judge_study(study, runs, results, parameters, tokenizers)
+        looks = [*seeds_of_looks(folder), study.seeds]
+        if min(looks) < study.seeds:
+            notes.append(
+                f"Seeds were added after a verdict over {min(looks)}. Its intervals are too narrow for that."
+            )
         scores = score_tasks(study, runs, results, folder, evaluate) if evaluate else []
         samples = take_samples(study, runner, sample) if sample else []
-        report = page.Report(study, verdict, runs, results, figures, notes, scores, samples)
+        report = page.Report(
+            study, verdict, runs, results, figures, notes, scores, samples, sorted({*looks})
+        )
         files = page.write_files(folder, report)
         named = [f"{study.output_dir.rstrip('/')}/{file.name}" for file in files]
         if is_store(study.output_dir):
@@ -65,6 +74,15 @@ def run_study(
     page.print_report(report)
     print(*named, sep="\n")
     return verdict
+
+
+def seeds_of_looks(folder: Path) -> list[int]:
+    """The numbers of seeds over which the study has had verdicts; a folder without compare.json has had none."""
+    try:
+        looks = json.loads((folder / "compare.json").read_text(encoding="utf-8"))["looks"]
+        return [int(seeds) for seeds in looks if int(seeds) > 1]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def take_samples(study: Study, runner: Runner, sample: Sampler) -> list[tuple[str, str, str]]:

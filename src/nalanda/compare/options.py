@@ -1,4 +1,4 @@
-"""How the runs of a study are carried out: options of `nalanda compare` beside the study itself."""
+"""Options of `nalanda compare`: what a study is, and how its runs are carried out."""
 
 import re
 import shlex
@@ -6,6 +6,30 @@ import sys
 from dataclasses import dataclass
 
 from nalanda.common.errors import InputError
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """A study beside a recipe; a study file has the same as keys. None: its default there."""
+
+    arms: list[str] | None = None
+    """An arm, and its settings beside the recipe's."""
+    seeds: int | None = None
+    """Runs of each arm; default 3."""
+    rates: str | None = None
+    """Learning rates, with commas, to choose each arm's from."""
+    rate_seeds: int | None = None
+    """Runs of each rate, on other seeds; default 1."""
+    margin: float | None = None
+    """Difference that matters, in bits a byte; default 0.01."""
+    equal: str | None = None
+    """Figure to make equal by --by: parameters, flops (a token) or state."""
+    by: str | None = None
+    """Key to fit, such as model.intermediate_size."""
+    fork_at: float | None = None
+    """Share of the steps after which the other arms leave the first arm's run."""
+    tasks: str | None = None
+    """Tasks of `nalanda eval`, with commas, on which the models are compared too."""
 
 
 @dataclass(frozen=True)

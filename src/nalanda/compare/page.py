@@ -14,8 +14,9 @@ from rich.table import Table
 from nalanda.common.files import write_atomically
 from nalanda.common.text import duration, si, size
 from nalanda.common.versions import versions
+from nalanda.compare.plan import StudyRun
 from nalanda.compare.results import Result
-from nalanda.compare.study import Study, StudyRun, study_text
+from nalanda.compare.study import Study, study_text
 from nalanda.compare.tasks import TaskScore
 from nalanda.compare.verdict import LEVEL, StudyVerdict, write_interval
 from nalanda.compare.widths import CLOSE, KEYS
@@ -43,6 +44,8 @@ class Report:
     scores: Sequence[TaskScore] = ()
     samples: Sequence[tuple[str, str, str]] = ()
     """(arm, prompt, continuation)"""
+    looks: Sequence[int] = ()
+    """Numbers of seeds over which the study has had verdicts."""
 
 
 def differs(value: float, reference: float | None) -> bool:
@@ -150,6 +153,7 @@ def as_json(report: Report) -> str:
         "unit": verdict.unit,
         "level": LEVEL,
         "margin": verdict.margin,
+        "looks": list(report.looks),
         "arms": {
             name: {**asdict(arm), **{key: report.figures[name].get(KEYS[key]) for key in KEYS}}
             for name, arm in verdict.arms.items()

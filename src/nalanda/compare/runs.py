@@ -17,18 +17,9 @@ from nalanda.common.errors import InputError, output_folder
 from nalanda.common.files import write_atomically
 from nalanda.common.progress import Progress
 from nalanda.compare.options import Execution
+from nalanda.compare.plan import StudyRun, command_of, folder_of, is_complete, plan_runs, trunk_of
 from nalanda.compare.results import RETRIES, Result, read_result
-from nalanda.compare.study import (
-    Study,
-    StudyRun,
-    check_same,
-    command_of,
-    folder_of,
-    is_complete,
-    plan_runs,
-    study_text,
-    trunk_of,
-)
+from nalanda.compare.study import Study, check_same, study_text
 from nalanda.config.load import differences, load_config
 from nalanda.config.schema import RunConfig
 from nalanda.data.workers import processors

@@ -1,13 +1,9 @@
-"""A study: the arms that `nalanda compare` trains, and the runs that each of them needs.
-
-An arm is a recipe with overrides. Its runs are those of `nalanda train`, in folders of their own.
-"""
+"""A study: the arms that `nalanda compare` trains. An arm is a recipe with overrides."""
 
 import itertools
-import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +12,7 @@ import yaml
 
 from nalanda.common.errors import InputError
 from nalanda.common.text import redact
-from nalanda.compare.results import Result
+from nalanda.compare.options import StudyOptions
 from nalanda.config.bounds import (
     BETWEEN_0_AND_1,
     POSITIVE,
@@ -34,22 +30,16 @@ from nalanda.config.load import (
     section,
 )
 from nalanda.config.schema import RunConfig
-from nalanda.storage.remote import is_store, read_bytes, staging
+from nalanda.storage.remote import is_store, read_bytes
 
 FIGURES = ("parameters", "flops", "state")
 """Figures of a model that arms may share: parameters, training FLOPs a token, bytes of state."""
-
-FIRST_RATE_SEED = 101
-"""Rates are chosen on seeds from here on, which no verdict uses."""
 
 BEGINNINGS = (
     *("model.init_from", "model.initializer", "model.initializer_range"),
     *("model.parametrization", "model.base_width"),
 )
 """Keys by which modules of equal name and shape begin with other weights."""
-
-OCTAVES = 4
-"""Most octaves that a grid of rates grows by at an end."""
 
 OURS = {"seed", "optim.lr", "output_dir", "seed_by_name", "train.resume"}
 """Keys of a recipe that the study sets for each run."""
@@ -181,17 +171,19 @@ def split_settings(text: str | None) -> list[str]:
 # ------------------------------ reading
 
 
-def read_study(name: str, overrides: Sequence[str], options: Mapping[str, Any]) -> Study:
+def read_study(
+    name: str, overrides: Sequence[str] = (), options: StudyOptions = StudyOptions()
+) -> Study:
     """The study of a file, or of a recipe with `options` beside it.
 
     Args:
         name: a study file, the folder of a study (here or in a store), or a recipe.
         overrides: `section.key=value` for all arms, and output_dir.
-        options: values of the other fields of `Study`; those of a file stand in the file.
+        options: the study beside a recipe; that of a file stands in the file.
 
     Raises `InputError`.
     """
-    given = {key: value for key, value in options.items() if value not in (None, [], {})}
+    given = {key: value for key, value in vars(options).items() if value not in (None, [], ())}
     path = Path(name)
     if (path / "compare.yaml").is_file():
         path = path / "compare.yaml"
@@ -210,7 +202,13 @@ def read_study(name: str, overrides: Sequence[str], options: Mapping[str, Any]) 
         find_recipe(name)
         if "arms" not in given:
             raise InputError('give two arms or more, such as --arm "silu: model.feature_map=silu"')
-        values = {"recipe": name, "output_dir": f"runs/{Path(name).stem}-compare", **given}
+        lists: dict[str, Any] = {"arms": read_arms(options.arms or [])}
+        if options.rates is not None:
+            lists["rates"] = read_rates(options.rates)
+        if options.tasks is not None:
+            lists["tasks"] = [task.strip() for task in options.tasks.split(",") if task.strip()]
+        folder = f"runs/{Path(name).stem}-compare"
+        values = {"recipe": name, "output_dir": folder, **given, **lists}
 
     if "recipe" not in values:
         raise InputError(f"{redact(name)}: recipe: missing; name the recipe of the arms")
@@ -247,6 +245,10 @@ def read_rates(text: str) -> list[float]:
     if not rates or not all(isinstance(rate, int | float) for rate in rates):
         raise InputError(f"--rates {text}: expected numbers with commas, such as 1e-3,2e-3")
     return sorted(map(float, rates))
+
+
+def write_rates(rates: Sequence[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in sorted(rates))
 
 
 def load_arms(study: Study) -> dict[str, RunConfig]:
@@ -294,6 +296,11 @@ def check_fork(study: Study, arm: str, configs: Mapping[str, RunConfig]) -> None
             )
 
 
+def fork_of(study: Study, configs: Mapping[str, RunConfig]) -> int:
+    """The step at which the other arms leave the first arm's run."""
+    return max(1, round((study.fork_at or 0) * configs[study.first].train.steps))
+
+
 def warn_about(study: Study, configs: Mapping[str, RunConfig]) -> list[str]:
     """Sentences about arms that do not compare in all but their settings."""
     first = configs[study.first]
@@ -325,127 +332,6 @@ def warn_about(study: Study, configs: Mapping[str, RunConfig]) -> list[str]:
     return notes
 
 
-# ------------------------------ runs
-
-
-@dataclass(frozen=True)
-class StudyRun:
-    """A run of the study."""
-
-    arm: str
-    seed: int
-    number: int
-    """Place in its stage, by which shards divide the runs."""
-    rate: float | None = None
-    """`optim.lr` in place of the recipe's."""
-    trial: bool = False
-    """Whether it only chooses a rate."""
-
-    @property
-    def name(self) -> str:
-        """Its folder in the study's: `silu/seed-1`, or for a trial `silu/rate-0.004-seed-101`."""
-        rate = f"rate-{self.rate:g}-" if self.trial else ""
-        return f"{self.arm}/{rate}seed-{self.seed}"
-
-
-Results = Mapping[str, Result]
-"""Results by the names of runs; a run that did not begin has none."""
-
-
-def plan_runs(study: Study, results: Results) -> list[StudyRun]:
-    """The runs that are known so far: trials of the rates, and the runs of each arm whose rate is chosen."""
-    swept = [study.first] if study.fork_at is not None else list(study.arms)
-    runs: list[StudyRun] = []
-    rates: dict[str, float | None] = dict.fromkeys(study.arms)
-    if study.rates:
-        for place, arm in enumerate(swept):
-            grid, chosen = choose_rate(study, arm, results)
-            trials = itertools.product(range(study.rate_seeds), enumerate(grid))
-            for seed, (step, rate) in trials:
-                number = (step * study.rate_seeds + seed) * len(swept) + place
-                runs.append(StudyRun(arm, FIRST_RATE_SEED + seed, number, rate, trial=True))
-            rates[arm] = chosen
-        runs.sort(key=lambda run: run.number)
-
-    for seed, (place, arm) in itertools.product(range(study.seeds), enumerate(study.arms)):
-        rate = rates[study.first if study.fork_at is not None else arm]
-        if rate is not None or not study.rates:
-            # The arms that leave a run stay with its share, whose machine has the checkpoint.
-            number = seed if study.fork_at is not None else seed * len(study.arms) + place
-            runs.append(StudyRun(arm, seed + 1, number, rate))
-    return runs
-
-
-def is_complete(study: Study, runs: Sequence[StudyRun]) -> bool:
-    """Whether the plan has every run of the study: no rate is still to be chosen."""
-    return sum(not run.trial for run in runs) == study.seeds * len(study.arms)
-
-
-def choose_rate(study: Study, arm: str, results: Results) -> tuple[list[float], float | None]:
-    """The grid of an arm, in the order in which its rates came, and the chosen rate once it is known.
-
-    The rate with the lowest mean validation loss over the trials is chosen. While it stands at an end of the
-    grid, an octave is added there. Raises `InputError` if every rate has failed.
-    """
-    grid = list(study.rates)
-    seeds = range(FIRST_RATE_SEED, FIRST_RATE_SEED + study.rate_seeds)
-    while True:
-        losses: dict[float, float] = {}
-        for rate in grid:
-            names = [StudyRun(arm, seed, 0, rate, trial=True).name for seed in seeds]
-            ended = [results[n] for n in names if n in results and results[n].ended]
-            if len(ended) < len(names):
-                return grid, None
-            losses[rate] = math.fsum(result.loss for result in ended) / len(ended)
-
-        best = min(grid, key=losses.__getitem__)
-        if not math.isfinite(losses[best]):
-            raise InputError(f"arm {arm}: no rate of {write_rates(grid)} can be trained")
-        further = {min(grid): min(grid) / 2, max(grid): max(grid) * 2}.get(best)
-        if further is None or len(grid) >= len(study.rates) + OCTAVES:
-            return grid, best
-        grid.append(further)
-
-
-def write_rates(rates: Sequence[float]) -> str:
-    return ", ".join(f"{rate:g}" for rate in sorted(rates))
-
-
-def fork_of(study: Study, configs: Mapping[str, RunConfig]) -> int:
-    """The step at which the other arms leave the first arm's run."""
-    return max(1, round((study.fork_at or 0) * configs[study.first].train.steps))
-
-
-def command_of(
-    study: Study, run: StudyRun, configs: Mapping[str, RunConfig]
-) -> tuple[str, list[str]]:
-    """The recipe and the overrides with which `nalanda train` makes a run."""
-    overrides = [*study.overrides, *study.settings[run.arm]]
-    overrides += [f"seed={run.seed}", "seed_by_name=true"]
-    if run.rate is not None:
-        overrides.append(f"optim.lr={run.rate:g}")
-
-    if study.fork_at is not None and not run.trial:
-        fork = fork_of(study, configs)
-        if run.arm == study.first:
-            overrides += [f"checkpoint.every={fork}", f"checkpoint.keep_every={fork}"]
-        else:
-            trunk = staging(folder_of(study, replace(run, arm=study.first)))
-            overrides.append(f"train.resume={trunk}/checkpoints/step-{fork}")
-    return study.recipe_of(run.arm), [*overrides, f"output_dir={folder_of(study, run)}"]
-
-
-def folder_of(study: Study, run: StudyRun) -> str:
-    return f"{study.output_dir.rstrip('/')}/{run.name}"
-
-
-def trunk_of(study: Study, run: StudyRun) -> StudyRun | None:
-    """The run that this one leaves, and waits for."""
-    if study.fork_at is None or run.trial or run.arm == study.first:
-        return None
-    return replace(run, arm=study.first)
-
-
 # ------------------------------ records
 
 
@@ -461,10 +347,10 @@ def study_text(study: Study) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def check_same(text: str, study: Study, where: str) -> int:
-    """Compares the recorded study of a folder with this one, and returns the recorded number of seeds.
+def check_same(text: str, study: Study, where: str) -> None:
+    """Compares the recorded study of a folder with this one.
 
-    Seeds, margin and tasks may change. Raises `InputError` for any other change.
+    Margin and tasks may change, and seeds be added. Raises `InputError` for any other change.
     """
     recorded: Study = section(Study, parse_yaml(text, where), "")
     free = ("output_dir", "seeds", "margin", "tasks")
@@ -484,4 +370,3 @@ def check_same(text: str, study: Study, where: str) -> int:
             f"{redact(where)}: its study has {recorded.seeds} seeds, and fewer would drop runs; give "
             f"{recorded.seeds} or more"
         )
-    return recorded.seeds

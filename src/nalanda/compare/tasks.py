@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from nalanda.compare.plan import StudyRun, folder_of
 from nalanda.compare.results import Result
-from nalanda.compare.study import Study, StudyRun, folder_of
+from nalanda.compare.study import Study
 from nalanda.compare.verdict import Gap, corrected, gap_by_seed
 from nalanda.storage.remote import staging
 

@@ -13,8 +13,9 @@ import numpy as np
 from scipy import stats
 
 from nalanda.common.text import si
+from nalanda.compare.plan import StudyRun
 from nalanda.compare.results import Result
-from nalanda.compare.study import Study, StudyRun
+from nalanda.compare.study import Study
 
 Unit = Literal["bits a byte", "nats a token"]
 
