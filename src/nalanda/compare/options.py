@@ -39,7 +39,7 @@ class Execution:
     workers: int = 1
     """Runs at a time. On a CPU they share its cores, else the GPUs."""
     shard: str | None = None
-    """I/N: this command makes the I-th of N shares of the runs; the folder is shared, or in a store."""
+    """Share I/N: this command makes the I-th of N parts of the runs; the folder is shared, or in a store."""
     launch: str | None = None
     """Launcher of each run, such as "accelerate launch --num_processes 2"."""
 
