@@ -39,7 +39,7 @@ def test_records_of_a_study_that_is_not_finished(records):
 def test_every_arm_of_the_fit_is_distilled_over_seeds(monkeypatch):
     monkeypatch.chdir(ROOT)
     teacher = ["distill.teacher=smollm2", "tokenizer=smollm2", "data.source=corpus"]
-    study = read_study(str(RECIPE.with_name("linearize_study.yaml")), teacher, {})
+    study = read_study(str(RECIPE.with_name("linearize_study.yaml")), teacher)
     recipe, configs = load_config(RECIPE), load_arms(study)
     assert [*configs] == [*recipe.linearize.arms, "teacher"]
     for name in recipe.linearize.arms:
