@@ -55,6 +55,7 @@ from nalanda.common.errors import DiskFull, InputError, first_line, no_room, out
 from nalanda.common.files import write_atomically
 from nalanda.common.products import product_route
 from nalanda.common.progress import Progress
+from nalanda.common.text import without_infinities
 from nalanda.common.versions import versions
 from nalanda.inference.load import choose_device, load_model
 from nalanda.inference.options import LoadOptions
@@ -315,7 +316,7 @@ def _write_samples(directory: Path, model: str, task: str, samples: list[dict[st
         }
         texts = {name: sanitize_list(sample[name]) for name in ("resps", "filtered_resps")}
         line = sample | texts | {"arguments": arguments, "target": str(sample["target"])}
-        content = _infinities_to_text(line)
+        content = without_infinities(line)
         lines.append(json.dumps(content, ensure_ascii=False, default=handle_non_serializable))
 
     folder = directory / sanitize_model_name(model)
@@ -328,7 +329,7 @@ def _write_samples(directory: Path, model: str, task: str, samples: list[dict[st
 def _write_results(directory: Path, results: dict[str, Any]) -> None:
     rows = io.StringIO(newline="")
     csv.writer(rows).writerows(report.result_rows(results))
-    content = _infinities_to_text(results)
+    content = without_infinities(results)
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
     with _explain_write_errors(directory):
         write_atomically(directory / "results.csv", rows.getvalue())
@@ -599,17 +600,8 @@ def _hash_requests(samples: list[dict[str, Any]]) -> str:
     return hashlib.sha256(json.dumps(requests, default=str).encode()).hexdigest()[:16]
 
 
-def _infinities_to_text(value: Any) -> Any:
-    """The value with infinities as text, because JSON has none."""
-    if isinstance(value, dict):
-        return {key: _infinities_to_text(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_infinities_to_text(entry) for entry in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _text_to_infinities(results: dict[str, Any]) -> None:
-    """Turns the scores that `_infinities_to_text` wrote as text into numbers again."""
+    """Turns the scores that `without_infinities` wrote as text into numbers again."""
     for model in results["models"]:
         for scores in model["tasks"].values():
             for values in (scores["metrics"], scores["stderr"]):

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nalanda.common.progress import first_process
-from nalanda.common.text import beside_least, si, size
+from nalanda.common.text import beside_least, markdown_table, si, size
 from nalanda_eval.needles import NEEDLES, short_length
 
 # The zero-shot suite of NaLaFormer's table 4, and LAMBADA's accuracy: task, metric, column.
@@ -246,16 +246,11 @@ def results_markdown(results: dict[str, Any]) -> str:
         bold = [[f"**{row[0]}**", *row[1:]] if i % 2 == 0 else row for i, row in enumerate(ours)]
         blocks.append(markdown_table(header, [*published, *bold], left=1))
     blocks += [
-        markdown_table(*table) for table in (needle_table(results), others(results)) if table
+        markdown_table(*table, left=2)
+        for table in (needle_table(results), others(results))
+        if table
     ]
     return "\n\n".join([*blocks, *notes(results)]) + "\n"
-
-
-def markdown_table(header: list[str], lines: list[list[str]], left: int = 2) -> str:
-    """A table in Markdown; all columns but the first `left` are right-aligned."""
-    marks = ["---"] * left + ["---:"] * (len(header) - left)
-    rows = [[cell.replace("|", "\\|") for cell in line] for line in [header, marks, *lines]]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def print_results(results: dict[str, Any]) -> None:

@@ -56,7 +56,11 @@ def compare(tmp_path: Path, *words: str, launch: str = LAUNCH) -> None:
 
 
 def read_json(tmp_path: Path) -> dict:
-    return json.loads((tmp_path / "study" / "compare.json").read_text())
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    text = (tmp_path / "study" / "compare.json").read_text()
+    return json.loads(text, parse_constant=refuse)
 
 
 def starts(tmp_path: Path) -> dict[str, int]:
@@ -415,6 +419,9 @@ def test_a_run_that_diverged_is_named_and_not_tried_again(tmp_path, capsys):
     assert "sound/rate-0.1-seed-101 diverged: step 7: loss is nan" in capsys.readouterr().err
     compare(tmp_path, *words)
     assert set(starts(tmp_path).values()) == {1}
+    lost = read_json(tmp_path)["runs"]["sound/rate-0.1-seed-101"]
+    assert lost["diverged"]
+    assert lost["loss"] is None
 
 
 @pytest.mark.slow
@@ -659,7 +666,7 @@ def test_a_run_that_cannot_start_ends_the_study_with_its_line(tmp_path, capsys):
 def test_a_key_is_fitted_to_equal_parameters(tmp_path):
     arms = {"silu": "model.feature_map=silu model.expand_k=1", "nala": "model.feature_map=nala"}
     study = study_of(tmp_path, arms=arms, equal="parameters", by="model.intermediate_size")
-    fitted = with_equal_figures(study, load_arms(study))
+    fitted = with_equal_figures(study)
     silu, nala = (figures_of(fitted, arm)["parameters"] for arm in arms)
     before = figures_of(study, "nala")["parameters"]
     assert abs(nala / silu - 1) < 0.002 < abs(before / silu - 1)

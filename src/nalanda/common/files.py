@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from nalanda.common.errors import DiskFull, InputError, full_problem, no_room, output_folder
 
 
@@ -21,6 +19,8 @@ def alone(lock: Path, taken: str, seconds: float = 0.0) -> Iterator[bool]:
 
     Raises `InputError` with the text `taken` if another process still has it after `seconds`.
     """
+    from filelock import FileLock, Timeout  # 9 ms, which most commands do not need
+
     held = FileLock(lock)
     try:
         held.acquire(timeout=seconds)

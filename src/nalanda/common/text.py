@@ -1,4 +1,4 @@
-"""Text for messages: the nearest name, sizes, durations, URLs without their secrets. A short hash of text."""
+"""Text for messages and files: the nearest name, sizes, durations, tables, URLs without their secrets. A short hash."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -119,3 +119,22 @@ def beside_least(value: float | None, values: Iterable[float | None]) -> str:
     if not value or least is None or value <= 1.02 * least:
         return ""
     return f", {value / least:.1f} ×"
+
+
+def markdown_table(
+    header: Sequence[str], lines: Sequence[Sequence[str]], left: int | None = None
+) -> str:
+    """A table in Markdown; all columns but the first `left` are right-aligned. None: no column is."""
+    count = len(header) if left is None else left
+    marks = ["---"] * count + ["---:"] * (len(header) - count)
+    rows = [[cell.replace("|", "\\|") for cell in line] for line in [header, marks, *lines]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def without_infinities(value: Any, write: Callable[[float], Any] = str) -> Any:
+    """`value` with what `write` makes of infinities and NaN, which JSON lacks; by default their text."""
+    if isinstance(value, dict):
+        return {key: without_infinities(each, write) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_infinities(each, write) for each in value]
+    return write(value) if isinstance(value, float) and not math.isfinite(value) else value

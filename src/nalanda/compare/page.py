@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from nalanda.common.files import write_atomically
-from nalanda.common.text import duration, si, size
+from nalanda.common.text import duration, markdown_table, si, size, without_infinities
 from nalanda.common.versions import versions
 from nalanda.compare.plan import StudyRun
 from nalanda.compare.results import Result
@@ -136,13 +136,8 @@ def as_markdown(report: Report) -> str:
     parts = [markdown_table(HEADINGS, arm_rows(report))]
     if report.scores:
         parts.append(markdown_table(*score_rows(report)))
-    parts.append([f"- {line}" for line in [*report.verdict.sentences, *report.notes]])
-    return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
-
-
-def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return [f"| {' | '.join(cells)} |" for cells in lines]
+    parts.append("\n".join(f"- {line}" for line in [*report.verdict.sentences, *report.notes]))
+    return "\n\n".join(parts) + "\n"
 
 
 def as_json(report: Report) -> str:
@@ -165,20 +160,11 @@ def as_json(report: Report) -> str:
         "runs": {
             run.name: {"rate": run.rate, "trial": run.trial, **asdict(results[run.name])}
             for run in report.runs
-            if run.name in results
         },
         "versions": versions(),
     }
-    return json.dumps(_finite(record), indent=1, ensure_ascii=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    """Without NaN and infinity, which JSON lacks: they become null."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    finite = without_infinities(record, lambda number: None)
+    return json.dumps(finite, indent=1, ensure_ascii=False) + "\n"
 
 
 # ------------------------------ the page
@@ -206,7 +192,7 @@ def as_html(report: Report) -> str:
         [name, study.recipe_of(name), " ".join(words) or "–"]
         for name, words in study.settings.items()
     ]
-    lost = [run for run in report.runs if _diverged(run, report.results)]
+    lost = [run for run in report.runs if report.results[run.name].diverged]
     return render(
         "compare/page.html",
         panels,
@@ -225,10 +211,6 @@ def as_html(report: Report) -> str:
     )
 
 
-def _diverged(run: StudyRun, results: Mapping[str, Result]) -> bool:
-    return run.name in results and results[run.name].diverged
-
-
 def draw_curves(runs: Sequence[StudyRun], results: Mapping[str, Result]) -> Any:
     """Validation losses of the arms: the mean over the seeds, and a band of one standard deviation."""
     from bokeh.models import HoverTool
@@ -239,10 +221,7 @@ def draw_curves(runs: Sequence[StudyRun], results: Mapping[str, Result]) -> Any:
         curves = [
             dict(results[run.name].curve)
             for run in runs
-            if run.arm == arm
-            and not run.trial
-            and run.name in results
-            and results[run.name].finished
+            if run.arm == arm and not run.trial and results[run.name].finished
         ]
         # Tokens at which every seed was validated.
         tokens = sorted(set.intersection(*map(set, curves))) if curves else []

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from nalanda.common.text import markdown_table
 from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, build_feature_map
 from nalanda.model.options import is_option
 from nalanda.report.keys import key_rows
@@ -94,12 +95,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table, without the columns of `LEFT_OUT`."""
     rows = [{name: cell for name, cell in row.items() if name not in LEFT_OUT} for row in rows]
 
-    def line(cells: Any) -> str:
-        return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
-
-    code = next(iter(rows[0]))
-    body = [line([f"`{row[code]}`", *list(row.values())[1:]]) for row in rows]
-    return "\n".join([line(rows[0]), line("---" for _ in rows[0]), *body])
+    header = list(rows[0])
+    code = header[0]
+    body = [[f"`{row[code]}`", *map(str, list(row.values())[1:])] for row in rows]
+    return markdown_table(header, body)
 
 
 def print_tables(tables: dict[str, list[dict[str, Any]]], console: Console | None = None) -> None:
