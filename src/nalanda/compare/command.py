@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nalanda.compare import page
 from nalanda.compare.options import Execution
-from nalanda.compare.plan import folder_of
+from nalanda.compare.plan import StudyRun, folder_of
 from nalanda.compare.results import RETRIES
 from nalanda.compare.runs import Runner, claimed
 from nalanda.compare.study import Study, load_arms, warn_about
@@ -37,7 +37,7 @@ def run_study(
         SystemExit, KeyboardInterrupt: after a signal; the runs under way have saved a checkpoint.
     """
     recorded, share = study, execution.share()
-    study = with_equal_figures(study, load_arms(study))
+    study = with_equal_figures(study)
     configs = load_arms(study)
     figures = {arm: {"rate": configs[arm].optim.lr, **figures_of(study, arm)} for arm in study.arms}
     notes = [*warn_about(study, configs), *shared_weights(study)]
@@ -62,7 +62,7 @@ def run_study(
                 f"Seeds were added after a verdict over {min(looks)}. Its intervals are too narrow for that."
             )
         scores = score_tasks(study, runs, results, folder, evaluate) if evaluate else []
-        samples = take_samples(study, runner, sample) if sample else []
+        samples = take_samples(study, runs, sample) if sample else []
         report = page.Report(
             study, verdict, runs, results, figures, notes, scores, samples, sorted({*looks})
         )
@@ -85,12 +85,13 @@ def seeds_of_looks(folder: Path) -> list[int]:
         return []
 
 
-def take_samples(study: Study, runner: Runner, sample: Sampler) -> list[tuple[str, str, str]]:
+def take_samples(
+    study: Study, runs: Sequence[StudyRun], sample: Sampler
+) -> list[tuple[str, str, str]]:
     """(arm, prompt, continuation) by each arm's first seed, where its model is on this machine."""
     texts = []
-    for arm in study.arms:
-        run = next((r for r in runner.runs if (r.arm, r.seed) == (arm, 1)), None)
-        folder = staging(folder_of(study, run)) if run else None
-        if folder and (folder / "final").is_dir():
-            texts += [(arm, prompt, text) for prompt, text in sample(folder)]
+    for run in runs:
+        folder = staging(folder_of(study, run))
+        if run.seed == 1 and (folder / "final").is_dir():
+            texts += [(run.arm, prompt, text) for prompt, text in sample(folder)]
     return texts

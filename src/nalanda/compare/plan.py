@@ -101,18 +101,17 @@ def command_of(
     study: Study, run: StudyRun, configs: Mapping[str, RunConfig]
 ) -> tuple[str, list[str]]:
     """The recipe and the overrides with which `nalanda train` makes a run."""
-    overrides = [*study.overrides, *study.settings[run.arm]]
-    overrides += [f"seed={run.seed}", "seed_by_name=true"]
+    overrides = [*study.overrides_of(run.arm), f"seed={run.seed}", "seed_by_name=true"]
     if run.rate is not None:
         overrides.append(f"optim.lr={run.rate:g}")
 
     if study.fork_at is not None and not run.trial:
-        fork = fork_of(study, configs)
-        if run.arm == study.first:
+        fork, trunk = fork_of(study, configs), trunk_of(study, run)
+        if trunk is None:
             overrides += [f"checkpoint.every={fork}", f"checkpoint.keep_every={fork}"]
         else:
-            trunk = staging(folder_of(study, replace(run, arm=study.first)))
-            overrides.append(f"train.resume={trunk}/checkpoints/step-{fork}")
+            folder = staging(folder_of(study, trunk))
+            overrides.append(f"train.resume={folder}/checkpoints/step-{fork}")
     return study.recipe_of(run.arm), [*overrides, f"output_dir={folder_of(study, run)}"]
 
 

@@ -57,8 +57,6 @@ def read_result(folder: str) -> Result | None:
 
     summary, facts = read_run(local), read_facts(local)
     state = summary.state
-    if state == "finished" and facts.get("step", 0) < facts.get("steps", 0):
-        state = "interrupted"
     try:
         lines = list(with_hours(read_metrics(local / "metrics.jsonl")))
         validations = [line for line, _ in lines if "val_loss" in line]

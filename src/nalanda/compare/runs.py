@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+import torch
 
 from nalanda.common.errors import InputError, output_folder
-from nalanda.common.files import write_atomically
+from nalanda.common.files import alone, write_atomically
 from nalanda.common.progress import Progress
 from nalanda.compare.options import Execution
 from nalanda.compare.plan import StudyRun, command_of, folder_of, is_complete, plan_runs, trunk_of
@@ -43,15 +43,11 @@ def claimed(
     """
     folder = staging(study.output_dir)
     output_folder(folder, "output_dir")
-    lock = FileLock(folder / f".lock-{share[0] + 1}-of-{share[1]}")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise InputError(
-            f"{study.output_dir}: another command makes these runs; wait for its end, or take another "
-            "output_dir or --shard"
-        ) from None
-    with lock:
+    taken = (
+        f"{study.output_dir}: another command makes these runs; wait for its end, or take another "
+        "output_dir or --shard"
+    )
+    with alone(folder / f".lock-{share[0] + 1}-of-{share[1]}", taken):
         record_study(study, configs, folder)
         yield folder
 
@@ -63,10 +59,8 @@ def record_study(study: Study, configs: Mapping[str, RunConfig], folder: Path) -
         stored = read_bytes(f"{study.output_dir}/compare.yaml", RETRIES, missing=b"")
         if stored:
             write_atomically(file, stored)
-    others = (
-        {p.name for p in folder.iterdir()} - {"compare.yaml", "arms"} if folder.is_dir() else set()
-    )
-    if not file.is_file() and any(not name.startswith(".") for name in others):
+    others = [p for p in folder.iterdir() if p.name != "arms" and not p.name.startswith(".")]
+    if not file.is_file() and others:
         raise InputError(f"{folder} has files that are no study; choose another output_dir")
 
     if file.is_file():
@@ -88,16 +82,14 @@ def check_recipe(file: Path, config: RunConfig) -> None:
     if not file.is_file():
         return
     changed = differences(load_config(file).to_dict(), config.to_dict())
-    for key, (old, new) in changes_of_arm(changed).items():
+    for key, (old, new) in changed.items():
+        # The folder may move, and workers are no matter of the result.
+        if key in ("output_dir", "data.workers"):
+            continue
         raise InputError(
             f"{file}: the recipe was another when the study began: {key} was {old!r} and is {new!r}; "
             "set it back, or choose another output_dir"
         )
-
-
-def changes_of_arm(changed: dict[str, Any]) -> dict[str, Any]:
-    """The changes that make another arm. The folder may move, and workers are no matter of the result."""
-    return {key: pair for key, pair in changed.items() if key not in ("output_dir", "data.workers")}
 
 
 # ------------------------------ processes
@@ -233,8 +225,6 @@ class Runner:
 
     def place(self, run: StudyRun, slot: int, environment: dict[str, str]) -> list[str]:
         """Gives one of several workers its GPU, or its cores by an override, which it returns."""
-        import torch
-
         workers = self.execution.workers
         if workers == 1 or self.execution.launch:
             return []

@@ -13,6 +13,7 @@ import yaml
 from nalanda.common.errors import InputError
 from nalanda.common.text import redact
 from nalanda.compare.options import StudyOptions
+from nalanda.compare.results import RETRIES
 from nalanda.config.bounds import (
     BETWEEN_0_AND_1,
     POSITIVE,
@@ -132,9 +133,13 @@ class Study:
 
     @cached_property
     def settings(self) -> dict[str, list[str]]:
-        """The overrides of each arm beside those of the recipe."""
+        """The overrides that each arm has of its own."""
         words = {name: split_settings(text) for name, text in self.arms.items()}
         return {name: [w for w in each if "=" in w] for name, each in words.items()}
+
+    def overrides_of(self, arm: str) -> list[str]:
+        """The overrides of an arm's recipe: those of all arms, then its own."""
+        return [*self.overrides, *self.settings[arm]]
 
     def recipe_of(self, arm: str) -> str:
         """The recipe of an arm: its own, or the study's."""
@@ -188,7 +193,7 @@ def read_study(
     if (path / "compare.yaml").is_file():
         path = path / "compare.yaml"
     if is_store(name):
-        stored = read_bytes(f"{name.rstrip('/')}/compare.yaml", retries=3)
+        stored = read_bytes(f"{name.rstrip('/')}/compare.yaml", RETRIES)
         values = parse_yaml(stored.decode(errors="replace"), name)
     else:
         values = read_yaml(path) if path.is_file() else None
@@ -258,7 +263,7 @@ def load_arms(study: Study) -> dict[str, RunConfig]:
     """
     configs = {}
     for name in study.arms:
-        overrides = [*study.overrides, *study.settings[name], f"output_dir={study.output_dir}"]
+        overrides = [*study.overrides_of(name), f"output_dir={study.output_dir}"]
         try:
             configs[name] = load_config(study.recipe_of(name), overrides, training=True)
         except InputError as error:

@@ -11,7 +11,7 @@ import numpy as np
 from nalanda.compare.plan import StudyRun, folder_of
 from nalanda.compare.results import Result
 from nalanda.compare.study import Study
-from nalanda.compare.verdict import Gap, corrected, gap_by_seed
+from nalanda.compare.verdict import Gap, corrected, gaps_of
 from nalanda.storage.remote import staging
 
 REPEATED = ("word_perplexity", "byte_perplexity")
@@ -63,11 +63,8 @@ def gather(study: Study, tasks: Mapping[StudyRun, Mapping[str, dict]]) -> list[T
                     arms = values.setdefault((task, metric), {arm: {} for arm in study.arms})
                     arms[run.arm][run.seed] = float(value)
 
-    gaps: dict[tuple[str, str], list[Gap]] = {}
-    for name, arms in values.items():
-        pairs = itertools.combinations(study.arms, 2)
-        by_pair = [gap_by_seed(a, b, arms[a], arms[b]) for a, b in pairs]
-        gaps[name] = [gap for gap in by_pair if gap]
+    pairs = [*itertools.combinations(study.arms, 2)]
+    gaps = {name: gaps_of(pairs, arms) for name, arms in values.items()}
     told = iter(corrected([gap for each in gaps.values() for gap in each]))
     return [
         TaskScore(

@@ -5,7 +5,7 @@ Student's t over the seeds' differences gives the interval and the p; Holm's cor
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -73,6 +73,14 @@ def gap_by_seed(
     if len(seeds) < 2:
         return None
     return pair_gap(first, second, [a[seed] for seed in seeds], [b[seed] for seed in seeds])
+
+
+def gaps_of(
+    pairs: Iterable[tuple[str, str]], losses: Mapping[str, Mapping[int, float]]
+) -> list[Gap]:
+    """The gaps of the pairs of arms that share two seeds or more. losses: by arm and seed."""
+    by_pair = [gap_by_seed(a, b, losses[a], losses[b]) for a, b in pairs]
+    return [gap for gap in by_pair if gap]
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -180,8 +188,8 @@ def judge_study(
         arm: {s: loss for s, r in each.items() if (loss := _loss_in(unit, r)) is not None}
         for arm, each in by_arm.items()
     }
-    reasons = {}
-    for a, b in itertools.combinations(study.arms, 2):
+    pairs, reasons = [*itertools.combinations(study.arms, 2)], {}
+    for a, b in pairs:
         lacking = [
             arm
             for arm in (a, b)
@@ -197,13 +205,10 @@ def judge_study(
         for arm, each in by_arm.items()
     }
 
-    pairs = itertools.combinations(study.arms, 2)
-    by_pair = [gap_by_seed(a, b, losses[a], losses[b]) for a, b in pairs if (a, b) not in reasons]
-    gaps = corrected([gap for gap in by_pair if gap])
-
+    gaps = corrected(gaps_of([pair for pair in pairs if pair not in reasons], losses))
     paired = {(gap.first, gap.second): gap for gap in gaps}
     sentences = []
-    for pair in itertools.combinations(study.arms, 2):
+    for pair in pairs:
         two = [arms[arm] for arm in pair]
         gap = paired.get(pair)
         if gap is None:

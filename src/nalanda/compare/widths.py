@@ -8,7 +8,7 @@ from typing import Any
 
 from nalanda.common.errors import InputError
 from nalanda.common.text import si
-from nalanda.compare.study import Study
+from nalanda.compare.study import Study, load_arms
 from nalanda.data.records import field_of
 from nalanda.report.info import describe_recipe, info
 
@@ -28,15 +28,15 @@ KEYS = {
 
 def figures_of(study: Study, arm: str, *extra: str) -> dict[str, Any]:
     """The figures of an arm's model, as `nalanda info` has them. Raises `InputError`."""
-    overrides = [*study.overrides, *study.settings[arm], *extra, f"output_dir={study.output_dir}"]
+    overrides = [*study.overrides_of(arm), *extra, f"output_dir={study.output_dir}"]
     return info(study.recipe_of(arm), overrides, memory=False)
 
 
-def with_equal_figures(study: Study, configs: Any) -> Study:
+def with_equal_figures(study: Study) -> Study:
     """The study with the key `by` fitted in every arm but the first. Raises `InputError`."""
     if study.equal is None or study.by is None:
         return study
-    key, name = study.by, KEYS[study.equal]
+    configs, key, name = load_arms(study), study.by, KEYS[study.equal]
     wanted = figures_of(study, study.first)[name]
     arms = dict(study.arms)
     for arm in list(arms)[1:]:
@@ -83,7 +83,7 @@ def fit(figure: Callable[[float], float], start: float, wanted: float, where: st
     most = max(8, round(8 * start / step))
     place = bisect.bisect_left(range(1, most + 1), wanted, key=up_to) + 1
     # Of the values at either side of the wanted figure, the nearer one.
-    near = [n for n in range(max(1, place - 8), min(most, place + 8) + 1) if known.get(n) or at(n)]
+    near = [n for n in range(max(1, place - 8), min(most, place + 8) + 1) if at(n)]
     if not near:
         raise InputError(f"{where}: no value suits the model")
     best = min(near, key=lambda n: abs((at(n) or 0) - wanted))
@@ -98,7 +98,6 @@ def shared_weights(study: Study) -> list[str]:
     """
     shapes = {arm: shapes_of(study, arm) for arm in study.arms}
     first = shapes[study.first]
-    notes = []
     if study.fork_at is not None:
         for arm, own in shapes.items():
             if other := next((n for n in {**first, **own} if first.get(n) != own.get(n)), None):
@@ -106,12 +105,14 @@ def shared_weights(study: Study) -> list[str]:
                     f"arm {arm}: --from: {other} has another shape than in {study.first}, whose run it leaves"
                 )
         return []
+
+    notes = []
     for arm, own in shapes.items():
+        total = sum(shape.numel() for shape in own.values())
         shared = sum(shape.numel() for name, shape in own.items() if first.get(name) == shape)
-        if shared < sum(shape.numel() for shape in own.values()):
-            share = shared / sum(shape.numel() for shape in own.values())
+        if shared < total:
             # Rounded down: no arm that lacks some shares 100 %.
-            percent = math.floor(1000 * share) / 10
+            percent = math.floor(1000 * shared / total) / 10
             notes.append(
                 f"{arm} shares {percent:g} % of its initial weights with {study.first}; the others have no "
                 "counterpart of their name and shape."
@@ -120,6 +121,6 @@ def shared_weights(study: Study) -> list[str]:
 
 
 def shapes_of(study: Study, arm: str) -> dict[str, Any]:
-    overrides = [*study.overrides, *study.settings[arm], f"output_dir={study.output_dir}"]
+    overrides = [*study.overrides_of(arm), f"output_dir={study.output_dir}"]
     _, model = describe_recipe(study.recipe_of(arm), overrides)
     return {name: parameter.shape for name, parameter in model.named_parameters()}
