@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Mixer, StateSpec, convolve
-from .call import Call, Inputs, Options, wide_dtype
+from .call import Inputs, wide_dtype
 from .delta import Decay
 from .layers import Fp32Module, PreviousToken, RMSNorm, at_least_fp32, rotate
 from .ops import linear_attention_flops
-from .recurrent import LayerState, recurrence
+from .recurrent import LayerState, mix_sum
 from .rule import Rule
 from .sequences import Sequences
 
@@ -126,7 +126,8 @@ class Mamba3(Mixer):
     def mix(
         self, inputs: Inputs, seq: Sequences, state: LayerState | None
     ) -> tuple[Tensor, LayerState]:
-        q, k, v, share, g, dt, skip = *inputs[:5], inputs.dt, inputs.skip
+        q, k, v, share = inputs.q, inputs.k, inputs.v, inputs.beta
+        g, dt, skip = inputs.g, inputs.dt, inputs.skip
         assert share is not None
         assert g is not None
         assert dt is not None
@@ -145,9 +146,8 @@ class Mamba3(Mixer):
 
         v = at_least_fp32(v)
         values = weight[..., None] * v_before.view_as(v)
-        call = Call(q_turned, k_before.view_as(k_turned), values, g=g)
-        mode = "recurrent" if v.shape[1] == 1 else "chunk"
-        o, of_sum = recurrence(call, Options(scale=self.rule.scale, mode=mode), seq, state)
+        written = Inputs(q_turned, k_before.view_as(k_turned), values, g=g)
+        o, of_sum = mix_sum(self, written, seq, state)
         return o + (own * (q * k).sum(-1) + skip)[..., None] * v, new | of_step | of_sum
 
     def angles(self, inputs: Inputs, seq: Sequences, state: LayerState | None) -> Tensor:

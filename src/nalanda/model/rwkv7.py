@@ -245,14 +245,15 @@ class RWKV7(Mixer):
             beta=erase.new_ones(k.shape[:3]),
             erase=torch.cat([erase, torch.zeros_like(erase)], 2),
         )
-        q, k, v, beta, g, erase = by_step(two, 2)[:6]
+        steps = by_step(two, 2)
         options = Options(
             scale=self.rule.scale,
             # Where a exceeds w, a token turns what it erases into its negative.
             allow_neg_eigval=True,
             mode="recurrent" if inputs.q.shape[1] == 1 else "chunk",
         )
-        call = Call(q.to(k.dtype), k, v, beta, g, erase)
+        q = steps.q.to(k.dtype)
+        call = Call(q, steps.k, steps.v, steps.beta, steps.g, steps.erase)
         o, new = recurrence(call, options, seq.repeated(2), state)
         return o[:, 1::2], new
 
