@@ -205,7 +205,7 @@ def run_command(app: typer.Typer, name: str, arguments: list[str]) -> None:
         except typer.Exit as stop:
             raise SystemExit(stop.exit_code) from None
         except UsageError as error:
-            report_failure(describe_misuse(error, name))
+            report_failure(describe_misuse(error, name), error.exit_code)
             raise SystemExit(error.exit_code) from None
 
 

@@ -20,7 +20,7 @@ from covering import slow_but_for
 from filelock import FileLock
 from training import configured, outcome
 
-from nalanda.common.errors import InputError, NothingTrained, SourceUnavailable
+from nalanda.common.errors import ExitCode, InputError, NothingTrained, SourceUnavailable
 from nalanda.config.bounds import check_bounds
 from nalanda.config.schema import MIN_GOOD_STEPS, GuardConfig
 from nalanda.data import packing
@@ -747,7 +747,7 @@ asleep_on_purpose()
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=50
     )
-    assert done.returncode == guards.HUNG
+    assert done.returncode == ExitCode.HUNG
     assert "rank 3 on " in done.stderr
     assert "step 7, reading data" in done.stderr
     assert "asleep_on_purpose" in done.stderr
@@ -800,7 +800,7 @@ loop.train(load_config({str(recipe)!r}, ["output_dir={tmp_path}/run", "guard.han
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == guards.HUNG
+    assert done.returncode == ExitCode.HUNG
     assert "at: setting up, opening the data; its stacks follow" in done.stderr
     assert "asleep_on_purpose" in done.stderr
 

@@ -522,26 +522,29 @@ def test_accelerate_takes_the_configs(monkeypatch):
 
 @pytest.fixture
 def cluster(tmp_path):
-    """Stand-ins for Slurm and torchrun, whose process answers USR1 and TERM as the trainer does, in an environment
-    to be activated. Gives a function that starts recipes/slurm.sh from a folder elsewhere."""
+    """Stand-ins for Slurm and recipes/launch.py in an environment to be activated. Gives a function that starts
+    recipes/slurm.sh from a folder elsewhere, and says how the launcher ends: by a signal, or with a code."""
     (tmp_path / "env" / "bin").mkdir(parents=True)
     programs = {
         "scontrol": 'echo "$@" >> log; echo node1',
-        "srun": 'echo "$SRUN_CPUS_PER_TASK" > cores; echo $$ > step; shift; exec "$@"',
-        "torchrun": f'echo "${{@: -2}}" > asked; echo $$ > agent; {sys.executable} worker.py || exit 1',
-        "python": f'exec {sys.executable} "$@"',
+        # The last task's code, as Slurm's is if it ends the tasks of other nodes.
+        "srun": 'echo "$SRUN_CPUS_PER_TASK" > cores; shift; exec "$@"',
+        "python": f'[[ "$1" == */launch.py ]] && echo "$@" > asked && set worker.py; exec {sys.executable} "$@"',
     }
     for name, text in programs.items():
         (tmp_path / "env" / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / "env" / "bin" / name).chmod(0o755)
     (tmp_path / "env" / "bin" / "activate").write_text(f"PATH={tmp_path}/env/bin:$PATH\n")
-    # Python, as the trainer is: bash cannot trap what was ignored as it started.
     (tmp_path / "worker.py").write_text("""
-import pathlib, signal
-def stop(*_):
-    for signum in (signal.SIGUSR1, signal.SIGTERM): signal.signal(signum, signal.SIG_IGN)
+import os, pathlib, signal
+def end(code, *later):
+    with open(os.environ["NALANDA_EXIT_CODES"], "a") as file: print(code, *later, sep="\\n", file=file)
+    os._exit(int((later or [code])[-1]))
+def stop(signum, frame):
+    for each in (signal.SIGUSR1, signal.SIGTERM): signal.signal(each, signal.SIG_IGN)
     with open("log", "a") as log: print("saved", file=log)
-    raise SystemExit(138)
+    end(128 + signum)
+if codes := os.environ.get("CODES"): end(*codes.split()) if codes != "0" else os._exit(0)
 signal.signal(signal.SIGUSR1, stop)
 signal.signal(signal.SIGTERM, stop)
 signal.alarm(60)
@@ -562,6 +565,14 @@ while True: signal.pause()
     return start
 
 
+def slurm_was_told(tmp_path) -> list[str]:
+    """What stands in the stand-ins' log behind the call that asks for the first host."""
+    first, *said = (tmp_path / "log").read_text().splitlines()
+    (tmp_path / "log").unlink()
+    assert first == "show hostnames node[1-2]"
+    return said
+
+
 def test_slurm_requeues_what_it_interrupted(tmp_path, cluster):
     script = cluster(SLURM_CPUS_PER_TASK="64")
     while not (tmp_path / "up").exists():
@@ -569,36 +580,64 @@ def test_slurm_requeues_what_it_interrupted(tmp_path, cluster):
         time.sleep(0.02)
     script.send_signal(signal.SIGUSR1)
     assert script.wait(timeout=60) == 0
-    said = (tmp_path / "log").read_text().splitlines()
-    assert said == ["show hostnames node[1-2]", "saved", "requeue 17"]
+    assert slurm_was_told(tmp_path) == ["saved", "requeue 17"]
     assert (tmp_path / "cores").read_text() == "64\n"  # srun does not take over sbatch's
-    assert (tmp_path / "asked").read_text() == f"{ROOT / 'recipes' / 'pretrain.py'} recipe.yaml\n"
+    launcher, *options = (tmp_path / "asked").read_text().split()
+    assert launcher == str(ROOT / "recipes" / "launch.py")
+    assert options[-4:] == [
+        "--max_restarts",
+        "2",
+        str(ROOT / "recipes" / "pretrain.py"),
+        "recipe.yaml",
+    ]
 
 
-@pytest.mark.parametrize("to", ["the script", "every process of the step"])
-def test_slurm_lets_a_run_save_at_sigterm_and_ends(tmp_path, cluster, to):
+def test_slurm_lets_a_run_save_at_sigterm_and_ends(tmp_path, cluster):
     script = cluster()
     while not (tmp_path / "up").exists():
         assert script.poll() is None
         time.sleep(0.02)
-    if to == "the script":
-        script.send_signal(signal.SIGTERM)
-    else:
-        for name in ("step", "agent"):  # the shell around torchrun, and torchrun
-            os.kill(int((tmp_path / name).read_text()), signal.SIGTERM)
-    assert script.wait(timeout=60) == 1
-    assert (tmp_path / "log").read_text().splitlines()[1:] == ["saved"]
+    script.send_signal(signal.SIGTERM)
+    assert script.wait(timeout=60) == 143
+    assert slurm_was_told(tmp_path) == ["saved"]
 
 
-def test_slurm_ends_with_its_launchers_code(tmp_path, cluster):
+@pytest.mark.parametrize("code", [0, 2, 65, 143])
+def test_slurm_requeues_no_run_that_ended_for_good(tmp_path, cluster, code):
     """However soon that was: here every shell waits, before each command, until what it started has ended."""
     (tmp_path / "slow.sh").write_text(
         "trap '[[ -z \"${!-}\" ]] || while builtin kill -0 $!; do :; done 2>/dev/null' DEBUG\n"
     )
-    (tmp_path / "env" / "bin" / "torchrun").write_text("#!/bin/bash\nexit 2\n")
-    for more in ({}, {"BASH_ENV": str(tmp_path / "slow.sh")}):
-        assert cluster(**more).wait(timeout=60) == 2
-    assert "requeue" not in (tmp_path / "log").read_text()
+    script = cluster(CODES=str(code), BASH_ENV=str(tmp_path / "slow.sh"))
+    assert script.wait(timeout=60) == code
+    assert slurm_was_told(tmp_path) == []
+
+
+def test_slurm_requeues_after_crashes_until_there_are_too_many(tmp_path, cluster):
+    for _ in range(2):
+        assert cluster(CODES="137", NALANDA_REQUEUES="2").wait(timeout=60) == 0
+        assert slurm_was_told(tmp_path) == ["requeue 17"]
+    script = cluster(CODES="137", NALANDA_REQUEUES="2")
+    said = script.communicate(timeout=60)[1]
+    assert (said, script.returncode) == (
+        "exit code 137: failed 3 times in a row, not requeued\n",
+        137,
+    )
+    assert slurm_was_told(tmp_path) == []
+
+
+def test_slurm_counts_only_failures_in_a_row(tmp_path, cluster):
+    for codes in ("1", "138", "1"):  # a crash, the time limit, a crash
+        assert cluster(CODES=codes, NALANDA_REQUEUES="1").wait(timeout=60) == 0
+        assert slurm_was_told(tmp_path) == ["requeue 17"]
+
+
+def test_slurm_goes_by_the_first_node_that_failed(tmp_path, cluster):
+    """It ends the tasks of the others, and srun returns the highest code."""
+    assert cluster(CODES="2 143").wait(timeout=60) == 2
+    assert slurm_was_told(tmp_path) == []
+    assert cluster(CODES="1 143").wait(timeout=60) == 0
+    assert slurm_was_told(tmp_path) == ["requeue 17"]
 
 
 def test_slurm_without_nalanda_is_told_what_to_set(tmp_path, cluster):

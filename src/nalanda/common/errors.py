@@ -9,43 +9,62 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
+from enum import IntEnum
 from pathlib import Path
 
 from nalanda.common.text import is_url, local_path, redact
 
 
+class ExitCode(IntEnum):
+    """Exit codes of all commands; after a signal it is 128 + its number. Those from 64 on are of sysexits.h.
+
+    After REFUSED and DIVERGED the same command would end in the same way. After all others it goes on.
+    """
+
+    REFUSED = 2
+    """Bad input."""
+    DIVERGED = 65
+    """Bad steps ended a training, or no step changed the weights."""
+    HUNG = 70
+    """A process made no progress."""
+    OUT_OF_MEMORY = 71
+    DISK_FULL = 74
+    UNAVAILABLE = 75
+    """A server did not deliver the data."""
+
+
 class InputError(ValueError):
     """Something in the user's input cannot work; the message is one line that says what to change."""
 
-    exit_code = 2
+    exit_code = ExitCode.REFUSED
 
 
 class OutOfMemory(InputError):
     """The machine or its GPU has too little memory; files are unharmed."""
 
-    exit_code = 71
+    exit_code = ExitCode.OUT_OF_MEMORY
 
 
 class DiskFull(InputError):
     """A file did not fit on the disk; finished ones are unharmed."""
 
-    exit_code = 74
+    exit_code = ExitCode.DISK_FULL
 
 
 class SourceUnavailable(InputError):
     """A server still fails after all retries."""
 
-    exit_code = 75
+    exit_code = ExitCode.UNAVAILABLE
 
 
 class Diverged(InputError):
     """Bad steps ended a training; the same command would meet them again."""
 
+    exit_code = ExitCode.DIVERGED
+
 
 class NothingTrained(Diverged):
     """A run ended and no step changed the weights."""
-
-    exit_code = 65
 
 
 EXTRAS = {
@@ -139,6 +158,7 @@ def one_line_errors() -> Iterator[None]:
 
     An interrupt ends it with 130, a closed pipe with 1. Other errors keep their traceback.
     """
+    repeat_failure()
     try:
         yield
     except BrokenPipeError:  # the reader of the pipe, `head` for one, has read enough
@@ -152,11 +172,26 @@ def one_line_errors() -> Iterator[None]:
             line, exit_code = str(explanation), explanation.exit_code
         else:
             raise
-        report_failure(f"nalanda: {line}")
+        report_failure(f"nalanda: {line}", exit_code)
         raise SystemExit(exit_code) from None
 
 
-def report_failure(line: str) -> None:
+def repeat_failure() -> None:
+    """Ends a process that torchrun restarts after an error with a line of its own, as the process before it did.
+
+    `--max-restarts` is for crashes: nobody has changed the input since.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return
+    # LAUNCH/attempt_0/LOCAL_RANK/error.json; of a crash there is none.
+    for report in Path(file).parents[2].glob("attempt_*/*/error.json"):
+        failure = json.loads(report.read_text())
+        report_failure(failure["message"], failure["exit_code"])
+        raise SystemExit(failure["exit_code"])
+
+
+def report_failure(line: str, exit_code: int) -> None:
     """Prints the line on stderr. Below torchrun or accelerate their report ends with it instead.
 
     Of a launch's processes that fail alike the first one reports. The others end with code 0: the launcher
@@ -176,7 +211,8 @@ def report_failure(line: str) -> None:
             raise SystemExit(0) from None
 
         # Before the second of those that the launcher then ends: it calls the first one the cause.
-        failure = {"message": line, "timestamp": int(time.time()) - 1}
+        timestamp = int(time.time()) - 1
+        failure = {"message": line, "timestamp": timestamp, "exit_code": exit_code}
         Path(file).write_text(json.dumps(failure))
 
 

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nalanda.common.errors import ExitCode
 from nalanda.common.progress import first_process
 from nalanda.config.schema import MIN_GOOD_STEPS, GuardConfig
-
-HUNG = 70  # exit code, EX_SOFTWARE of sysexits.h
 
 WAIT_FACTOR = 2
 """Collectives wait so many times `guard.hang_timeout`: the watchdogs come first, and say what each rank did."""
@@ -207,14 +206,14 @@ class Watchdog:
                 continue
             print(
                 f"nalanda: rank {self.rank} on {platform.node()} made no progress for {silent:.0f} s, "
-                f"at: {self.what}; its stacks follow, then it ends with exit code {HUNG}. The same command "
+                f"at: {self.what}; its stacks follow, then it ends with exit code {ExitCode.HUNG}. The same command "
                 "resumes from the last checkpoint; guard.hang_timeout sets the time",
                 file=sys.stderr,
                 flush=True,
             )
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
             sys.stderr.flush()
-            os._exit(HUNG)  # no exception reaches a main thread inside a collective
+            os._exit(ExitCode.HUNG)  # no exception reaches a main thread inside a collective
 
 
 class Work(NamedTuple):
