@@ -43,6 +43,8 @@ def launch(arguments: list[str]) -> int:
     # torchrun takes seconds to import, and a signal may come before.
     for signum in SIGNALS:
         signal.signal(signum, hand_on)
+    # Else processes that start again find the addresses of those before: github.com/pytorch/pytorch/issues/167288.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import main

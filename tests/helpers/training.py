@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 PRETRAIN = ROOT / "recipes" / "pretrain.py"
+LAUNCH = ROOT / "recipes" / "launch.py"
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -43,7 +44,11 @@ WORDS = [
     "delta",
     "rule",
 ]
-CLOCKED = ("tokens_per_second", "mfu")
+OF_RANKS = ("seconds", "seconds_min", "slowest_rank")
+CLOCKED = (
+    *("tokens_per_second", "mfu"),
+    *(f"{span}_{name}" for span in ("data", "forward") for name in OF_RANKS),
+)
 """The metrics that no second run repeats."""
 
 
@@ -91,10 +96,11 @@ def configured(recipe: Path, output_dir: Path, *overrides: str) -> "RunConfig":
 # ------------------------------ processes
 
 
-def torchrun(processes: int) -> list[str]:
-    """The command before a script's path that starts it in several processes."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*launcher, "--nproc_per_node", str(processes)]
+def torchrun(processes: int, restarts: int = 0) -> list[str]:
+    """The command before a script's path that starts it in several processes, and again after a crash."""
+    launcher = [str(LAUNCH)] if restarts else ["-m", "torch.distributed.run"]
+    options = ["--standalone", "--nproc_per_node", str(processes), "--max_restarts", str(restarts)]
+    return [sys.executable, *launcher, *options]
 
 
 def environment(processes: int = 1, **variables: str) -> dict[str, str]:
@@ -142,7 +148,8 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def repeatable(lines: Iterable[dict]) -> list[dict]:
-    """Lines of metrics without the metrics of time."""
+    """Lines of metrics without the metrics of time, and what follows from them."""
+    lines = (line for line in lines if line.get("event") != "slow rank")
     return [{k: v for k, v in line.items() if k not in CLOCKED} for line in lines]
 
 

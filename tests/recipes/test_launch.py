@@ -7,15 +7,19 @@ import sys
 import time
 
 import pytest
-from training import PRETRAIN, ROOT, environment
-
-LAUNCH = ROOT / "recipes" / "launch.py"
+from training import PRETRAIN, environment, torchrun
 
 WORKER = """
 import os, pathlib, signal, sys
+import torch
+import torch.distributed as dist
 ask, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 (folder / f"{rank}.{attempt}").touch()
+if ask == "killed once":
+    # Over the addresses that this start's processes have told, not those of the start before.
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
 if ask == "killed" and rank == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 if ask == "killed once" and rank == "1" and attempt == "0":
@@ -31,9 +35,8 @@ if ask == "stay":
 
 
 def start(folder, *command: str) -> subprocess.Popen:
-    options = ["--standalone", "--nproc_per_node", "2", "--max_restarts", "1"]
     return subprocess.Popen(
-        [sys.executable, LAUNCH, *options, *command],
+        [*torchrun(2, restarts=1), *command],
         env=environment(2, NALANDA_EXIT_CODES=str(folder / "codes")),
         stderr=subprocess.PIPE,
         text=True,

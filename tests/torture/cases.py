@@ -422,6 +422,27 @@ def processes(work: Work) -> str:
     return f"{work.steps} steps of equal rows; losses differ by {error:.1e} at most"
 
 
+def rank_killed(work: Work) -> str:
+    """One rank of two is killed within a step, and later the other one. recipes/launch.py may start them
+    again.
+
+    The run comes back by itself, and equals an uninterrupted one.
+    """
+    run = work.run("rank-killed")
+    pause = {"at": "forward", "after_step": 25, "rank": 1}
+    with Trainer(work.recipe, run, processes=2, restarts=2, pause=pause) as trainer:
+        number, _ = trainer.paused()
+        os.kill(number, signal.SIGKILL)
+        trainer.go()  # for the next start, which comes to the same place
+        trainer.until(lambda: trained(run) >= 50, "step 50")
+        os.kill(json.loads((run / "run.json").read_text())["pid"], signal.SIGKILL)
+        text = trainer.end()
+    back = re.findall(r"resumes from (step-\d+)", text)
+    need(len(back) == 2, f"resumed {len(back)} times: {text[-800:]}")
+    equal = same(run, work.whole(processes=2))
+    return f"2 kills, back from {' and '.join(back)} without a new command; {equal}"
+
+
 def context(work: Work) -> str:
     """Two processes share each row. They are killed at a random step and while the second one saves, and
     stopped by a SIGTERM to the second one only.
@@ -1875,6 +1896,7 @@ CASES = (
     carried,
     asynchronous,
     fsdp,
+    rank_killed,
     context,
     contexts,
     damaged,

@@ -104,6 +104,7 @@ class Trainer:
         run: Path,
         *overrides: str,
         processes: int = 1,
+        restarts: int = 0,
         env: dict[str, str] | None = None,
         before: tuple[str, ...] = (),
         **orders: object,
@@ -113,7 +114,7 @@ class Trainer:
         for name in ("paused", "go"):
             (self.notes / name).unlink(missing_ok=True)
         orders = {"folder": str(self.notes), "group": 3000, **orders}
-        launcher = torchrun(processes) if processes > 1 else [sys.executable]
+        launcher = torchrun(processes, restarts) if processes > 1 else [sys.executable]
         variables = {"NALANDA_TORTURE": json.dumps(orders), **(env or {})}
         self.output = (self.notes / "output.txt").open("a+")
         self.printed = self.output.tell()
