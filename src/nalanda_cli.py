@@ -82,6 +82,10 @@ ListKeys = Annotated[
 Rehearse = Annotated[
     bool, Option("--rehearse", help="train three steps, measure memory and time, leave nothing")
 ]
+Profile = Annotated[
+    int,
+    Option(min=0, help="trace N steps with torch's profiler, into the run's folder", metavar="N"),
+]
 
 
 @command(app)
@@ -90,6 +94,7 @@ def train(
     overrides: Overrides = None,
     keys: ListKeys = False,
     rehearse: Rehearse = False,
+    profile: Profile = 0,
 ) -> None:
     """Pretrain from a recipe.
 
@@ -114,11 +119,13 @@ def train(
     with loading_torch(sys.stdout):
         from nalanda.train.loop import train
     if rehearse:
+        if profile:
+            raise InputError("--profile: a rehearsal is too short for it; leave out one of the two")
         from nalanda.report import rehearse as rehearsal
 
         rehearsal.print_rehearsal(rehearsal.rehearse(config))
         return
-    run = train(config)
+    run = train(config, profile)
     print_next_steps("train", of=run, run=run)
 
 

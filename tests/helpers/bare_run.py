@@ -1,5 +1,6 @@
 """Steps of the trainer, as its loop takes them, without data, log, guards and a folder."""
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,7 @@ def bare_run(
         sums=SimpleNamespace(finished=True, problem=None),
         saver=SimpleNamespace(failed=False),
         speed=SimpleNamespace(add=lambda _: None),
+        rank_times=SimpleNamespace(reading=contextlib.nullcontext, end_step=lambda: None),
         watchdog=SimpleNamespace(beat=beat),
         note_saved=lambda: None,
         carried_states=None,

@@ -655,6 +655,7 @@ def test_an_overflow_between_bad_steps_does_not_lose_a_save():
         log=SimpleNamespace(event=lambda *_, **__: None),
         facts={},
         speed=SimpleNamespace(add=lambda _: None),
+        rank_times=SimpleNamespace(end_step=lambda: None),
         config=SimpleNamespace(
             train=SimpleNamespace(steps=99, tokens_per_step=1), checkpoint=SimpleNamespace(every=8)
         ),

@@ -21,6 +21,7 @@ CURVES = {
     "lr": "Learning rate",
     "grad_norm": "Gradient norm",
     "tokens_per_second": "Tokens a second",
+    "data_seconds": "Wait for rows, seconds a step",
 }
 """Title of each panel, by its key in metrics.jsonl."""
 
@@ -29,8 +30,9 @@ EVENTS = {
     "rollback": ("inverted_triangle", "▼"),
     "loss scale": ("diamond", "◆"),
     "unsound": ("square", "■"),
+    "slow rank": ("circle", "●"),
 }
-"""Events of the guards: Bokeh's marker on the curves, and its sign in the list."""
+"""Events of the guards, and slow processes: Bokeh's marker on the curves, and its sign in the list."""
 
 DASHES = ("solid", "dashed", "dotted")
 """Names that Bokeh and CSS share: with the colours, 21 runs differ."""

@@ -37,10 +37,11 @@ from nalanda.train.guards import Interruptions, Watchdog
 from nalanda.train.launch import advise_on_threads, from_main_process, launch
 from nalanda.train.log import RunLog, last_metrics, write_facts
 from nalanda.train.loss import describe_perplexity, mixer_metrics, validate
-from nalanda.train.meters import ReadingLog, TrainingSpeed
+from nalanda.train.meters import RankTimes, ReadingLog, TrainingSpeed
 from nalanda.train.mirror import Mirror, mirrored, staged
 from nalanda.train.needs import explain_out_of_memory
 from nalanda.train.optim import describe_groups
+from nalanda.train.profile import profiled
 from nalanda.train.run import Run
 from nalanda.train.run_dir import (
     claim,
@@ -58,12 +59,14 @@ from nalanda.train.run_dir import (
 from nalanda.train.step import Judgement, Step, apply, forward_backward, judge, received_stop
 
 
-def train(config: RunConfig) -> Path:
+def train(config: RunConfig, profile: int = 0) -> Path:
     """Trains the recipe `config`, from the start or from the newest checkpoint; returns `output_dir`.
 
     Every process of a launch calls it. The run's folder then holds config.yaml, run.json (facts about the run
     and its state), metrics.jsonl, tensorboard/, tokenizer/ and checkpoints/step-N/. At the end it also holds
     final/, a transformers model folder.
+
+    profile: steps that torch's profiler traces, see `profiled`.
 
     Raises:
         InputError: the settings, the data or the folder cannot work, or training diverges. If the data
@@ -83,12 +86,12 @@ def train(config: RunConfig) -> Path:
         accelerator = launch(config)
         with Interruptions() as signals:
             if not accelerator.is_main_process:
-                return train_together(config, accelerator, kind, None, signals)
+                return train_together(config, accelerator, kind, None, signals, profile)
             # The main process locks and claims the folder. It sends its claim to the others.
             run_dir = Path(config.output_dir)
             with removed_if_unused(run_dir, config), lock_run_dir(run_dir), mirrored(mirror):
                 claimed = claim(run_dir, config)
-                return train_together(config, accelerator, kind, claimed, signals, mirror)
+                return train_together(config, accelerator, kind, claimed, signals, profile, mirror)
 
 
 def train_together(
@@ -97,11 +100,13 @@ def train_together(
     kind: parallel.Kind,
     claimed: Any,
     signals: Interruptions,
+    profile: int = 0,
     mirror: Mirror | None = None,
 ) -> Path:
     """Sets the run up and trains it, on every process of the launch. The folder is locked.
 
     claimed: the result of `claim` on the main process, None on others. mirror: copies the run to its store.
+    profile: of `train`.
     """
     main, run_dir = accelerator.is_main_process, Path(config.output_dir)
     # Refuses a number of processes that cannot share a step.
@@ -132,16 +137,21 @@ def train_together(
         run.mirror, run.signals, run.watchdog = mirror, signals, watchdog
         if main and accelerator.device.type == "cpu":
             advise_on_threads(config, accelerator.num_processes)
-        train_steps(run, recipe, changes, resume)
+        train_steps(run, recipe, changes, resume, profile)
     accelerator.wait_for_everyone()
     return run_dir
 
 
-def train_steps(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> None:
-    """Trains a run that is set up, and writes its model. changes, resume: as `claim` returns them."""
+def train_steps(
+    run: Run, recipe: RunConfig, changes: dict, resume: Path | None, profile: int
+) -> None:
+    """Trains a run that is set up, and writes its model.
+
+    changes, resume: as `claim` returns them. profile: of `train`.
+    """
     generators = random_state()
 
-    with watched(run, recipe, changes, resume):
+    with watched(run, recipe, changes, resume), profiled(run, profile) as end_profiled_step:
         announce(run, changes)
         # Opening the log drew random numbers, as importing rich does.
         set_random_state(generators)
@@ -160,6 +170,7 @@ def train_steps(run: Run, recipe: RunConfig, changes: dict, resume: Path | None)
                 report(run, step, verdict)
                 save_if_due(run, step, unsound)
                 leave_if_asked(run, step, unsound)
+            end_profiled_step()
 
         validate_if_due(run)
         finish(run)
@@ -230,6 +241,7 @@ def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> 
     config, main = run.config, run.accelerator.is_main_process
     run_dir = Path(config.output_dir)
     run.speed, run.reading = TrainingSpeed(run.at.tokens), ReadingLog(run.batches)
+    run.rank_times = RankTimes(parallel.units(run.model), run.accelerator)
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(run.batches))
         stack.enter_context(contextlib.closing(run.sums))
@@ -487,6 +499,7 @@ def report(run: Run, step: Step, verdict: Judgement) -> None:
             values["loss_scale"] = run.scaler.get_scale()
         if run.teacher:
             values["kl"] = run.teacher.mean_divergence(run.accelerator)
+        values |= run.rank_times.report(run.log, step.number, run.speed.last_step)
         run.log.write(step=step.number, tokens=tokens, **values)
         run.speed.restart(tokens)
         run.reading.report_left_out(run.log, step.number)

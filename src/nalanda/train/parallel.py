@@ -179,7 +179,8 @@ def mesh(kind: Kind, accelerator: Accelerator, train: Any) -> DeviceMesh:
 def units(model: nn.Module) -> list[nn.Module]:
     """The model's blocks. FSDP2 gathers each for its forward and backward pass, and frees it afterwards."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    # FSDP2 puts its name before that of a block's class.
+    blocks = [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in names]
     if not blocks:
         lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
         # Without names: the longest list of modules is taken for the blocks.

@@ -23,7 +23,7 @@ from nalanda.train.distill import Teacher
 from nalanda.train.guards import Interruptions, SpikeDetector, Watchdog
 from nalanda.train.launch import from_main_process
 from nalanda.train.log import RunLog, write_facts
-from nalanda.train.meters import ReadingLog, TrainingSpeed
+from nalanda.train.meters import RankTimes, ReadingLog, TrainingSpeed
 from nalanda.train.mirror import Mirror
 from nalanda.train.needs import Needs
 
@@ -89,6 +89,7 @@ class Run:
     watchdog: Watchdog = field(init=False)
     log: RunLog = field(init=False)
     speed: TrainingSpeed = field(init=False)
+    rank_times: RankTimes = field(init=False)
     reading: ReadingLog = field(init=False)
     watching: ExitStack = field(init=False)
     """Holds the watch over the first step."""

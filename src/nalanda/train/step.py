@@ -104,7 +104,8 @@ def next_step(run: Run) -> tuple[list[dict[str, Tensor]], int]:
     SystemExit with the same exit code.
     """
     before = copy.copy(run.batches)  # its position: a batch replaces it and changes none
-    micro_batches, failure = take_batches(run.batches, run.accumulation)
+    with run.rank_times.reading():
+        micro_batches, failure = take_batches(run.batches, run.accumulation)
     if run.masking is not None:
         # The mask of a row depends on its place in the run, not on the number of processes.
         first, rows = run.at.step * run.accumulation, run.config.train.micro_batch_size
@@ -244,3 +245,4 @@ def apply(run: Run, step: Step, verdict: Judgement) -> None:
         at.settled = step.number
     run.facts["step"] = step.number
     run.speed.add(time.perf_counter() - step.began)
+    run.rank_times.end_step()
