@@ -15,7 +15,7 @@ from nalanda.common.errors import InputError
 from nalanda.config.schema import CheckpointConfig, GroupConfig, OptimConfig, ScheduleConfig
 from nalanda.model import MIXERS
 from nalanda.model.linear import LinearAttention
-from nalanda.train import checkpoint
+from nalanda.train import checkpoint, optim
 from nalanda.train.optim import (
     build_optimizer,
     describe_groups,
@@ -270,62 +270,108 @@ def test_a_joined_optimizer_is_saved_and_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_muon_on_shards_is_muon_in_one_process(tmp_path):
-    """Two processes, FSDP2, a matrix whose rows do not divide by two, gradients that Muon amplifies."""
+@pytest.mark.parametrize("processes", [2, 4])
+def test_muon_on_shards_is_muon_in_one_process(tmp_path, processes):
+    """FSDP2: each process does its share of the work, and the weights are those of one process to the bit."""
     script = tmp_path / "sharded.py"
     script.write_text(
         textwrap.dedent("""
         import sys
         import torch, torch.distributed as dist
         from torch import nn
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
-        from torch.distributed.tensor import DTensor
-        from nalanda.config.schema import OptimConfig
-        from nalanda.train.optim import build_optimizer
+        from torch.distributed.tensor import DTensor, distribute_tensor
+        from torch.utils.flop_counter import FlopCounterMode
+        from nalanda.train.optim import Muon
 
-        def build():
+        path, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(path, size), rank=rank, world_size=size
+        )
+
+        # Rows that do not divide by the processes, fewer rows than processes, 6 heads, one without gradient.
+        SHAPES = [(7, 13), (3, 64), (96, 32), (96, 32), (64, 64), (64, 64), (5, 5)]
+        LARGE = [(128, 128)] * 7 + [(128, 384)] * 4 + [(64, 128)] * 3
+
+        def build(shapes):
             torch.manual_seed(0)
-            return nn.Sequential(nn.Linear(13, 7), nn.Linear(7, 32), nn.Linear(32, 32, bias=False))
+            return nn.ParameterList(torch.randn(shape) for shape in shapes)
 
-        store = dist.FileStore(sys.argv[1], 2)
-        dist.init_process_group("gloo", store=store, rank=int(sys.argv[2]), world_size=2)
-        whole, sharded = build(), build()
-        for layer in sharded:
-            fully_shard(layer)
-        fully_shard(sharded)
-        config = OptimConfig(name="muon", lr=0.01)
-        optimizers = [build_optimizer(model, config) for model in (whole, sharded)]
-        for step in range(3):
-            for optimizer in optimizers:  # whole at first, then by heads
-                optimizer.param_groups[0] |= {"blocks": 2} if step else {}
-            torch.manual_seed(step)
-            x = torch.randn(8, 13)
-            for model, optimizer in zip((whole, sharded), optimizers):
-                optimizer.zero_grad()
-                if model is whole:  # the same gradients to the last bit, whatever the order of the mean
-                    model(x).square().mean().backward()
-                    grads = [p.grad.clone() for p in model.parameters()]
-                else:
-                    model(x).square().mean().backward()
-                    for p, grad in zip(model.parameters(), grads):
-                        torch.testing.assert_close(p.grad.full_tensor(), grad)
-                        p.grad.copy_(torch.distributed.tensor.distribute_tensor(
-                            grad, p.device_mesh, p.placements, src_data_rank=None))
+        def optimizer(model):
+            heads = [p for p in model if p.shape == (96, 32)]
+            others = [p for p in model if p.shape != (96, 32)]
+            groups = [{"params": others}, {"params": heads, "blocks": 6, "lr": 0.02}]
+            return Muon([group for group in groups if group["params"]], lr=0.01, weight_decay=0.1)
+
+        def stepped(model, optimizer, step):
+            torch.manual_seed(1 + step)
+            for i, p in enumerate(model):
+                grad = torch.randn(p.shape)
+                if i == 6:
+                    continue
+                p.grad = grad if not isinstance(p, DTensor) else distribute_tensor(
+                    grad, p.device_mesh, p.placements, src_data_rank=None)
+            with FlopCounterMode(display=False) as counter:
                 optimizer.step()
-        for a, b in zip(whole.parameters(), sharded.parameters()):
-            state = optimizers[1].state[b]
-            assert all(isinstance(v, DTensor) for v in state.values() if v.ndim), state
-            torch.testing.assert_close(a, b.full_tensor(), rtol=0, atol=1e-7)
+            return counter.get_total_flops()
+
+        meshes = {"shards": init_device_mesh("cpu", (size,))}
+        if size == 4:
+            meshes["hybrid"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        for name, mesh in meshes.items():
+            for shapes in (SHAPES, LARGE):
+                whole, sharded = build(shapes), build(shapes)
+                fully_shard(sharded, mesh=mesh)
+                alone, together = optimizer(whole), optimizer(sharded)
+                for step in range(3):
+                    work = stepped(whole, alone, step)
+                    share = stepped(sharded, together, step)
+                for i, (a, b) in enumerate(zip(whole, sharded)):
+                    assert torch.equal(a, b.full_tensor()), (name, i)
+                    for key, value in together.state[b].items():
+                        assert isinstance(value, DTensor), key
+                        assert torch.equal(alone.state[a][key], value.full_tensor()), (name, i)
+                even = work / mesh.size(mesh.ndim - 1)
+                if shapes is LARGE:
+                    assert 0.8 * even < share < 1.2 * even, (name, share / even)
         dist.destroy_process_group()
         """)
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(script), str(tmp_path / "store")]
     options = {"env": environment, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([*command, rank], **options) for rank in "01"]
-    for process in processes:
+    running = [
+        subprocess.Popen([*command, str(rank), str(processes)], **options)
+        for rank in range(processes)
+    ]
+    for process in running:
         errors = process.communicate(timeout=120)[1]
         assert process.returncode == 0, errors[-3000:]
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_owners_of_muons_matrices_have_equal_work(processes):
+    """24 layers of width 1024 with 16 heads."""
+    heads, mlp = [(64, 1024)] * 48, [(1024, 1024)] * 2 + [(2816, 1024)] * 2 + [(1024, 2816)]
+
+    def block(shape, first):
+        rows, columns = shape
+        if rows == 64:  # within one process's rows of [1024, 1024]
+            counts = [64 * (r == first * processes // 16) for r in range(processes)]
+        else:
+            counts = [rows // processes] * processes
+        return optim.Block(torch.empty(0, columns), torch.empty(0, columns), counts, {})
+
+    blocks = [block(shape, i % 16) for _ in range(24) for i, shape in enumerate(heads + mlp)]
+    owned = optim.share_out(blocks, processes)
+    assert sorted(id(b) for part in owned for b in part) == sorted(map(id, blocks))
+    work = [
+        sum(min(b.shape) ** 2 * (2 * max(b.shape) + min(b.shape)) for b in part) for part in owned
+    ]
+    assert max(work) < 1.05 * sum(work) / processes
+    # A head stays where its rows are.
+    assert all(b.counts[r] == 64 for r, part in enumerate(owned) for b in part if b.shape[0] == 64)
 
 
 def test_groups_scale_the_rate_and_set_the_decay():

@@ -1,13 +1,15 @@
 """The optimizer, its parameter groups, and the learning-rate schedule."""
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from nalanda.common.errors import InputError
 from nalanda.common.text import suggest
@@ -211,9 +213,8 @@ def build_adamw(groups: list[dict], config: OptimConfig) -> torch.optim.Optimize
 
     optimizers: list[torch.optim.Optimizer] = []
     if muon_groups:
-        # match_rms_adamw gives an orthogonal update the usual RMS of AdamW's, so both can share a rate.
-        muon = Muon(muon_groups, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")
-        optimizers.append(muon)
+        # Its updates have the usual RMS of AdamW's, so both can share a rate.
+        optimizers.append(Muon(muon_groups, momentum=config.momentum))
     if adamw_groups:
         adamw = torch.optim.AdamW(
             adamw_groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused
@@ -309,12 +310,16 @@ class Joined(torch.optim.Optimizer):
 class Muon(torch.optim.Muon):
     """torch's Muon (Jordan et al., 2024), also for matrices that FSDP2 has sharded or that hold several.
 
-    A group's `blocks` are equal blocks of rows, each of which gets an orthogonal update of its own.
+    A group's `blocks` are equal blocks of rows, each of which gets an orthogonal update of its own. An update
+    has the usual RMS of AdamW's (torch's `match_rms_adamw`).
 
-    torch's Newton–Schulz works on shards too, but with two all-gathers per iteration, and with other rounding
-    than one process. Here the momentum stays sharded; each matrix in turn is gathered, updated by torch's
-    code on every process, and sharded again.
+    Momenta and weights stay sharded. Each block has one owner among the processes of the shard dimension. The
+    owner gathers the block's update, orthogonalises it and scatters the result (as in VeOmni and torchtitan's
+    DistributedMuon). Replicas of a hybrid mesh repeat one another's work. The result is that of one process.
     """
+
+    def __init__(self, params: Any, **options: Any):
+        super().__init__(params, adjust_lr_fn="match_rms_adamw", **options)
 
     def _init_group(self, group: dict, *lists: list) -> bool:
         """torch's: fills the lists of parameters, gradients and momenta. Blocks are views of them."""
@@ -326,32 +331,137 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if isinstance(p.grad, DTensor):
-                    self._update_sharded(p, group)
-                    p.grad = None  # done: torch's step skips it
-        return super().step(closure)
+        sharded = [
+            (p, group)
+            for group in self.param_groups
+            for p in group["params"]
+            if isinstance(p.grad, DTensor)
+        ]
+        if sharded:
+            mesh = sharded[0][0].device_mesh
+            shards = mesh.get_group(mesh.ndim - 1)  # replicas are the dimension before
+            blocks = [block for p, group in sharded for block in self._blocks(p, group, shards)]
+            update_by_owner(blocks, shards)
+        return super().step(closure)  # of the parameters that still have a gradient
 
-    def _update_sharded(self, p: Any, group: dict) -> None:
-        """Updates one sharded parameter: by torch's code, on the gathered matrix."""
+    def _blocks(self, p: Any, group: dict, shards: dist.ProcessGroup) -> Iterator["Block"]:
+        """The blocks of a sharded parameter, with its update before the orthogonalisation. Frees its gradient."""
+        if p.placements[-1] != Shard(0):
+            raise ValueError(f"Muon: parameters must be sharded by rows, not as {p.placements}")
         momentum, state = group["momentum"], self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p.grad)
-        # B ← μ B + (1 − μ) G, as in torch's Muon
+        # B ← μ B + (1 − μ) G and Nesterov's look-ahead, as in torch's Muon
         buffer = state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
+        update = p.grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+        p.grad = None  # done: torch's step skips it
 
-        # Nesterov's look-ahead is taken here, on the shards, so the inner optimizer has no momentum.
-        gathered = nn.Parameter(p.full_tensor())
-        gathered.grad = p.grad.lerp(buffer, momentum).full_tensor()
-        keys = ("lr", "weight_decay", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
-        settings = {key: group[key] for key in keys}
-        one = {"params": [gathered], "blocks": group.get("blocks", 1)}
-        Muon([one], momentum=0.0, nesterov=False, **settings).step()
+        # torch's Newton–Schulz begins with this cast, so the exchange is in bf16 too.
+        update, weight = update.to_local().bfloat16(), p.to_local()
+        size, rank = dist.get_world_size(shards), dist.get_rank(shards)
+        # FSDP2 gives each process ⌈rows / N⌉ rows, and the last ones what is left.
+        rows = len(p)
+        edges = [min(r * -(-rows // size), rows) for r in range(size + 1)]
 
-        # src_data_rank=None: every process has the whole result and keeps its shard, so none is sent.
-        mesh, placements = p.device_mesh, p.placements
-        p.copy_(distribute_tensor(gathered.detach(), mesh, placements, src_data_rank=None))
+        height = rows // group.get("blocks", 1)
+        for first in range(0, rows, height):
+            cuts = [min(max(edge, first), first + height) for edge in edges]
+            own = slice(cuts[rank] - edges[rank], cuts[rank + 1] - edges[rank])
+            counts = [end - begin for begin, end in itertools.pairwise(cuts)]
+            yield Block(weight[own], update[own], counts, group)
+
+
+class Block(NamedTuple):
+    """A matrix that Muon orthogonalises, cut by rows over N processes.
+
+    weight, update: this process's rows `[n, D]`; weight is a view. counts: rows of each process. group: of
+    the optimizer.
+    """
+
+    weight: Tensor
+    update: Tensor
+    counts: list[int]
+    group: dict
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(self.counts), self.weight.shape[1]
+
+    def sizes(self) -> list[int]:
+        """Elements of each process."""
+        return [count * self.weight.shape[1] for count in self.counts]
+
+
+def update_by_owner(blocks: list[Block], shards: dist.ProcessGroup) -> None:
+    """Orthogonalises the blocks' updates, each on its owner, and takes the step on this process's rows."""
+    size, rank = dist.get_world_size(shards), dist.get_rank(shards)
+    owned = share_out(blocks, size)
+    mine, ordered = owned[rank], [block for part in owned for block in part]
+
+    # Elements that this process has of each owner's blocks, and those that each process has of its own.
+    theirs = [sum(block.update.numel() for block in part) for part in owned]
+    ours = [sum(block.sizes()[r] for block in mine) for r in range(size)]
+    flat = torch.cat([block.update.flatten() for block in ordered])
+    gathered = flat.new_empty(sum(ours))
+    dist.all_to_all_single(gathered, flat, ours, theirs, group=shards)
+
+    # By process, and within it by block: a block's rows are every len(mine)-th piece.
+    pieces = gathered.split([block.sizes()[r] for r in range(size) for block in mine])
+    factors = []
+    for i, block in enumerate(mine):
+        matrix = torch.cat(pieces[i :: len(mine)]).view(block.shape)
+        factors.append(orthogonal(matrix, block.group).split(block.counts))
+
+    # The way back. A process that owns no block sends nothing.
+    parts = [factor[r].flatten() for r in range(size) for factor in factors]
+    back = torch.cat([flat[:0], *parts])
+    scattered = torch.empty_like(flat)
+    dist.all_to_all_single(scattered, back, theirs, ours, group=shards)
+    updates = scattered.split([block.update.numel() for block in ordered])
+    for block, update in zip(ordered, updates, strict=True):
+        lr, decay = block.group["lr"], block.group["weight_decay"]
+        block.weight.mul_(1 - lr * decay)
+        block.weight.add_(update.view_as(block.weight), alpha=-lr * rms_factor(block.shape))
+
+
+def share_out(blocks: list[Block], size: int) -> list[list[Block]]:
+    """The blocks of each of `size` owners, of about equal work; the same on all processes.
+
+    A block that lies on one process stays there. The others go, the largest first, to the owner with the
+    least work.
+    """
+    owned: list[list[Block]] = [[] for _ in range(size)]
+    work = [0] * size
+
+    def cost(block: Block) -> int:
+        # Newton–Schulz multiplies [a, b] [b, a], [a, a] [a, a] and [a, a] [a, b] with a ≤ b.
+        a, b = sorted(block.shape)
+        return a * a * (2 * b + a)
+
+    def is_cut(block: Block) -> bool:
+        return max(block.counts) < sum(block.counts)
+
+    for block in sorted(blocks, key=lambda block: (is_cut(block), -cost(block))):
+        owner = work.index(min(work)) if is_cut(block) else block.counts.index(sum(block.counts))
+        owned[owner].append(block)
+        work[owner] += cost(block)
+    return owned
+
+
+def orthogonal(x: Tensor, group: dict) -> Tensor:
+    """The orthogonal factor of x `[rows, D]` in bf16, by torch's Muon with the options of `group`."""
+    # From zero, a step of size 1 along −x is the factor of x.
+    weight = nn.Parameter(torch.zeros_like(x))
+    weight.grad = -x
+    options = {key: group[key] for key in ("ns_coefficients", "eps", "ns_steps")}
+    lr = 1 / rms_factor(x.shape)
+    Muon([weight], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, **options).step()
+    return weight.detach()
+
+
+def rms_factor(shape: Sequence[int]) -> float:
+    """The factor of Muon's rate for a matrix of this shape: torch's `match_rms_adamw`."""
+    return 0.2 * math.sqrt(max(shape))
 
 
 def describe_groups(groups: Iterable[dict]) -> str:
