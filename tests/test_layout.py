@@ -333,3 +333,61 @@ def test_a_package_of_an_extra_is_named(monkeypatch):
     with pytest.raises(ImportError) as missing:
         import matplotlib.pyplot  # noqa: F401
     assert str(explained(missing.value)) == "matplotlib: not installed; pip install 'nalanda[eval]'"
+
+
+# Names that torch's objects have, but no public page of torch.
+TORCH_FIELDS = {
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_modules",
+    "_parameters",
+    "_buffers",
+    "_apply",
+    "_compiled_call_impl",
+    "_torchdynamo_orig_callable",
+    "_dynamo_marked_constant",
+    "_version",
+    "_cdata",
+    "_init_group",
+    "_flatten",
+    "_unflatten",
+    "_concatenate",
+    "_local_tensor",
+    "_spec",
+}
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """The names of torch in a file that begin with an underscore, up to that part."""
+    found = set()
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+            found |= {node.attr} & TORCH_FIELDS
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {node.value} & TORCH_FIELDS
+        for name in names:
+            if private := re.match(r"torch\.(?:[a-zA-Z]\w*\.)*_[a-zA-Z]\w*", name):
+                found.add(private[0])
+    return found
+
+
+def test_private_names_of_torch_are_listed():
+    used: dict[str, set[str]] = {}
+    for module, tree in trees().items():
+        for name in private_names(tree):
+            used.setdefault(name, set()).add("/".join(modules()[module].parts[-2:]))
+
+    page = (ROOT / "docs" / "code.md").read_text(encoding="utf-8")
+    listed: dict[str, set[str]] = {}
+    for row in page.partition("not public")[2].splitlines():
+        cells = row.split(" | ")
+        if cells[0].startswith("| `"):
+            names, files = (re.findall(r"`([^`]+)`", cell) for cell in cells[:2])
+            listed |= {key: set(files) for key in names}
+    assert used == listed

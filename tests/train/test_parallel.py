@@ -3,6 +3,7 @@
 torchrun starts this file itself as two processes over gloo: `worker` does there whatever needs two.
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -492,12 +493,13 @@ def test_a_sharded_checkpoint_is_exported_whole(folder, tmp_path):
 # ---------------------------------------------------------------------------------------------- the launchers
 
 
+TRAIN = TrainConfig(steps=1, tokens_per_step=1, micro_batch_size=1)
 ACCELERATE = {
     "one_gpu": ("ddp", 1, 1),
     "one_node": ("ddp", 8, 1),
     "one_node_fsdp": ("fsdp", 8, 1),
     "many_nodes": ("ddp", 32, 4),
-    "many_nodes_hybrid": ("fsdp", 32, 4),
+    "many_nodes_hybrid": ("hybrid", 32, 4),
 }
 
 
@@ -516,8 +518,12 @@ def test_accelerate_takes_the_configs(monkeypatch):
         else:
             env = prepare_multi_gpu_env(args)
             assert int(args.nproc_per_node) == 8
-        env = {key: value for key, value in env.items() if key.startswith(("ACCELERATE", "FSDP"))}
-        assert parallel.choose_parallel("auto", env) == kind
+        prefixes = ("ACCELERATE", "FSDP", "PARALLELISM_CONFIG")
+        env = {key: value for key, value in env.items() if key.startswith(prefixes)}
+        env["WORLD_SIZE"] = str(processes)  # torchrun's
+        followed = parallel.follow_parallelism_config(TRAIN, env)
+        assert parallel.choose_parallel(followed.parallel, env) == kind
+        assert followed.shard_size == (8 if kind == "hybrid" else None)
 
 
 @pytest.fixture
@@ -667,8 +673,74 @@ def test_auto_is_what_accelerates_config_says():
     assert parallel.choose_parallel("hybrid", {}) == "hybrid"
     with pytest.raises(InputError, match="offload"):
         parallel.choose_parallel("auto", {**fsdp, "FSDP_OFFLOAD_PARAMS": "true"})
-    with pytest.raises(InputError, match="shard_size"):
-        parallel.choose_parallel("auto", {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"})
+
+
+def parallelism_config(processes: int, **sizes: object) -> dict[str, str]:
+    """The environment that `accelerate launch --use_parallelism_config` makes."""
+    options = {"dp_replicate_size": 1, "dp_shard_size": 1, "cp_size": 1, "tp_size": 1, "sp_size": 1}
+    options |= {"cp_comm_strategy": "allgather"} | sizes
+    env = {f"PARALLELISM_CONFIG_{key.upper()}": str(value) for key, value in options.items()}
+    return env | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "WORLD_SIZE": str(processes)}
+
+
+@pytest.mark.parametrize(
+    ("processes", "sizes", "expected"),
+    [
+        (8, {"dp_shard_size": 8}, ("fsdp", None, 1)),
+        (8, {"dp_shard_size": 2, "cp_size": 4}, ("fsdp", None, 4)),
+        (4, {"cp_size": 4}, ("fsdp", None, 4)),
+        (8, {"dp_replicate_size": 2, "dp_shard_size": 4}, ("hybrid", 4, 1)),
+        (8, {"dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 2}, ("hybrid", 4, 2)),
+        (8, {"dp_replicate_size": 8}, ("ddp", None, 1)),
+        (8, {}, ("ddp", None, 1)),
+        (1, {}, ("ddp", None, 1)),
+    ],
+)
+def test_accelerates_parallelism_config_is_followed(processes, sizes, expected):
+    environ = parallelism_config(processes, **sizes)
+    train = parallel.follow_parallelism_config(TRAIN, environ)
+    assert (train.parallel, train.shard_size, train.context_parallel) == expected
+    assert "ACCELERATE_USE_PARALLELISM_CONFIG" not in environ  # nobody prepares the model once more
+    train.check()
+    # A recipe that says the same agrees.
+    environ = parallelism_config(processes, **sizes)
+    assert parallel.follow_parallelism_config(train, environ) == train
+    assert parallel.follow_parallelism_config(TRAIN, {}) == TRAIN
+
+
+@pytest.mark.parametrize(
+    ("sizes", "keys", "message"),
+    [
+        ({"tp_size": 8}, {}, "tp_size is 8, .* set tp_size to 1"),
+        ({"sp_size": 8}, {}, "sp_size is 8, .* set sp_size to 1"),
+        (
+            {"cp_size": 8, "cp_comm_strategy": "alltoall"},
+            {},
+            "cp_comm_strategy alltoall is not served; set allgather",
+        ),
+        ({"dp_shard_size": 4}, {}, r"cp_size is 4, and the launch has 8 process\(es\)"),
+        (
+            {"dp_shard_size": 8},
+            {"parallel": "ddp"},
+            "train.parallel: the recipe has ddp, but accelerate's parallelism_config means fsdp",
+        ),
+        (
+            {"dp_replicate_size": 2, "dp_shard_size": 4},
+            {"parallel": "hybrid", "shard_size": 2},
+            "train.shard_size: the recipe has 2, but .* means 4",
+        ),
+        (
+            {"dp_shard_size": 8},
+            {"context_parallel": 2},
+            "train.context_parallel: the recipe has 2, but .* means 1",
+        ),
+    ],
+)
+def test_parallelism_configs_that_cannot_be_followed_are_refused(sizes, keys, message):
+    with pytest.raises(InputError, match=message):
+        parallel.follow_parallelism_config(
+            dataclasses.replace(TRAIN, **keys), parallelism_config(8, **sizes)
+        )
 
 
 def test_units_are_blocks():

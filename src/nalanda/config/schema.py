@@ -305,12 +305,13 @@ class TrainConfig:
     include it."""
     parallel: Literal["auto", "ddp", "fsdp", "hybrid"] = "auto"
     """Sharing of the model among processes. ddp: each has all of it. fsdp (FSDP2): each has a part. hybrid:
-    each group of `shard_size` processes shares one. auto: fsdp if accelerate's config says so, else ddp."""
+    each group of `shard_size` processes shares one. auto: as accelerate's `parallelism_config` says, fsdp
+    if it has an `fsdp_config` alone, else ddp."""
     shard_size: int | None = None
     """hybrid: processes that share one model; null: those of a node."""
     context_parallel: Annotated[int, at_least(1)] = 1
     """Processes, neighbours in rank, that share each row. The result is that of whole rows; activations take
-    about an N-th of the memory. A resumed run may have another number."""
+    about an N-th of the memory. A resumed run may have another number. accelerate's `cp_size` sets it too."""
     gradient_checkpointing: bool = False
     """Whether the backward computes each block again, to save its activations."""
     compile: Literal[True, False, "auto"] = "auto"

@@ -78,6 +78,9 @@ def train(config: RunConfig, profile: int = 0) -> Path:
     """
     # Callers from Python come without `load_config`. The checks need neither processes nor a folder.
     config = at_home(config)
+    # accelerate's config may set how processes share the work.
+    followed = parallel.follow_parallelism_config(config.train, os.environ)
+    config = replace(config, train=followed)
     config.check(training=True)
     transformers.logging.disable_progress_bar()  # saving a few files needs none
     config, mirror = staged(config)

@@ -314,8 +314,8 @@ class Muon(torch.optim.Muon):
     has the usual RMS of AdamW's (torch's `match_rms_adamw`).
 
     Momenta and weights stay sharded. Each block has one owner among the processes of the shard dimension. The
-    owner gathers the block's update, orthogonalises it and scatters the result (as in VeOmni and torchtitan's
-    DistributedMuon). Replicas of a hybrid mesh repeat one another's work. The result is that of one process.
+    owner gathers the block's update, orthogonalises it and scatters the result, as in VeOmni and torchtitan.
+    Replicas of a hybrid mesh repeat one another's work. The result is that of one process.
     """
 
     def __init__(self, params: Any, **options: Any):
@@ -340,12 +340,13 @@ class Muon(torch.optim.Muon):
         if sharded:
             mesh = sharded[0][0].device_mesh
             shards = mesh.get_group(mesh.ndim - 1)  # replicas are the dimension before
-            blocks = [block for p, group in sharded for block in self._blocks(p, group, shards)]
-            update_by_owner(blocks, shards)
+            matrices = [m for p, group in sharded for m in self._matrices(p, group, shards)]
+            update_by_owner(matrices, shards)
         return super().step(closure)  # of the parameters that still have a gradient
 
-    def _blocks(self, p: Any, group: dict, shards: dist.ProcessGroup) -> Iterator["Block"]:
-        """The blocks of a sharded parameter, with its update before the orthogonalisation. Frees its gradient."""
+    def _matrices(self, p: Any, group: dict, shards: dist.ProcessGroup) -> Iterator["Matrix"]:
+        """Cuts a sharded parameter into its blocks, with their updates before the orthogonalisation. Frees its
+        gradient."""
         if p.placements[-1] != Shard(0):
             raise ValueError(f"Muon: parameters must be sharded by rows, not as {p.placements}")
         momentum, state = group["momentum"], self.state[p]
@@ -368,10 +369,10 @@ class Muon(torch.optim.Muon):
             cuts = [min(max(edge, first), first + height) for edge in edges]
             own = slice(cuts[rank] - edges[rank], cuts[rank + 1] - edges[rank])
             counts = [end - begin for begin, end in itertools.pairwise(cuts)]
-            yield Block(weight[own], update[own], counts, group)
+            yield Matrix(weight[own], update[own], counts, group)
 
 
-class Block(NamedTuple):
+class Matrix(NamedTuple):
     """A matrix that Muon orthogonalises, cut by rows over N processes.
 
     weight, update: this process's rows `[n, D]`; weight is a view. counts: rows of each process. group: of
@@ -392,59 +393,59 @@ class Block(NamedTuple):
         return [count * self.weight.shape[1] for count in self.counts]
 
 
-def update_by_owner(blocks: list[Block], shards: dist.ProcessGroup) -> None:
-    """Orthogonalises the blocks' updates, each on its owner, and takes the step on this process's rows."""
+def update_by_owner(matrices: list[Matrix], shards: dist.ProcessGroup) -> None:
+    """Orthogonalises the updates of the matrices, each on its owner, and takes the step on this process's rows."""
     size, rank = dist.get_world_size(shards), dist.get_rank(shards)
-    owned = share_out(blocks, size)
-    mine, ordered = owned[rank], [block for part in owned for block in part]
+    owned = share_out(matrices, size)
+    mine, ordered = owned[rank], [matrix for part in owned for matrix in part]
 
-    # Elements that this process has of each owner's blocks, and those that each process has of its own.
-    theirs = [sum(block.update.numel() for block in part) for part in owned]
-    ours = [sum(block.sizes()[r] for block in mine) for r in range(size)]
-    flat = torch.cat([block.update.flatten() for block in ordered])
+    # Elements that this process has of each owner's matrices, and those that each process has of its own.
+    theirs = [sum(matrix.update.numel() for matrix in part) for part in owned]
+    ours = [sum(matrix.sizes()[r] for matrix in mine) for r in range(size)]
+    flat = torch.cat([matrix.update.flatten() for matrix in ordered])
     gathered = flat.new_empty(sum(ours))
     dist.all_to_all_single(gathered, flat, ours, theirs, group=shards)
 
-    # By process, and within it by block: a block's rows are every len(mine)-th piece.
-    pieces = gathered.split([block.sizes()[r] for r in range(size) for block in mine])
+    # By process, and within it by matrix: a matrix's rows are every len(mine)-th piece.
+    pieces = gathered.split([matrix.sizes()[r] for r in range(size) for matrix in mine])
     factors = []
-    for i, block in enumerate(mine):
-        matrix = torch.cat(pieces[i :: len(mine)]).view(block.shape)
-        factors.append(orthogonal(matrix, block.group).split(block.counts))
+    for i, matrix in enumerate(mine):
+        whole = torch.cat(pieces[i :: len(mine)]).view(matrix.shape)
+        factors.append(orthogonal(whole, matrix.group).split(matrix.counts))
 
-    # The way back. A process that owns no block sends nothing.
+    # The way back. A process that owns none sends nothing.
     parts = [factor[r].flatten() for r in range(size) for factor in factors]
     back = torch.cat([flat[:0], *parts])
     scattered = torch.empty_like(flat)
     dist.all_to_all_single(scattered, back, theirs, ours, group=shards)
-    updates = scattered.split([block.update.numel() for block in ordered])
-    for block, update in zip(ordered, updates, strict=True):
-        lr, decay = block.group["lr"], block.group["weight_decay"]
-        block.weight.mul_(1 - lr * decay)
-        block.weight.add_(update.view_as(block.weight), alpha=-lr * rms_factor(block.shape))
+    updates = scattered.split([matrix.update.numel() for matrix in ordered])
+    for matrix, update in zip(ordered, updates, strict=True):
+        lr, decay = matrix.group["lr"], matrix.group["weight_decay"]
+        matrix.weight.mul_(1 - lr * decay)
+        matrix.weight.add_(update.view_as(matrix.weight), alpha=-lr * rms_factor(matrix.shape))
 
 
-def share_out(blocks: list[Block], size: int) -> list[list[Block]]:
-    """The blocks of each of `size` owners, of about equal work; the same on all processes.
+def share_out(matrices: list[Matrix], size: int) -> list[list[Matrix]]:
+    """The matrices of each of `size` owners, of about equal work; the same on all processes.
 
-    A block that lies on one process stays there. The others go, the largest first, to the owner with the
+    A matrix that lies on one process stays there. The others go, the largest first, to the owner with the
     least work.
     """
-    owned: list[list[Block]] = [[] for _ in range(size)]
+    owned: list[list[Matrix]] = [[] for _ in range(size)]
     work = [0] * size
 
-    def cost(block: Block) -> int:
+    def cost(matrix: Matrix) -> int:
         # Newton–Schulz multiplies [a, b] [b, a], [a, a] [a, a] and [a, a] [a, b] with a ≤ b.
-        a, b = sorted(block.shape)
+        a, b = sorted(matrix.shape)
         return a * a * (2 * b + a)
 
-    def is_cut(block: Block) -> bool:
-        return max(block.counts) < sum(block.counts)
+    def is_cut(matrix: Matrix) -> bool:
+        return max(matrix.counts) < sum(matrix.counts)
 
-    for block in sorted(blocks, key=lambda block: (is_cut(block), -cost(block))):
-        owner = work.index(min(work)) if is_cut(block) else block.counts.index(sum(block.counts))
-        owned[owner].append(block)
-        work[owner] += cost(block)
+    for matrix in sorted(matrices, key=lambda matrix: (is_cut(matrix), -cost(matrix))):
+        owner = work.index(min(work)) if is_cut(matrix) else matrix.counts.index(sum(matrix.counts))
+        owned[owner].append(matrix)
+        work[owner] += cost(matrix)
     return owned
 
 

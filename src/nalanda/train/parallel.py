@@ -2,12 +2,16 @@
 
 accelerate launches, chooses the device and reduces the loop's values. FSDP2 is torch's `fully_shard`, over
 nccl and gloo: accelerate 1.15 silently turns FSDP on CPUs into DDP.
+
+The axes of processes have torchtitan's and accelerate's names: dp_replicate (each has a copy of the model), dp_shard
+(each has a part of it) and cp (each has a part of every row). The model is sharded over dp_shard and cp together.
 """
 
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -18,11 +22,71 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from nalanda.common.errors import InputError
+from nalanda.config.schema import TrainConfig
 from nalanda.model.context import Context
 from nalanda.model.layers import Fp32Module
 from nalanda.train.flops import DTYPES
 
 Kind = Literal["ddp", "fsdp", "hybrid"]
+
+
+def follow_parallelism_config(train: TrainConfig, environ: MutableMapping[str, str]) -> TrainConfig:
+    """`train` with `parallel`, `shard_size` and `context_parallel` as accelerate's `ParallelismConfig` has them.
+
+    Removes that config from `environ`: accelerate would prepare the model by it, too.
+
+    Raises:
+        InputError: the config asks for something unsupported, for another number of processes than were
+            launched, or for other values than the recipe's.
+    """
+    if not is_on(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return train
+    environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG")
+    here = "accelerate's parallelism_config"
+    names = "dp_replicate", "dp_shard", "cp", "tp", "sp"
+    sizes = {
+        name: int(environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names
+    }
+
+    for name in ("tp", "sp"):
+        if sizes[name] != 1:
+            raise InputError(
+                f"{here}: {name}_size is {sizes[name]}, and training serves dp_replicate_size, "
+                f"dp_shard_size and cp_size; set {name}_size to 1"
+            )
+    if (strategy := environ.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather")) != "allgather":
+        raise InputError(f"{here}: cp_comm_strategy {strategy} is not served; set allgather")
+
+    processes = int(environ.get("WORLD_SIZE", "1"))
+    if all(size == 1 for size in sizes.values()):
+        sizes["dp_replicate"] = processes  # as accelerate reads it
+    shards = sizes["dp_shard"] * sizes["cp"]
+    if (asked := sizes["dp_replicate"] * shards) != processes:
+        raise InputError(
+            f"{here}: dp_replicate_size × dp_shard_size × cp_size is {asked}, and the launch has "
+            f"{processes} process(es); change one of them"
+        )
+
+    kind = "ddp" if shards == 1 else "fsdp" if sizes["dp_replicate"] == 1 else "hybrid"
+    shard_size = shards if kind == "hybrid" else None
+    values: dict[str, Any] = {
+        "parallel": kind,
+        "shard_size": shard_size,
+        "context_parallel": sizes["cp"],
+    }
+    for key, value in values.items():
+        written, default = getattr(train, key), getattr(TrainConfig, key)
+        if written not in (value, default):
+            means = "null" if value is None else value
+            raise InputError(
+                f"train.{key}: the recipe has {written}, but {here} means {means}; change one of them"
+            )
+    return replace(train, **values)
+
+
+def is_on(environ: Mapping[str, str], name: str) -> bool:
+    """Whether a switch of accelerate's environment is on."""
+    return environ.get(name, "false").lower() in ("1", "true", "yes", "on")
 
 
 def choose_parallel(asked: str, environ: MutableMapping[str, str]) -> Kind:
@@ -34,17 +98,8 @@ def choose_parallel(asked: str, environ: MutableMapping[str, str]) -> Kind:
     Raises:
         InputError: accelerate's config asks for something unsupported.
     """
-
-    def on(name: str) -> bool:
-        return environ.get(name, "false").lower() in ("1", "true", "yes", "on")
-
-    if on("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        raise InputError(
-            "accelerate's parallelism_config is not read: take it out of its config and set "
-            "train.parallel=hybrid and train.shard_size, or train.context_parallel"
-        )
-    fsdp = on("ACCELERATE_USE_FSDP")
-    if fsdp and on("FSDP_OFFLOAD_PARAMS"):
+    fsdp = is_on(environ, "ACCELERATE_USE_FSDP")
+    if fsdp and is_on(environ, "FSDP_OFFLOAD_PARAMS"):
         raise InputError(
             "accelerate's fsdp_offload_params: parameters stay on the device; set it to false"
         )
@@ -63,29 +118,26 @@ class Sharing:
     computes a part of them. Weights are shared, and gradients summed, over all processes.
 
     kind: of `choose_parallel`.
-    mesh: the processes, `[data · context]`, or for hybrid `[replicas, data · context]` with a node's as the
-        second; None if no group of them is needed.
+    mesh: of FSDP2, `[dp_shard · cp]` or for hybrid `[dp_replicate, dp_shard · cp]`; None without it.
     context: None if every process has whole rows.
     rank, world_size: this context among all, as the loader of the rows counts.
 
     Raises InputError for a number of processes that cannot be split so.
     """
 
-    def __init__(self, accelerator: Accelerator, kind: Kind, train: Any):
+    def __init__(self, accelerator: Accelerator, kind: Kind, train: TrainConfig):
         processes, parts = accelerator.num_processes, train.context_parallel
         self.kind, self.mesh, self.context = kind, None, None
         # Neighbours in rank are one context, so these two count contexts.
         self.rank, self.world_size = accelerator.process_index // parts, processes // parts
         self.sharded = kind != "ddp" and processes > 1
-        if self.sharded or parts > 1:
+        if self.sharded:
             self.mesh = mesh(kind, accelerator, train)
-        if self.mesh is not None and parts > 1:
-            last = self.mesh.ndim - 1
-            # The last dimension, [data · context], becomes [data, context].
-            split = self.mesh._unflatten(
-                last, (self.mesh.size(last) // parts, parts), ("data", "context")
+        if parts > 1:
+            axes = init_device_mesh(
+                accelerator.device.type, (self.world_size, parts), mesh_dim_names=("dp", "cp")
             )
-            self.context = Context(split["context"].get_group())
+            self.context = Context(axes["cp"].get_group())
 
     @property
     def first(self) -> bool:
@@ -159,21 +211,21 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
         block.forward = compiled(block)
 
 
-def mesh(kind: Kind, accelerator: Accelerator, train: Any) -> DeviceMesh:
-    """`[processes]`, or for hybrid `[replicas, shards]` with a node's processes as the shards."""
-    processes = accelerator.num_processes
+def mesh(kind: Kind, accelerator: Accelerator, train: TrainConfig) -> DeviceMesh:
+    """`[processes]`, or for hybrid `[replicas, processes of a replica]`; by default a node has one replica."""
+    processes, device = accelerator.num_processes, accelerator.device.type
     if kind != "hybrid":
-        return init_device_mesh(accelerator.device.type, (processes,), mesh_dim_names=("shard",))
+        return init_device_mesh(device, (processes,), mesh_dim_names=("dp_shard_cp",))
     size = train.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(processes)))
     if processes % size:
         raise InputError(f"train.shard_size: {processes} processes are not a multiple of {size}")
-    # `Sharing` cuts the shards' dimension into contexts, and none may lie in two replicas.
+    # A context reads the same rows, and none may lie in two replicas.
     if size % train.context_parallel:
         raise InputError(
             f"train.shard_size: {size} is not a multiple of train.context_parallel {train.context_parallel}"
         )
     shape = (processes // size, size)
-    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device, shape, mesh_dim_names=("dp_replicate", "dp_shard_cp"))
 
 
 def units(model: nn.Module) -> list[nn.Module]:
