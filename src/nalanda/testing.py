@@ -418,6 +418,11 @@ class _Thread(Context):
     def sums(self, x: Tensor) -> Tensor:
         return torch.stack(self.all(x))[:, self.rank].sum(0)  # [N, N, …] to […]
 
+    def exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        pieces = [parts[self.rank] for parts in self.all(x.split(sent))]
+        assert [*map(len, pieces)] == received
+        return torch.cat(pieces)
+
     def from_last(self, x: Tensor) -> Tensor:
         return self.all(x.detach())[-1].clone()
 

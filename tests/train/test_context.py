@@ -17,13 +17,16 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from training import launched, tiny_recipe, write_recipe, write_texts
+from transformers import AutoModelForCausalLM
 
+from nalanda import NalandaConfig
 from nalanda.common.errors import InputError
 from nalanda.config.load import load_config
 from nalanda.data.prepare import prepare
 from nalanda.model import context
-from nalanda.model.context import Context
+from nalanda.model.context import Context, Parts
 from nalanda.report.info import info
+from nalanda.testing import in_threads
 from nalanda.train import build, parallel
 from nalanda.train.log import read_metrics
 from nalanda.train.loop import train
@@ -105,6 +108,72 @@ class Threads(Context):
         )
         self.barrier.wait()  # no thread writes before all have read
         return received
+
+
+PACKINGS = {
+    "one document a row": [0, 24, 48],
+    "packed": [0, 3, 4, 21, 24, 30, 48],  # some fill whole parts, one begins at an edge
+    "short": [*range(0, 49, 2)],
+}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_softmax_attention_of_parts_is_that_of_whole_rows(parts, packing):
+    """Outputs and gradients in float64. Values are wider than keys, and two query heads share each."""
+    torch.manual_seed(0)
+    options = {"mixer": "softmax", "mixer_options": {"num_kv_heads": 2}, "expand_v": 2.0}
+    config = NalandaConfig(
+        hidden_size=16,
+        num_heads=4,
+        num_hidden_layers=2,
+        intermediate_size=16,
+        vocab_size=32,
+        **options,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    ids, bounds = torch.randint(32, (2, 24)), torch.tensor(PACKINGS[packing])
+    weights = torch.randn(2, 24, 32, dtype=torch.float64)
+
+    def run(context: Context | None) -> tuple[torch.Tensor, tuple]:
+        logits = model(input_ids=ids, cu_seqlens=bounds, context=context).logits
+        loss = (logits * (weights if context is None else context.part(weights))).sum()
+        return logits.detach(), torch.autograd.grad(loss, [*model.parameters()])
+
+    expected, gradients = run(None)
+    results = in_threads(parts, run)
+    torch.testing.assert_close(torch.cat([o for o, _ in results], 1), expected, rtol=0, atol=1e-12)
+    for whole, *of_parts in zip(gradients, *(g for _, g in results), strict=True):
+        torch.testing.assert_close(sum(of_parts), whole, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("size", "documents"),
+    [(2, [4096]), (4, [4096]), (8, [4096]), (4, [1000, 96, 2000, 1000]), (8, [3000, 1096])],
+)
+def test_processes_attend_equally_many_pairs(size, documents):
+    """Pairs of a query and a key that it sees, of documents in one row."""
+    bounds, row = torch.tensor([0, *documents]).cumsum(0), sum(documents)
+
+    def parts_of(rank: int) -> Parts:
+        process = Context.__new__(Context)
+        process.rank, process.size = rank, size
+        return Parts(process, 1, row, bounds, None, None)
+
+    work, contiguous = [], []
+    pieces = parts_of(0).pieces()
+    for rank in range(size):
+        parts = parts_of(rank)
+        fresh = parts.cu_seqlens.diff()[parts.past == 0]
+        own = int((fresh * (fresh + 1) // 2).sum())
+        work.append(own + sum(piece.pairs for piece in pieces[rank]))
+        here = [piece.pairs for taken in pieces for piece in taken if piece.part == rank]
+        contiguous.append(own + sum(here))
+    total = sum(n * (n + 1) // 2 for n in documents)
+    assert sum(work) == sum(contiguous) == total
+    assert max(work) < (1.06 if len(documents) == 1 else 1.1) * total / size
+    if len(documents) == 1:
+        assert max(contiguous) > (2 - 1.01 / size) * total / size
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -105,35 +105,38 @@ class CachedAttention(Mixer):
     def mix_parts(
         self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, state: LayerState | None
     ) -> tuple[Tensor, LayerState]:
-        """Attends a part of rows without a `reach`, after the keys and values of all parts before it."""
-        parts, new, (past_k, past_v) = seq.parts, {}, kept_of(state)
-        k, left_k = parts.left(k, None, past_k)
-        v, left_v = parts.left(v, None, past_v)
-        if state is not None:  # complete at the last part
-            # The text so far: the row of this call behind those of earlier ones.
-            width = parts.T + (0 if past_k is None else past_k.shape[1])
-            for name, before, x in (("k", left_k, k), ("v", left_v, v)):
-                new[name] = last(torch.cat([before, x[0].unflatten(0, (parts.B, -1))], 1), width)
+        """Attends a part of rows without a `reach`, after the keys and values of all parts before it.
 
-        # Documents that begin here, then those that began before.
-        # Where every token continues a document, q only holds the place: all of it is replaced.
-        o = q if len(parts.tokens) == q.shape[1] else self.attend_all(q, k, v, seq)
-        continued = []
-        for row, start, end in parts.continuations():
-            # The document's keys before this part are the last `past` columns to the left.
-            past = int(parts.past[parts.rows.first[row]])
-            before = (x[row : row + 1, x.shape[1] - past :] for x in (left_k, left_v))
-            keys, values = (
-                torch.cat([left, x[:, start:end]], 1)
-                for left, x in zip(before, (k, v), strict=True)
-            )
-            continued.append(weigh(q[:, start:end], keys, values, causal=True, scale=self.scale))
-        if not continued:
-            return o, new
-        o_continued = torch.cat(continued, 1)
-        if o is q:
-            return o_continued, new
-        return o.index_copy(1, parts.tokens.to(q.device), o_continued), new
+        Queries whose document began before their part are attended where `Parts.pieces` says.
+        """
+        parts, (past_k, past_v) = seq.parts, kept_of(state)
+        # Each exchange is tied to q, so all processes go backward through them, and in one order.
+        q, keys = parts.whole(q, k, past_k)  # [B, R + T, H, K]
+        q, values = parts.whole(q, v, past_v)
+        new = {} if state is None else {"k": keys, "v": values}  # the text so far
+
+        shares = parts.shares()
+        tokens, rest = shares.tokens.to(q.device), shares.rest.to(q.device)
+        queries = q[0].index_select(0, tokens)
+        q, queries = parts.exchange(q, queries, shares.sent, shares.received)
+
+        attended = [q.new_zeros(0, q.shape[2], v.shape[3])]  # for `cat` without any
+        for piece, x in zip(shares.pieces, queries.split([*map(len, shares.pieces)]), strict=True):
+            # The columns of the document, up to the piece's last token.
+            end = keys.shape[1] - parts.T + piece.part * parts.size + piece.end
+            seen = piece.row, slice(end - piece.past - len(piece), end)
+            o = weigh(x[None], keys[seen][None], values[seen][None], causal=True, scale=self.scale)
+            attended.append(o[0])
+
+        # Documents that begin here. Without any, q ties the way back.
+        o = q
+        if len(rest):
+            q_own, k_own, v_own = (x.index_select(1, rest) for x in (q, k, v))
+            o = self.attend_all(q_own, k_own, v_own, shares.sequences)
+        o, outputs = parts.exchange(o, torch.cat(attended), shares.received, shares.sent)
+        whole = outputs.new_zeros(1, q.shape[1], *outputs.shape[1:])
+        whole = whole.index_copy(1, tokens, outputs[None])
+        return whole.index_copy(1, rest, o) if len(rest) else whole, new
 
     def wanted(self, past: Tensor) -> Tensor:
         """How many of its `past` tokens a sequence's next token sees."""
