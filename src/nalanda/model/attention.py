@@ -311,7 +311,7 @@ class SoftmaxAttention(CachedAttention):
     def read_out(self, o: Tensor, inputs: Inputs, x: Tensor) -> Tensor:
         if inputs.gate is None:
             return super().read_out(o, inputs, x)
-        factor = inputs.gate.sigmoid().unflatten(-1, (self.num_heads, -1))
+        factor = inputs.gate.sigmoid().unflatten(-1, (o.shape[2], -1))
         return self.o_proj((o.to(x.dtype) * factor.to(x.dtype)).flatten(-2))
 
 
@@ -367,7 +367,7 @@ class ForgettingAttention(SoftmaxAttention):
         of_keys = parts.unflatten(2, (-1, self.group)).transpose(-1, -2)  # [B, T, HK, 3, group]
         of_keys = F.pad(of_keys, (0, 1), value=self.unit)
         own = self.unit * torch.eye(self.group, dtype=q.dtype, device=q.device)
-        own = own.repeat(self.num_v_heads, 1)[:, None].expand(*parts.shape, -1)
+        own = own.repeat(k.shape[2], 1)[:, None].expand(*parts.shape, -1)
         of_queries = torch.cat([own, -parts[..., None]], -1)  # [B, T, H, 3, group + 1]
         # In front: there the large numbers cancel before the small ones are added.
         q = torch.cat([of_queries.flatten(-2), q], -1)

@@ -72,6 +72,7 @@ from .layers import (
 )
 from .one_token import decode_token
 from .ops import by_kernel, map_features
+from .plans import COLUMNS, FIRST, GATHERED, LOCAL, ROWS, SHARED, all_heads, own_heads
 from .projections import FusedLinears
 from .recurrent import (
     LayerState,
@@ -373,7 +374,8 @@ class Mixer(FusedLinears):
             local = local.unflatten(-1, (-1, self.V))
 
         # k is q where one projection has both: [B, T, H, K], [B, T, HK, K] and [B, T, HV, V].
-        *qk, v = heads
+        q, *others = heads
+        *qk, v = q, *map(self.own_steps, others)
         q, *others = (y.unflatten(-1, (-1, self.K)) for y in qk)
         k = others[0] if others else q
         v = v.unflatten(-1, (-1, self.V))
@@ -426,7 +428,8 @@ class Mixer(FusedLinears):
         if rule.norm is not None:
             if gate is not None and rule.gate_before == "norm":
                 o, gate = swiglu(at_least_fp32(gate), o), None
-            o = self.o_norm(o)
+            weight = self.o_proj.weight
+            o = own_heads(self.o_norm(all_heads(o, weight)), weight)
         o = o.to(x.dtype)
         if gate is None or rule.gate_before == "conv":
             return self.o_proj(o)
@@ -436,6 +439,54 @@ class Mixer(FusedLinears):
         """The Linear layers that read x, by the names of their outputs: q, k, v, and what `gates` takes."""
         layers = {name: getattr(self, f"{name}_proj") for name in self.rule.projected}
         return layers | ({"gate": self.g_proj} if self.rule.gated else {})
+
+    def head_counts(self) -> tuple[int, ...]:
+        """The numbers of heads of q and of v, both of which tensor parallelism splits."""
+        return self.num_heads, self.num_v_heads
+
+    def own_steps(self, y: Tensor) -> Tensor:
+        """y `[B, T, steps·n]`, in a tensor-parallel process with the columns of its own heads in each step."""
+        if self.rule.steps == 1:
+            return y
+        return own_heads(y.unflatten(-1, (self.rule.steps, -1)), self.q_proj.weight).flatten(-2)
+
+    def tp_plan(self) -> dict[str, str]:
+        """Submodule or parameter to its style in a tensor-parallel plan, see `plans.py`. Others stay whole.
+
+        Raises ValueError for a class from outside that does not define it: only its author knows.
+        """
+        modules = {
+            name: module
+            for name, module in self.named_modules()
+            if next(module.parameters(recurse=False), None) is not None
+        }
+        for kind in map(type, (self, *modules.values())):
+            known = kind.__module__.startswith((f"{__package__}.", "torch."))
+            if not known and not {"tp_plan", "tp_style"} & vars(kind).keys():
+                raise ValueError(f"tensor parallelism: {kind.__name__} has no plan; give it `tp_plan`")
+
+        # With several steps a token, the columns of k, v and β are of steps, then of heads.
+        by_step = ("k", "v", "b") if self.rule.steps > 1 else ()
+        paths = {id(module): name for name, module in modules.items()}
+        plan = {"o_proj": ROWS}
+        # Of two layers in turn, the second has columns of heads.
+        for name, layer in (self.linears() | up_projections(self)).items():
+            path = paths[id(layer)]
+            if not path[-1].isdigit():  # in plans `*` is any number
+                plan[path] = GATHERED if name in by_step else COLUMNS
+
+        for path, module in modules.items():
+            style = getattr(module, "tp_style", None)
+            if isinstance(module, ShortConv):
+                if path == "dwc" and self.rule.shared_filters:
+                    plan[path] = SHARED
+                elif path[0] not in by_step:
+                    plan[f"{path}.weight"] = FIRST
+            elif style is not None and (path != "o_norm" or self.rule.by_head):
+                plan[path] = style
+                if style == LOCAL:
+                    plan |= {f"{path}.{name}": FIRST for name, _ in module.named_parameters()}
+        return plan
 
     def gate_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the state's gates: matrices with one row a head, and a step of it, and Linear layers

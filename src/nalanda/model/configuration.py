@@ -1,6 +1,7 @@
 """NalandaConfig describes every architecture of Nalanda, with transformers' names."""
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from .base import Mixer
 from .feature_maps import FEATURE_MAPS
 from .mixers import MIXERS, build_mixer
 from .options import beyond, check_types, defaults, did_you_mean
+from .plans import FIRST, joined_plan
 from .plugins import missing_plugins, plugin_files, plugins_of
 from .width import base_config
 
@@ -90,6 +92,11 @@ class NalandaConfig(PreTrainedConfig):
     model_type = "nalanda"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {"num_attention_heads": "num_heads"}
+    base_model_pp_plan: ClassVar[dict[str, Any]] = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
 
     vocab_size: int = 32000
     """Size of the vocabulary; by default in a recipe, the tokenizer's, rounded up to a multiple of 64."""
@@ -373,6 +380,36 @@ class NalandaConfig(PreTrainedConfig):
     def layer_mixers(self) -> list[str]:
         """The name of each layer's mixer."""
         return [self.mixer] * self.num_hidden_layers if isinstance(self.mixer, str) else self.mixer
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str] | None:
+        """transformers' plan of tensor parallelism for the decoder, see `plans.py`.
+
+        None for models that `check_tensor_parallel` refuses at every degree.
+        """
+        try:
+            plan = joined_plan(self.distinct_mixers())
+        except ValueError:
+            return None
+        return plan if self.image_size else {"embed_tokens": FIRST, **plan}
+
+    @property
+    def tensor_parallel_degrees(self) -> list[int]:
+        """The numbers of processes over which the heads of all mixers can be split."""
+        heads = math.gcd(*(math.gcd(*m.head_counts()) for m in self.distinct_mixers().values()))
+        return [n for n in range(1, heads + 1) if heads % n == 0]
+
+    def check_tensor_parallel(self, degree: int) -> None:
+        """Raises ValueError if the model's heads cannot be split over so many processes."""
+        mixers = self.distinct_mixers()
+        joined_plan(mixers)
+        for name, mixer in mixers.items():
+            for heads in mixer.head_counts():
+                if heads % degree:
+                    raise ValueError(
+                        f"tensor parallelism over {degree} processes: mixer {name!r} has {heads} heads; take "
+                        f"{' or '.join(map(str, self.tensor_parallel_degrees))} processes"
+                    )
 
     def _refuse_unknown(self, keys: dict[str, Any]) -> None:
         fields = [name for name in self.__dataclass_fields__ if not name.startswith("_")]

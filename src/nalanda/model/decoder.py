@@ -156,6 +156,13 @@ class NalandaPreTrainedModel(PreTrainedModel):
         kwargs |= {"config": config, "trust_remote_code": trust_remote_code}
         return super().from_pretrained(name, *args, **kwargs)
 
+    @classmethod
+    def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
+        """transformers', before weights are read. Raises ValueError for heads that cannot be split."""
+        if distributed_config is not None and distributed_config.tp_size > 1:
+            model.config.check_tensor_parallel(distributed_config.tp_size)
+        return super().maybe_distribute_model(model, distributed_config, mesh_manager)
+
     @property
     def has_other_loss(self) -> bool:
         """Whether somebody set a `loss_function`, on the model or in a subclass, in place of the model's loss."""

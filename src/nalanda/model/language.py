@@ -21,6 +21,7 @@ from .decoding import choose_decoder, current_choice
 from .executors import LayerExecutors, executors
 from .layers import at_least_fp32
 from .loss import Distillation, linear_cross_entropy, mean_over
+from .plans import GATHERED
 from .precision import check_state_dtype
 from .projections import apply_linear, matrix_of
 from .sequences import foreign_bounds, next_tokens
@@ -37,6 +38,8 @@ class LanguageModel(NalandaPreTrainedModel):
     """The decoder with a head over the vocabulary, and its loss."""
 
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan: ClassVar = {"lm_head": GATHERED}
+    _pp_plan: ClassVar = {"lm_head": (["hidden_states"], ["logits"])}
     accepts_loss_kwargs = True
 
     def __init__(self, config: NalandaConfig):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _has_any_global_hook
 
+from .plans import LOCAL, SHARED, share
 from .sequences import Sequences
 
 _CPU_STEPS = 256
@@ -159,6 +160,9 @@ class Fp32Module(nn.Module):
     explicit `dtype=torch.float32`: transformers changes the default dtype while it builds a model.
     """
 
+    tp_style: str | None = LOCAL
+    """Style of a tensor-parallel plan, `plans.py`: of a mixer's, the first dimension is of heads. None: whole."""
+
     def _apply(self, fn, recurse=True):
         def keep_precision(t: Tensor) -> Tensor:
             moved = fn(t)
@@ -171,6 +175,8 @@ class Fp32Module(nn.Module):
 
 class RMSNorm(nn.Module):
     """x / √(mean x² + ε) ⊙ weight, in fp32, returned in `linear_dtype(x)`: Linear layers read it."""
+
+    tp_style = SHARED  # in mixers: each head has the same weight
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -341,8 +347,9 @@ class ShortConv(nn.Module):
 
     def filters(self, x: Tensor) -> Tensor:
         """The filters of the channels of x, `[D, W]`, or `[D, W, W]` over images."""
-        weight = self.weight.squeeze(1)
-        return weight.repeat(self.copies, *[1] * (weight.dim() - 1)) if self.copies > 1 else weight
+        weight = share(self.weight).squeeze(1)
+        copies = x.shape[-1] // len(weight)
+        return weight.repeat(copies, *[1] * (weight.dim() - 1)) if copies > 1 else weight
 
     def forward(
         self, x: Tensor, seq: Sequences, state: Tensor | None = None, carry: bool = False

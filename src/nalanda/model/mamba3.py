@@ -12,6 +12,7 @@ from .call import Inputs, wide_dtype
 from .delta import Decay
 from .layers import Fp32Module, PreviousToken, RMSNorm, at_least_fp32, rotate
 from .ops import linear_attention_flops
+from .plans import own_heads
 from .recurrent import LayerState, mix_sum
 from .rule import Rule
 from .sequences import Sequences
@@ -96,6 +97,11 @@ class Mamba3(Mixer):
         named = {name: getattr(self, f"{name}_proj") for name in ("a", "dt", "lambda", "angle")}
         return super().linears() | named
 
+    def tp_plan(self) -> dict[str, str]:
+        plan = super().tp_plan()
+        del plan["angle_proj"]  # all heads share its angles
+        return plan
+
     def project_tokens(
         self, x: Tensor, seq: Sequences, state: LayerState | None
     ) -> tuple[dict[str, Tensor], LayerState]:
@@ -113,13 +119,15 @@ class Mamba3(Mixer):
         q, k, dt, skip = self.numbers(q, k, projected["dt"])
         rate = F.softplus(at_least_fp32(projected["a"])).clamp_min(LEAST_RATE)
         turn = math.pi * torch.tanh(at_least_fp32(projected["angle"]))  # [B, T, pairs]
+        turn = turn[:, :, None].expand(-1, -1, self.num_v_heads, -1)
+        turn = own_heads(turn, self.q_proj.weight, 2)
         return inputs._replace(
             q=q,
             k=k,
             dt=dt,
             g=-rate * dt,
             beta=at_least_fp32(projected["lambda"]).sigmoid(),
-            angles=dt[..., None] * turn[:, :, None],
+            angles=dt[..., None] * turn,
             skip=skip,
         )
 
@@ -155,7 +163,7 @@ class Mamba3(Mixer):
         assert inputs.angles is not None
         held = None
         if state:
-            held = seq.of_rows(state["conv_step"])[:, 0, self.num_v_heads :]
+            held = seq.of_rows(state["conv_step"])[:, 0, inputs.angles.shape[2] :]
             held = held.view(-1, *inputs.angles.shape[2:])
         return seq.sums(inputs.angles, held).remainder(2 * math.pi).to(wide_dtype(inputs.v))
 

@@ -20,6 +20,7 @@ from .context import cut_recurrence
 from .feature_maps import EPS, opposite
 from .layers import at_least_fp32, excess, no_autocast, place_angles, rotate
 from .ops import by_kernel, delta_rule_flops, linear_attention_flops, map_features, run_recurrence
+from .plans import own_heads
 from .projections import apply_linear
 from .rule import Rule
 from .sequences import Sequences
@@ -359,20 +360,21 @@ def form_gates(layer: Any, projected: dict[str, Tensor], inputs: Inputs) -> Inpu
         dt, g, skip = layer.discretization(projected["a"])
         inputs = inputs._replace(dt=dt, g=g, skip=skip)
     elif rule.decay == "sigmoid":
-        a = at_least_fp32(projected["a"]).unflatten(-1, (-1, layer.K))
+        # Plans cannot name one of two numbered layers, so each process has the gate whole.
+        a = own_heads(at_least_fp32(projected["a"]), layer.q_proj.weight).unflatten(-1, (-1, layer.K))
         # The root of the decay divides its logarithm.
         inputs = inputs._replace(g=F.logsigmoid(a) / rule.temperature)
     elif rule.decay == "retention":
-        decays = retention_decays(layer.num_heads, inputs.q)
+        decays = own_heads(retention_decays(layer.num_heads, inputs.q), layer.q_proj.weight)
         inputs = inputs._replace(g=decays.expand(*inputs.q.shape[:2], -1))
     if rule.write != "delta":
         return inputs
 
-    beta = rule.beta_scale * at_least_fp32(projected["b"]).sigmoid()
+    beta = rule.beta_scale * at_least_fp32(layer.own_steps(projected["b"])).sigmoid()
     if not rule.erase:
         return inputs._replace(beta=beta)
 
-    erase, v = beta.unflatten(-1, (layer.num_v_heads, -1)), inputs.v
+    erase, v = beta.unflatten(-1, (inputs.v.shape[2], -1)), inputs.v
     # The write gate multiplies v here: one tensor fewer to split across processes.
     v = v * at_least_fp32(projected["w"]).sigmoid().view(v.shape).to(v.dtype)
     # β is 1: the two gates stand in its place.

@@ -13,6 +13,7 @@ from .base import Mixer, StateSpec, convolve
 from .call import Call, Inputs, Options
 from .layers import Fp32Module, PreviousToken, at_least_fp32
 from .ops import delta_rule_flops, l2norm
+from .plans import LOCAL
 from .projections import apply_linear
 from .recurrent import LayerState, by_step, recurrence
 from .rule import Rule
@@ -41,6 +42,7 @@ def low_rank(name: str, chosen: int | None, factor: float, size: int) -> int:
 class TokenShift(Fp32Module):
     """x_t + μ ⊙ (x_{t−1} − x_t), with a learnt μ `[D]` for each projection."""
 
+    tp_style = None
     powers = {"q": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "gate": 0.2}  # noqa: RUF012
 
     def __init__(self, size: int, names: list[str], depth: float):
@@ -97,11 +99,12 @@ class Rates(Fp32Module):
 
         Returns aκ, k̃, the gate that makes κ/w of aκ, and log w, `[B, T, H, K]`; and q·(r_k ⊙ k̃) `[B, T, H]`.
         """
+        K = self.heads[1]
         w_bias, a_bias, k_k, k_a, r_k = (
-            getattr(self, name).view(self.heads) for name in self.names
+            getattr(self, name).unflatten(0, (-1, K)) for name in self.names
         )
         q, k = at_least_fp32(q), at_least_fp32(k)
-        w, a = (at_least_fp32(x).unflatten(-1, self.heads) for x in (w, a))
+        w, a = (at_least_fp32(x).unflatten(-1, (-1, K)) for x in (w, a))
 
         g = STRONGEST * (w + w_bias).sigmoid()
         logit = (a + a_bias).clamp_min(LEAST_LOGIT)
@@ -115,6 +118,8 @@ class Rates(Fp32Module):
 
 class HeadNorm(nn.Module):
     """LayerNorm of each head with a weight and a bias for each channel of each, in fp32 at least."""
+
+    tp_style = LOCAL
 
     def __init__(self, num_heads: int, size: int, eps: float):
         super().__init__()
@@ -192,6 +197,13 @@ class RWKV7(Mixer):
 
     def linears(self) -> dict[str, nn.Linear]:
         return super().linears() | {"w": self.w_proj, "a": self.a_proj}
+
+    def tp_plan(self) -> dict[str, str]:
+        # Only the second layer of each gate has columns of heads.
+        plan = super().tp_plan()
+        for name in ("w", "a", "g") if self.rule.gated else ("w", "a"):
+            plan[f"{name}_up_proj"] = plan.pop(f"{name}_proj")
+        return plan
 
     def gate_parameters(self) -> Iterator[nn.Parameter]:
         yield from super().gate_parameters()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .base import Mixer
 from .layers import Fp32Module, at_least_fp32, rotate
+from .plans import SHARED
 from .rule import Rule
 
 
@@ -21,6 +22,8 @@ class LRPE(Fp32Module):
     start at 10000^(−2i/K) and are shared by the heads. q and k share both, so that q_i·k_j depends only on
     i − j. All K features rotate; in one release only some do.
     """
+
+    tp_style = SHARED
 
     def __init__(self, size: int):
         super().__init__()
