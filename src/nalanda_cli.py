@@ -272,6 +272,9 @@ Processes = Annotated[
 EstimatedDevice = Annotated[
     str, Option(help="device of each process, for the time: here, cpu, or a GPU such as H100")
 ]
+TensorParallel = Annotated[
+    int | None, Option("--tp", min=1, help="processes that split the heads, for what each holds")
+]
 
 
 @command(app)
@@ -280,6 +283,7 @@ def info(
     overrides: Overrides = None,
     processes: Processes = None,
     device: EstimatedDevice = "here",
+    tp: TensorParallel = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimate a recipe's parameters, FLOPs, memory and time.
@@ -292,8 +296,8 @@ def info(
 
     if recipe is not None:
         load_config(recipe, overrides or [])  # reports mistakes before anything is opened
-    elif processes or device != "here":
-        option = "--processes" if processes else "--device"
+    elif processes or tp or device != "here":
+        option = "--processes" if processes else "--tp" if tp else "--device"
         raise typer.BadParameter("needs a recipe", param_hint=option)
     with loading_torch():
         from nalanda.report import tables
@@ -302,7 +306,7 @@ def info(
     if recipe is None:
         figures, show = tables.all_rows(), tables.print_tables
     else:
-        figures, show = info(recipe, overrides or [], processes, device=device), print_info
+        figures, show = info(recipe, overrides or [], processes, device=device, tp=tp), print_info
     print_json(figures) if as_json else show(figures)
 
 

@@ -126,14 +126,14 @@ def start(
     )
 
 
-def launched(*command: str, processes: int = 2, fails: bool = False) -> str:
+def launched(*command: str, processes: int = 2, fails: bool = False, seconds: float = 300) -> str:
     """Runs a script with its arguments in several processes to its end; returns all that they print."""
     done = subprocess.run(
         [*torchrun(processes), *command],
         env=environment(processes),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=seconds,
     )
     assert (done.returncode != 0) == fails, done.stdout + done.stderr[-4000:]
     return done.stdout + done.stderr

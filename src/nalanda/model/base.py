@@ -26,6 +26,7 @@ It may define
 - `inputs` and `read_out`, before and after `mix`; `linears`, the Linear layers that read x, one product;
 - `project_tokens(x, seq, state)`: the outputs of `linears`, where they read more than x or are not all;
 - `gates(projected, inputs)`: the inputs with g and beta, from the outputs of `linears`;
+- `tp_plan`, how tensor parallelism splits its heads (`plans.py`). A class from outside has no plan without it;
 - `gate_parameters`, the parameters that decide what the state forgets and takes. Muon leaves them to AdamW;
 - `metrics`, names and functions of numbers that validation logs.
 
@@ -72,7 +73,7 @@ from .layers import (
 )
 from .one_token import decode_token
 from .ops import by_kernel, map_features
-from .plans import COLUMNS, FIRST, GATHERED, LOCAL, ROWS, SHARED, all_heads, own_heads
+from .plans import COLUMNS, FIRST, GATHERED, LOCAL, ROWS, SHARED, all_heads, own_heads, own_outputs
 from .projections import FusedLinears
 from .recurrent import (
     LayerState,
@@ -357,6 +358,7 @@ class Mixer(FusedLinears):
         """
         rule, carries, past = self.rule, state is not None, state or {}
         outputs, new = self.project_tokens(x, seq, state)
+        outputs = own_outputs(self, outputs)
         heads, local = [outputs[name] for name in rule.projected], None
         if rule.conv:
             convs = [getattr(self, f"{name}_conv1d") for name in rule.projected]
@@ -428,8 +430,7 @@ class Mixer(FusedLinears):
         if rule.norm is not None:
             if gate is not None and rule.gate_before == "norm":
                 o, gate = swiglu(at_least_fp32(gate), o), None
-            weight = self.o_proj.weight
-            o = own_heads(self.o_norm(all_heads(o, weight)), weight)
+            o = own_heads(self, self.o_norm(all_heads(self, o)))
         o = o.to(x.dtype)
         if gate is None or rule.gate_before == "conv":
             return self.o_proj(o)
@@ -444,11 +445,24 @@ class Mixer(FusedLinears):
         """The numbers of heads of q and of v, both of which tensor parallelism splits."""
         return self.num_heads, self.num_v_heads
 
+    def is_whole(self, state: str) -> bool:
+        """Whether every tensor-parallel process has the state of this name whole."""
+        return state.removeprefix("conv_") in self.stepped
+
+    @property
+    def stepped(self) -> tuple[str, ...]:
+        """The projections with columns of each step of a token, then of each head."""
+        return ("k", "v", "b") if self.rule.steps > 1 else ()
+
+    def columns(self) -> dict[str, nn.Linear]:
+        """The Linear layers with columns of heads, by the names of their outputs: of two in turn, the second."""
+        return self.linears() | up_projections(self)
+
     def own_steps(self, y: Tensor) -> Tensor:
         """y `[B, T, steps·n]`, in a tensor-parallel process with the columns of its own heads in each step."""
-        if self.rule.steps == 1:
+        if not self.stepped:
             return y
-        return own_heads(y.unflatten(-1, (self.rule.steps, -1)), self.q_proj.weight).flatten(-2)
+        return own_heads(self, y.unflatten(-1, (self.rule.steps, -1))).flatten(-2)
 
     def tp_plan(self) -> dict[str, str]:
         """Submodule or parameter to its style in a tensor-parallel plan, see `plans.py`. Others stay whole.
@@ -463,24 +477,23 @@ class Mixer(FusedLinears):
         for kind in map(type, (self, *modules.values())):
             known = kind.__module__.startswith((f"{__package__}.", "torch."))
             if not known and not {"tp_plan", "tp_style"} & vars(kind).keys():
-                raise ValueError(f"tensor parallelism: {kind.__name__} has no plan; give it `tp_plan`")
+                raise ValueError(
+                    f"tensor parallelism: {kind.__name__} has no plan; give it `tp_plan`"
+                )
 
-        # With several steps a token, the columns of k, v and β are of steps, then of heads.
-        by_step = ("k", "v", "b") if self.rule.steps > 1 else ()
         paths = {id(module): name for name, module in modules.items()}
         plan = {"o_proj": ROWS}
-        # Of two layers in turn, the second has columns of heads.
-        for name, layer in (self.linears() | up_projections(self)).items():
+        for name, layer in self.columns().items():
             path = paths[id(layer)]
             if not path[-1].isdigit():  # in plans `*` is any number
-                plan[path] = GATHERED if name in by_step else COLUMNS
+                plan[path] = GATHERED if name in self.stepped else COLUMNS
 
         for path, module in modules.items():
             style = getattr(module, "tp_style", None)
             if isinstance(module, ShortConv):
                 if path == "dwc" and self.rule.shared_filters:
                     plan[path] = SHARED
-                elif path[0] not in by_step:
+                elif path[0] not in self.stepped:
                     plan[f"{path}.weight"] = FIRST
             elif style is not None and (path != "o_norm" or self.rule.by_head):
                 plan[path] = style

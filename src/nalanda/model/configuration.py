@@ -396,19 +396,23 @@ class NalandaConfig(PreTrainedConfig):
     @property
     def tensor_parallel_degrees(self) -> list[int]:
         """The numbers of processes over which the heads of all mixers can be split."""
+        if self.base_model_tp_plan is None:
+            return [1]
         heads = math.gcd(*(math.gcd(*m.head_counts()) for m in self.distinct_mixers().values()))
         return [n for n in range(1, heads + 1) if heads % n == 0]
 
     def check_tensor_parallel(self, degree: int) -> None:
         """Raises ValueError if the model's heads cannot be split over so many processes."""
+        if degree == 1:
+            return
         mixers = self.distinct_mixers()
         joined_plan(mixers)
         for name, mixer in mixers.items():
             for heads in mixer.head_counts():
                 if heads % degree:
                     raise ValueError(
-                        f"tensor parallelism over {degree} processes: mixer {name!r} has {heads} heads; take "
-                        f"{' or '.join(map(str, self.tensor_parallel_degrees))} processes"
+                        f"tensor parallelism over {degree} processes: they cannot share the {heads} head(s) of "
+                        f"mixer {name!r} equally; take {', '.join(map(str, self.tensor_parallel_degrees))}"
                     )
 
     def _refuse_unknown(self, keys: dict[str, Any]) -> None:
@@ -488,12 +492,17 @@ class NalandaConfig(PreTrainedConfig):
             head = 2 * self.hidden_size * (pixels + (self.num_labels or 0) / seq_len)
         return float(sum(mixers[name] + glu for name in self.layer_mixers) + head)
 
-    def state_bytes(self, T: int, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Bytes of one sequence's state after T tokens in a model of `dtype`."""
+    def state_bytes(self, T: int, dtype: torch.dtype = torch.bfloat16, degree: int = 1) -> int:
+        """Bytes of one sequence's state after T tokens in a model of `dtype`.
+
+        degree: of tensor parallelism; bytes in each process.
+        """
         sizes = {
             name: sum(
-                torch.Size(shape).numel() * (state_dtype or dtype).itemsize
-                for shape, state_dtype in mixer.state_spec(T).values()
+                torch.Size(shape).numel()
+                * (state_dtype or dtype).itemsize
+                // (1 if mixer.is_whole(state) else degree)
+                for state, (shape, state_dtype) in mixer.state_spec(T).items()
             )
             for name, mixer in self.distinct_mixers().items()
         }

@@ -158,9 +158,18 @@ class NalandaPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
-        """transformers', before weights are read. Raises ValueError for heads that cannot be split."""
-        if distributed_config is not None and distributed_config.tp_size > 1:
+        """transformers', before weights are read.
+
+        Raises ValueError for heads that cannot be split, and for its pipelines: their stages pass the head's
+        arguments on to the decoder.
+        """
+        if distributed_config is not None:
             model.config.check_tensor_parallel(distributed_config.tp_size)
+            if distributed_config.pp_size > 1:
+                raise ValueError(
+                    f"pp_size={distributed_config.pp_size}: transformers' pipelines do not serve this model; "
+                    "set it to 1, or use tp_size"
+                )
         return super().maybe_distribute_model(model, distributed_config, mesh_manager)
 
     @property

@@ -12,7 +12,7 @@ from .call import Inputs, wide_dtype
 from .delta import Decay
 from .layers import Fp32Module, PreviousToken, RMSNorm, at_least_fp32, rotate
 from .ops import linear_attention_flops
-from .plans import own_heads
+from .plans import own_heads, own_outputs
 from .recurrent import LayerState, mix_sum
 from .rule import Rule
 from .sequences import Sequences
@@ -97,16 +97,17 @@ class Mamba3(Mixer):
         named = {name: getattr(self, f"{name}_proj") for name in ("a", "dt", "lambda", "angle")}
         return super().linears() | named
 
-    def tp_plan(self) -> dict[str, str]:
-        plan = super().tp_plan()
-        del plan["angle_proj"]  # all heads share its angles
-        return plan
+    def columns(self) -> dict[str, nn.Linear]:
+        layers = super().columns()
+        del layers["angle"]  # all heads share the angles
+        return layers
 
     def project_tokens(
         self, x: Tensor, seq: Sequences, state: LayerState | None
     ) -> tuple[dict[str, Tensor], LayerState]:
         """q and k are RMS-normed."""
         outputs, new = super().project_tokens(x, seq, state)
+        outputs = own_outputs(self, outputs)  # the norms learn of these heads alone
         for name, norm in (("q", self.q_norm), ("k", self.k_norm)):
             heads = outputs[name].unflatten(-1, (-1, self.K))
             outputs[name] = seq.in_columns(norm, heads).flatten(-2)
@@ -120,7 +121,7 @@ class Mamba3(Mixer):
         rate = F.softplus(at_least_fp32(projected["a"])).clamp_min(LEAST_RATE)
         turn = math.pi * torch.tanh(at_least_fp32(projected["angle"]))  # [B, T, pairs]
         turn = turn[:, :, None].expand(-1, -1, self.num_v_heads, -1)
-        turn = own_heads(turn, self.q_proj.weight, 2)
+        turn = own_heads(self, turn, 2)
         return inputs._replace(
             q=q,
             k=k,

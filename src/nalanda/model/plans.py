@@ -3,14 +3,14 @@
 A plan maps submodules and parameters to styles, the names below. An engine cuts the weights, so projections return
 the columns of this process's heads, and all steps until o_proj see no others. o_proj sums over the processes.
 `Mixer.tp_plan` has a layer's plan, `NalandaConfig.base_model_tp_plan` a model's. The functions of tensors serve steps
-that need more than a process's heads; `weight` is that of a split Linear layer, from which they know the processes.
-Where nothing is split they return what they are given.
+that see more than a process's heads. Where no heads are split they return what they are given.
 """
 
 import re
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 COLUMNS, ROWS = "colwise", "rowwise"
@@ -30,20 +30,45 @@ def share(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def own_heads(y: Tensor, weight: Tensor, dim: int = -1) -> Tensor:
+def head_mesh(mixer: Any) -> DeviceMesh | None:
+    """The processes that share a mixer's heads, over which the inputs of o_proj are split; None for one process."""
+    weight = getattr(mixer.o_proj, "weight", None)  # an adapter in its place may have none
+    # FSDP cuts other dimensions.
+    split = isinstance(weight, DTensor) and weight.placements == (Shard(1),)
+    return weight.device_mesh if split else None
+
+
+def own_heads(mixer: Any, y: Tensor, dim: int = -1) -> Tensor:
     """This process's heads of y, which every process has whole, along `dim`. Gradients are gathered."""
-    if not isinstance(weight, DTensor):
+    mesh = head_mesh(mixer)
+    if mesh is None:
         return y
-    whole = DTensor.from_local(y, weight.device_mesh, [Replicate()], run_check=False)
+    whole = DTensor.from_local(y, mesh, [Replicate()], run_check=False)
     return whole.redistribute(placements=[Shard(dim % y.dim())]).to_local()
 
 
-def all_heads(y: Tensor, weight: Tensor) -> Tensor:
+def all_heads(mixer: Any, y: Tensor) -> Tensor:
     """The columns of all heads `[…, n]`, of which y has those of this process. Each gets its part of the gradient."""
-    if not isinstance(weight, DTensor):
+    mesh = head_mesh(mixer)
+    if mesh is None:
         return y
-    part = DTensor.from_local(y, weight.device_mesh, [Shard(y.dim() - 1)], run_check=False)
+    part = DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
     return part.redistribute(placements=[Replicate()]).to_local()
+
+
+def own_outputs(mixer: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The outputs of a mixer's projections, each with the columns of this process's heads alone.
+
+    A plan leaves some whole. Those of several steps a token are cut behind their convolutions, by `own_steps`.
+    """
+    if head_mesh(mixer) is None:
+        return outputs
+    whole = {
+        name
+        for name, layer in mixer.columns().items()
+        if name not in mixer.stepped and outputs[name].shape[-1] == layer.out_features
+    }
+    return {name: own_heads(mixer, y) if name in whole else y for name, y in outputs.items()}
 
 
 def style_of(parameter: str, plan: dict[str, str]) -> str | None:
@@ -65,13 +90,18 @@ def joined_plan(mixers: dict[str, Any]) -> dict[str, str]:
     seen: dict[str, tuple[str, str | None]] = {}
     for mixer_name, mixer in mixers.items():
         styles = mixer.tp_plan()
-        for name, _ in mixer.named_parameters():
-            style = style_of(name, styles)
-            other, first = seen.setdefault(name, (mixer_name, style))
-            if style != first:
-                raise ValueError(
-                    f"tensor parallelism: mixers {other!r} and {mixer_name!r} split {name} differently; "
-                    "use one of them alone"
-                )
+        for path, module in mixer.named_modules():
+            for name, _ in module.named_parameters(path, recurse=False):
+                style = style_of(name, styles)
+                other, first = seen.setdefault(name, (mixer_name, style))
+                if style == first:
+                    continue
+                if not isinstance(module, nn.Linear):
+                    raise ValueError(
+                        f"mixers {other!r} and {mixer_name!r}: tensor parallelism splits {name} of each in "
+                        "another way; use FSDP, or one of them alone"
+                    )
+                # Each mixer then takes the columns that it needs of all.
+                seen[name], styles[path] = (other, GATHERED), GATHERED
         plan |= {f"mixer.{name}": style for name, style in styles.items()}
     return {f"layers.*.{name}": style for name, style in plan.items()}

@@ -360,12 +360,11 @@ def form_gates(layer: Any, projected: dict[str, Tensor], inputs: Inputs) -> Inpu
         dt, g, skip = layer.discretization(projected["a"])
         inputs = inputs._replace(dt=dt, g=g, skip=skip)
     elif rule.decay == "sigmoid":
-        # Plans cannot name one of two numbered layers, so each process has the gate whole.
-        a = own_heads(at_least_fp32(projected["a"]), layer.q_proj.weight).unflatten(-1, (-1, layer.K))
+        a = at_least_fp32(projected["a"]).unflatten(-1, (-1, layer.K))
         # The root of the decay divides its logarithm.
         inputs = inputs._replace(g=F.logsigmoid(a) / rule.temperature)
     elif rule.decay == "retention":
-        decays = own_heads(retention_decays(layer.num_heads, inputs.q), layer.q_proj.weight)
+        decays = own_heads(layer, retention_decays(layer.num_heads, inputs.q))
         inputs = inputs._replace(g=decays.expand(*inputs.q.shape[:2], -1))
     if rule.write != "delta":
         return inputs

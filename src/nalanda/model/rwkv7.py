@@ -198,12 +198,12 @@ class RWKV7(Mixer):
     def linears(self) -> dict[str, nn.Linear]:
         return super().linears() | {"w": self.w_proj, "a": self.a_proj}
 
-    def tp_plan(self) -> dict[str, str]:
-        # Only the second layer of each gate has columns of heads.
-        plan = super().tp_plan()
-        for name in ("w", "a", "g") if self.rule.gated else ("w", "a"):
-            plan[f"{name}_up_proj"] = plan.pop(f"{name}_proj")
-        return plan
+    def columns(self) -> dict[str, nn.Linear]:
+        ups = {"w": self.w_up_proj, "a": self.a_up_proj}
+        return super().columns() | ups | ({"gate": self.g_up_proj} if self.rule.gated else {})
+
+    def is_whole(self, state: str) -> bool:
+        return state == "conv_x"
 
     def gate_parameters(self) -> Iterator[nn.Parameter]:
         yield from super().gate_parameters()

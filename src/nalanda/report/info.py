@@ -11,11 +11,18 @@ from nalanda.common.errors import InputError
 from nalanda.common.number_formats import TORCH_NAMES
 from nalanda.common.text import size, suggest
 from nalanda.config.load import load_config
-from nalanda.config.model import is_encoder
+from nalanda.config.model import in_one_line, is_encoder
 from nalanda.config.schema import RunConfig
 from nalanda.model import NalandaConfig, NalandaForCausalLM
 from nalanda.report.runs import layers
-from nalanda.train.estimate import exchanged_bytes, meta_model, micro_batch_of, run_time, time_range
+from nalanda.train.estimate import (
+    exchanged_bytes,
+    meta_model,
+    micro_batch_of,
+    run_time,
+    tensor_parallel_share,
+    time_range,
+)
 from nalanda.train.flops import PEAK_FLOPS, flops_per_token, known_peak, peak_flops
 from nalanda.train.needs import needs_of
 
@@ -33,6 +40,7 @@ def info(
     *,
     memory: bool = True,
     device: str | None = None,
+    tp: int | None = None,
 ) -> dict[str, Any]:
     """The figures that `nalanda info` prints for a recipe, as plain numbers.
 
@@ -41,6 +49,7 @@ def info(
         takes seconds.
     device: device of each process, for the time: a GPU's name, "here" or "cpu" (both are measured if no data
         sheet is known).
+    tp: degree of tensor parallelism, for what each of its processes holds.
 
     Raises InputError for a recipe that cannot be trained, or an unknown device.
     """
@@ -67,6 +76,14 @@ def info(
     if ours and memory:
         # A step has so many micro-batches.
         exchanged = accumulation * exchanged_bytes(*micro_batch_of(config, model_config))
+    share = None
+    if tp is not None:
+        if not ours:
+            raise InputError(
+                f"--tp: {model_config.model_type} is no model of Nalanda; leave it out"
+            )
+        with in_one_line(f"--tp {tp}"):
+            share = tensor_parallel_share(model, seq_len, tp)
     training_flops = flops * train.steps * train.tokens_per_step
     peak, peak_source = peak_of(device, train.precision) if device else (None, None)
     return {
@@ -88,6 +105,9 @@ def info(
         "teacher_bytes": needs.teacher,  # of these
         "activation_bytes": needs.activations,
         "memory_bytes_per_device": None if needs.activations is None else needs.device,
+        # for engines that read the model's plan
+        "tensor_parallel_degrees": model_config.tensor_parallel_degrees if ours else None,
+        "tensor_parallel": share,
         # on the disk
         "checkpoint_bytes": files.checkpoint,
         "checkpoints": files.checkpoints,
@@ -160,6 +180,16 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
         if f["state_grows"]:
             note = f"after {f['seq_len']} tokens, and growing"
         table.add_row("state per sequence", size(f["state_bytes_per_sequence"]), note)
+    if f["tensor_parallel_degrees"]:
+        degrees = ", ".join(map(str, f["tensor_parallel_degrees"]))
+        table.add_row("tensor parallelism", degrees, "degrees, for engines that read the plan")
+    if share := f["tensor_parallel"]:
+        table.add_row(
+            "  parameters each", f"{share['parameters'] / 1e6:,.1f} M", f"{share['parameters']:,}"
+        )
+        if share["state_bytes"] is not None:
+            table.add_row("  state each", size(share["state_bytes"]), "of a sequence; bf16 model")
+        table.add_row("  whole in each", "", ", ".join(share["whole"]))
     # Memory of a process.
     held = size(f["weights_and_optimizer_bytes"])
     table.add_row(

@@ -1,6 +1,7 @@
 """Counts a model's parameters, the activations of a step and its time, before anything is allocated."""
 
 import contextlib
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from nalanda.model.decoder import Block
 from nalanda.model.epilogues import add_norm
 from nalanda.model.layers import RMSNorm
 from nalanda.model.loss import linear_cross_entropy
+from nalanda.model.plans import is_cut
 from nalanda.model.sequences import Sequences
 from nalanda.train.flops import DTYPES
 from nalanda.train.log import UTILISATION
@@ -82,6 +84,25 @@ def meta_model(config: RunConfig, tokenizer: Any = None) -> PreTrainedModel:
     parameters(model_config)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return language_model(model_config).from_config(model_config, dtype=torch.float32)
+
+
+def tensor_parallel_share(model: Any, seq_len: int, degree: int) -> dict[str, Any]:
+    """What each of so many tensor-parallel processes holds, by the model's plan.
+
+    Its parameters, the bytes of a sequence's state of `seq_len` tokens (None for encoders), and the names of the
+    parameters that it has whole. Raises ValueError for heads that cannot be split.
+    """
+    config: NalandaConfig = model.config
+    config.check_tensor_parallel(degree)
+    count, whole = 0, []
+    for name, parameter in model.named_parameters():
+        if is_cut(name, model.tp_plan):
+            count += -(-parameter.numel() // degree)
+        else:
+            count += parameter.numel()
+            whole.append(re.sub(r"^model\.(layers\.\d+\.)?", "", name))
+    state = config.state_bytes(seq_len, degree=degree) if config.is_decoder else None
+    return {"parameters": count, "state_bytes": state, "whole": list(dict.fromkeys(whole))}
 
 
 def vocabulary(config: RunConfig) -> int:
