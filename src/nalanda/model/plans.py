@@ -34,8 +34,9 @@ def head_mesh(mixer: Any) -> DeviceMesh | None:
     """The processes that share a mixer's heads, over which the inputs of o_proj are split; None for one process."""
     weight = getattr(mixer.o_proj, "weight", None)  # an adapter in its place may have none
     # FSDP cuts other dimensions.
-    split = isinstance(weight, DTensor) and weight.placements == (Shard(1),)
-    return weight.device_mesh if split else None
+    if isinstance(weight, DTensor) and weight.placements == (Shard(1),):
+        return weight.device_mesh
+    return None
 
 
 def own_heads(mixer: Any, y: Tensor, dim: int = -1) -> Tensor:
