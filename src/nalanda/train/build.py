@@ -48,6 +48,7 @@ from nalanda.train.estimate import meta_model
 from nalanda.train.flops import flops_per_token, peak_flops
 from nalanda.train.guards import SpikeDetector
 from nalanda.train.launch import check_shared, on_main_process, patience
+from nalanda.train.mirror import Mirror
 from nalanda.train.needs import Needs, check_disk, check_model, check_step, needs_of
 from nalanda.train.optim import build_optimizer, loss_scale
 from nalanda.train.run import Run
@@ -61,21 +62,23 @@ def set_up(
     facts: dict,
     changes: dict[str, list],
     resume: Path | None,
+    mirror: Mirror | None = None,
     say: Callable[[str], None] = lambda what: None,
 ) -> Run:
     """Builds the run, from the checkpoint `resume` if there is one. facts, changes: from `run_dir.claim`.
-    say: gets the name of the current step.
+    mirror: of a run in a store. say: gets the name of the current step.
 
     Raises:
         InputError: the data or the model cannot work, or no checkpoint is sound.
         ValueError: NALANDA_BLOCKS names no table that can be used.
     """
-    check_shared(Path(config.output_dir), accelerator)
+    if mirror is None:
+        check_shared(Path(config.output_dir), accelerator)
     check_blocks()
     sources = Sources(config.data, validation=config.validation.every != 0)
 
     say("preparing the tokenizer")
-    tokenizer = prepare_tokenizer(config, accelerator, sources)
+    tokenizer = prepare_tokenizer(config, accelerator, sources, mirror)
 
     # As soon as the vocabulary is known: what does not fit is refused before any work.
     needs = check_machine(config, accelerator, sharing, tokenizer, resume)
@@ -126,7 +129,9 @@ def set_up(
             rank=accelerator.process_index,
             processes=accelerator.num_processes,
             timeout=patience(config),
+            first=mirror.first if mirror else 0,
         ),
+        mirror=mirror,
     )
     # Last, since it fills all that was built: weights, moments, positions, random states.
     if resume:
@@ -136,15 +141,19 @@ def set_up(
     return run
 
 
-def prepare_tokenizer(config: RunConfig, accelerator: Accelerator, sources: Sources) -> Any:
+def prepare_tokenizer(
+    config: RunConfig, accelerator: Accelerator, sources: Sources, mirror: Mirror | None = None
+) -> Any:
     """Loads or trains the tokenizer. The main process does it first, and leaves it in the run's folder."""
     folder = Path(config.output_dir) / "tokenizer"
-    with accelerator.main_process_first():
-        texts = sources.training_texts
-        tokenizer = build_tokenizer(config.tokenizer, config.data, folder, texts)
-        if accelerator.is_main_process and not is_whole(folder):
-            save_tokenizer(tokenizer, folder)
-    return tokenizer
+    build = partial(build_tokenizer, config.tokenizer, config.data, folder, sources.training_texts)
+    tokenizer = build() if accelerator.is_main_process else None
+    if tokenizer is not None and not is_whole(folder):
+        save_tokenizer(tokenizer, folder)
+    accelerator.wait_for_everyone()
+    if mirror:
+        mirror.share("tokenizer")
+    return build() if tokenizer is None else tokenizer
 
 
 def check_machine(
@@ -246,7 +255,8 @@ def restore(run: Run, resume: Path, say: Callable[[str], None]) -> None:
         InputError: none is sound, or the data were changed.
     """
     say("loading the checkpoint")
-    data_state = run.load(resume, partial(latest_checkpoint, run.saver.directory))
+    find_older = partial(latest_checkpoint, run.saver.directory, complete=run.complete)
+    data_state = run.load(resume, find_older)
     if run.checkpoint is None or data_state is None:
         raise InputError(no_checkpoint_message(Path(run.config.output_dir)))
 

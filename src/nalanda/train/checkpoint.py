@@ -13,6 +13,9 @@
 
 Files are written into `.tmp-step-N`, synced, and then the folder is renamed: `step-N` is complete. A run
 resumes only from a checkpoint whose files match the manifest. `rank-R.pt` is read with `weights_only=True`.
+
+Machines that share no disk have a folder each: with the whole manifest, and the files of its own processes.
+mirror.py puts the parts together in a store.
 """
 
 import errno
@@ -73,6 +76,8 @@ class Saver:
     A save that fails keeps the earlier checkpoints, and raises `DiskFull` or `InputError` on all processes. An
     asynchronous one raises in `wait`; until then `failed` is True.
 
+    first: the lowest rank that writes to the same `directory`. It makes the folders, also for the others.
+
     Attributes:
         saved: the step of the newest checkpoint on the disk, 0 without one.
     """
@@ -85,8 +90,9 @@ class Saver:
         rank: int = 0,
         processes: int = 1,
         timeout: timedelta | None = None,
+        first: int = 0,
     ):
-        self.directory, self.config, self.rank = directory, config, rank
+        self.directory, self.config, self.rank, self.first = directory, config, rank, first
         self._exchange = exchange(processes, timeout)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -177,7 +183,7 @@ class Saver:
 
     def _commit(self, step: int, files: dict[str, Content]) -> Path:
         """Writes every process's `files`, and then removes the checkpoints that are not kept."""
-        commit = Commit(self.directory, step, files, self.rank, self._exchange)
+        commit = Commit(self.directory, step, files, self.rank, self._exchange, self.first)
         path = commit.run()
         self.saved = step
         commit.prune(self.config)
@@ -187,22 +193,38 @@ class Saver:
 class Commit:
     """One checkpoint on its way to the disk, in two phases.
 
-    First all processes write their files into a temporary folder. Then the first process writes the manifest
-    and renames the folder. After each step the processes exchange their errors: one is raised on all.
+    First all processes write their files into a temporary folder. Then the first process of each folder writes
+    the manifest and renames the folder. After each step the processes exchange their errors: one is raised on
+    all.
     """
 
     def __init__(
-        self, directory: Path, step: int, files: dict[str, Content], rank: int, exchange: Exchange
+        self,
+        directory: Path,
+        step: int,
+        files: dict[str, Content],
+        rank: int,
+        exchange: Exchange,
+        first: int = 0,
     ):
         self.directory, self.step, self.files = directory, step, files
-        self.rank, self.exchange = rank, exchange
+        self.makes_folder, self.exchange = rank == first, exchange
         self.final = directory / f"step-{step}"
         self.temporary = directory / f".tmp-step-{step}"
         pieces = [piece for content in files.values() for piece in content]
         bytes_here = sum(
             len(piece) if isinstance(piece, bytes) else piece.nbytes for piece in pieces
         )
-        self.bytes_needed = sum(exchange(bytes_here))
+        versions = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        }
+        plans = exchange((first, bytes_here, versions))
+        self.bytes_needed = sum(count for _, count, _ in plans)
+        self.bytes_in_folder = sum(count for folder, count, _ in plans if folder == first)
+        # Those of the first process, so that all folders have the same manifest.
+        self.versions = plans[0][2]
         self.bytes_written = 0  # by this process
         self.complete = False
 
@@ -218,15 +240,16 @@ class Commit:
 
     def make_folder(self) -> None:
         """Makes an empty temporary folder, if the disk has room."""
-        if self.rank != 0:
+        if not self.makes_folder:
             return
         discard(self.temporary)
         self.temporary.mkdir(parents=True)
         free = shutil.disk_usage(self.directory).free
-        if free < self.bytes_needed:
-            lacking = size(self.bytes_needed - free)
+        if free < self.bytes_in_folder:
+            lacking = size(self.bytes_in_folder - free)
             raise OSError(
-                errno.ENOSPC, f"{size(self.bytes_needed)} are needed, {lacking} more than are free"
+                errno.ENOSPC,
+                f"{size(self.bytes_in_folder)} are needed, {lacking} more than are free",
             )
         for folder in {Path(name).parent for name in self.files}:
             (self.temporary / folder).mkdir(exist_ok=True)
@@ -241,18 +264,13 @@ class Commit:
 
     def seal(self, entries: dict[str, dict]) -> None:
         """Writes the manifest, syncs the folders, and gives the checkpoint its name."""
-        if self.rank != 0:
+        if not self.makes_folder:
             return
-        versions = {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-        }
         # The manifest comes last: a folder without one was cut short.
-        head = {"format": 2, "step": self.step, "versions": versions}
+        head = {"format": 2, "step": self.step, "versions": self.versions}
         text = manifest_text({**head, "files": dict(sorted(entries.items()))})
         write_file(self.temporary / "manifest.json", [text.encode()])
-        for folder in {self.temporary / Path(name).parent for name in entries} | {self.temporary}:
+        for folder in {file.parent for file in self.temporary.rglob("*")}:
             sync(folder)
 
         if self.final.exists():  # a damaged one, or one from before a rollback
@@ -266,11 +284,11 @@ class Commit:
     def prune(self, config: CheckpointConfig) -> None:
         """Removes the checkpoints that `config` does not keep."""
 
-        def prune_on_first() -> None:
-            if self.rank == 0:
+        def prune_folder() -> None:
+            if self.makes_folder:
                 prune(self.directory, config, self.step)
 
-        self.together(prune_on_first)
+        self.together(prune_folder)
 
     def together(self, act: Callable[[], Any], *, writes: bool = False) -> list[Any]:
         """Calls `act` on all processes; returns all results. An error on one is raised on all.
@@ -291,7 +309,7 @@ class Commit:
         first_error = next(filter(None, errors), None)
         if first_error is None:
             return list(results)
-        if self.rank == 0:
+        if self.makes_folder:
             discard(self.temporary)
         raise self.explain(first_error, self.bytes_needed - sum(counts) if writes else 0)
 

@@ -12,9 +12,17 @@ from nalanda.config.schema import CheckpointConfig
 MARK = "unsound.txt"
 
 
-def latest_checkpoint(directory: Path, say: Callable[[str], None] = print) -> Path | None:
-    """The newest usable checkpoint, or None. Calls `say` for each newer one that is unusable."""
+def latest_checkpoint(
+    directory: Path,
+    say: Callable[[str], None] = print,
+    complete: Callable[[Path], object] = lambda path: None,
+) -> Path | None:
+    """The newest usable checkpoint, or None. Calls `say` for each newer one that is unusable.
+
+    complete: called with each before it is read, such as to fetch files that its folder lacks.
+    """
     for path in reversed(checkpoint_folders(directory)):
+        complete(path)
         problem = why_unusable(path)
         if problem is None:
             return path

@@ -147,24 +147,30 @@ def patience(config: RunConfig) -> timedelta:
 
 def check_shared(run_dir: Path, accelerator: Accelerator) -> None:
     """Raises `InputError` on all processes if one does not see the folder that the main process writes to."""
-    if accelerator.num_processes == 1:
-        return
-    # A new name at each start: the file of an earlier start proves nothing.
-    token = from_main_process(uuid.uuid4().hex if accelerator.is_main_process else None)
-    file = run_dir / f".shared-{token}"
-    if accelerator.is_main_process:
-        file.touch()
-    accelerator.wait_for_everyone()
-    lacking = [host for host in gather_object([None if file.exists() else platform.node()]) if host]
-    # All have looked before the file is removed.
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        file.unlink()
-    if lacking:
+    unseen = platform.node() if first_to_see(run_dir, accelerator) else None
+    if lacking := [host for host in gather_object([unseen]) if host]:
         raise InputError(
             f"output_dir: {lacking[0]} does not see what the first process writes to {run_dir}; name a "
-            "folder that all nodes share"
+            "folder that all nodes share, or one in a store"
         )
+
+
+def first_to_see(folder: Path, accelerator: Accelerator) -> int:
+    """The lowest rank of the processes that see the same `folder` as this one, on this machine or a shared disk."""
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    if processes == 1:
+        return 0
+    # A new name at each start: the file of an earlier start proves nothing.
+    token = from_main_process(uuid.uuid4().hex)
+    files = [folder / f".seen-{token}-{number}" for number in range(processes)]
+    if folder.is_dir():
+        files[rank].touch()
+    accelerator.wait_for_everyone()
+    first = next((number for number in range(rank) if files[number].exists()), rank)
+    # All have looked before a file is removed.
+    accelerator.wait_for_everyone()
+    files[rank].unlink(missing_ok=True)
+    return first
 
 
 def from_main_process(value: Any) -> Any:
@@ -186,3 +192,14 @@ def on_main_process(main: bool, act: Callable[[], Any]) -> Any:
     if problem:
         raise problem
     return result
+
+
+def on_every_process(act: Callable[[], Any]) -> None:
+    """Calls `act` on every process. The `InputError` of one is raised on all."""
+    problem = None
+    try:
+        act()
+    except InputError as error:
+        problem = error
+    if first := next(filter(None, gather_object([problem])), None):
+        raise first

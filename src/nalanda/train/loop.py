@@ -88,12 +88,17 @@ def train(config: RunConfig, profile: int = 0) -> Path:
     with explain_out_of_memory(config, kind):
         accelerator = launch(config)
         with Interruptions() as signals:
-            if not accelerator.is_main_process:
-                return train_together(config, accelerator, kind, None, signals, profile)
-            # The main process locks and claims the folder. It sends its claim to the others.
-            run_dir = Path(config.output_dir)
-            with removed_if_unused(run_dir, config), lock_run_dir(run_dir), mirrored(mirror):
-                claimed = claim(run_dir, config)
+            run_dir, main = Path(config.output_dir), accelerator.is_main_process
+            if mirror:
+                mirror.meet(accelerator)
+            with contextlib.ExitStack() as stack:
+                # One process locks the folder, or that of its machine.
+                if mirror.copies if mirror else main:
+                    stack.enter_context(removed_if_unused(run_dir, config))
+                    stack.enter_context(lock_run_dir(run_dir))
+                stack.enter_context(mirrored(mirror))
+                # The main process claims it, and sends its claim to the others.
+                claimed = claim(run_dir, config) if main else None
                 return train_together(config, accelerator, kind, claimed, signals, profile, mirror)
 
 
@@ -108,7 +113,7 @@ def train_together(
 ) -> Path:
     """Sets the run up and trains it, on every process of the launch. The folder is locked.
 
-    claimed: the result of `claim` on the main process, None on others. mirror: copies the run to its store.
+    claimed: the result of `claim` on the main process, None on others. mirror: of a run in a store.
     profile: of `train`.
     """
     main, run_dir = accelerator.is_main_process, Path(config.output_dir)
@@ -124,7 +129,7 @@ def train_together(
     if resume:
         keep_warmup(config, changes)
         name_precision(config, facts, changes)
-    if is_finished(config, facts, resume):
+    if from_main_process(is_finished(config, facts, resume)):
         refuse_other_data(run_dir, changes)
         if main:
             done = f"{run_dir} is finished, {step_of(resume)} steps"
@@ -136,8 +141,8 @@ def train_together(
     watchdog = Watchdog(config.guard.hang_timeout, accelerator.process_index)
     with contextlib.closing(watchdog):
         with record_interruption(run_dir, facts, main), show_set_up(watchdog) as say:
-            run = set_up(config, accelerator, sharing, facts, changes, resume, say)
-        run.mirror, run.signals, run.watchdog = mirror, signals, watchdog
+            run = set_up(config, accelerator, sharing, facts, changes, resume, mirror, say)
+        run.signals, run.watchdog = signals, watchdog
         if main and accelerator.device.type == "cpu":
             advise_on_threads(config, accelerator.num_processes)
         train_steps(run, recipe, changes, resume, profile)
@@ -254,6 +259,8 @@ def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> 
                 make_newest(resume)
             record_recipe(run_dir, recipe, run.model.config)
             stack.enter_context(record_state(run_dir, run.facts))
+        if run.mirror is not None:
+            run.mirror.begin()
         # From here on a signal lets the step end; before, it ended the process at once.
         run.signals.first = partial(note_stop, run)
         stack.push(lambda error, *_: run.leave(error))
@@ -443,9 +450,10 @@ def roll_back(run: Run, step: Step, unsound: str | None) -> None:
     why = unsound or f"{len(bad)} steps in a row were left out ({bad[-1]})"
     # The save under way may be the checkpoint to go back to.
     run.saver.wait()
+    run.put_together()
 
     # If no step after the last rollback was good, an older checkpoint is taken.
-    find = partial(last_good, run.saver.directory)
+    find = partial(last_good, run.saver.directory, complete=run.complete)
     target = None
     if run.accelerator.is_main_process:
         target = find(suspect=run.rolled_back_to, reason=why)
@@ -561,7 +569,9 @@ def finish(run: Run) -> None:
             f"{run_dir}: all {at.step} steps were left out; metrics.jsonl says why of each"
         )
     run.facts |= {"state": "finished", "step": at.step}
+    run.put_together()
     if run.accelerator.is_main_process:
         checkpoint, config = run.saver.directory / f"step-{at.step}", run.model.config
+        run.complete(checkpoint)
         export(checkpoint, run_dir / "final", run.facts, replace=True, config=config)
     run.log.say(f"model: {run_dir / 'final'}")

@@ -78,7 +78,7 @@ class Run:
     checkpoint: Path | None = None
     """The newest checkpoint, perhaps still being written: the same command resumes from it once it is whole."""
     mirror: Mirror | None = None
-    """Copies the run to its store, on the main process of a run in one."""
+    """Copies a run in a store."""
     rollbacks: Counter[Path] = field(default_factory=Counter)
     """Rollbacks to each checkpoint since the launch."""
     rolled_back_to: Path | None = None
@@ -108,7 +108,8 @@ class Run:
         """
         # All processes load the same path. Soundness is known only once the values are in memory.
         accelerator = self.accelerator
-        while path := from_main_process(path):
+        agree = self.mirror.bring if self.mirror else from_main_process
+        while path := agree(path):
             state, data_state = checkpoint.load(
                 path, model=self.model, optimizer=self.optimizer, rank=accelerator.process_index
             )
@@ -130,6 +131,18 @@ class Run:
                 path = find_older()
         self.checkpoint = None
         return None
+
+    def complete(self, path: Path) -> None:
+        """Fetches the files of a checkpoint that other machines wrote to the store."""
+        if self.mirror is not None:
+            self.mirror.complete(path)
+
+    def put_together(self) -> None:
+        """Waits until the store has the checkpoints of all machines, if each has a part. All processes must call it."""
+        if self.mirror is not None:
+            # As in a set-up, one process may work alone for long.
+            with self.watchdog.setting_up():
+                self.mirror.put_together()
 
     def find_unsound(self) -> str | None:
         """Why the weights or moments of the current step must not be saved, with an event in the log; or None.
@@ -175,9 +188,9 @@ class Run:
 
     def note_saved(self) -> None:
         """Writes the newest checkpoint on the disk to run.json; an asynchronous save gets there later."""
-        if not self.accelerator.is_main_process or self.facts["saved"] == self.saver.saved:
-            return
-        self.facts["saved"] = self.saver.saved
-        write_facts(Path(self.config.output_dir), self.facts)
+        if self.facts["saved"] != self.saver.saved:
+            self.facts["saved"] = self.saver.saved
+            if self.accelerator.is_main_process:
+                write_facts(Path(self.config.output_dir), self.facts)
         if self.mirror is not None:
             self.mirror.start()

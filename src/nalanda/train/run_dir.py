@@ -8,7 +8,7 @@ import os
 import platform
 import shlex
 import shutil
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,12 @@ MOVABLE = {
 """Keys of these sections that may change. data/resume.py checks the files of the sources."""
 
 
-def last_good(directory: Path, suspect: Path | None = None, reason: str = "") -> Path | None:
+def last_good(
+    directory: Path,
+    suspect: Path | None = None,
+    reason: str = "",
+    complete: Callable[[Path], object] = lambda path: None,
+) -> Path | None:
     """The newest usable checkpoint that was not saved between bad steps.
 
     suspect: a checkpoint after which no step was good. An older one is preferred; if there is one, the
@@ -66,7 +71,10 @@ def last_good(directory: Path, suspect: Path | None = None, reason: str = "") ->
         # Only older ones are of use: the suspect did not help.
         if suspect is not None and step_of(path) >= step_of(suspect):
             continue
-        if why_unusable(path) is not None or saved_between_bad_steps(path):
+        if saved_between_bad_steps(path):
+            continue
+        complete(path)  # as for `latest_checkpoint`
+        if why_unusable(path) is not None:
             continue
         if suspect is not None:
             mark_unsound(suspect, f"no step behind it was good: {reason}")
@@ -155,7 +163,7 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
     """
     file, folder = run_dir / "config.yaml", run_dir / "checkpoints"
     saved = checkpoint_folders(folder)
-    begun = (run_dir / "metrics.jsonl").exists() or folder.exists()
+    begun = (run_dir / "metrics.jsonl").exists() or any(folder.glob("*"))
     if not file.is_file() and begun:
         raise InputError(
             f"{file} is missing: restore it, or put the recipe there that the run started with"
