@@ -12,7 +12,7 @@ from servers import jsonl
 from training import configured, outcome
 
 from nalanda.common.errors import InputError, SourceUnavailable
-from nalanda.common.files import write_manifest
+from nalanda.common.files import verify_manifest, write_manifest
 from nalanda.config.schema import CheckpointConfig
 from nalanda.data.make_set import make_token_set
 from nalanda.data.options import TokenizerOptions
@@ -162,7 +162,7 @@ def test_what_is_not_kept_here_is_removed_there(bucket, tmp_path):
     copying.copy(1)
     assert steps(bucket) == [10, 20, 25]  # 10 by keep_every
     (there / "checkpoints" / "step-25").rename(there / "checkpoints" / "later-step-25")
-    copying.copy(1)
+    copying.begin()
     assert steps(bucket) == [10, 20]
 
 
@@ -210,6 +210,91 @@ def test_other_files_are_left_alone(bucket, tmp_path):
     bucket.put("run/book.txt", b"mine")
     with pytest.raises(InputError, match=rf"{URL} has files that are no run of Nalanda's"):
         mirror(tmp_path / "here").fetch()
+
+
+# ------------------------------ machines with folders of their own
+
+
+def save_parts(folders: list[Path], step: int, content: str = "weights") -> None:
+    """A checkpoint of two machines, each with the whole manifest and its own file."""
+    whole = save(folders[0], step, content)
+    (whole / "rank-1.pt").write_text(f"{content} of 1, {step}")
+    (whole / "manifest.json").unlink()
+    write_manifest(whole)
+    part = folders[1] / "checkpoints" / whole.name
+    part.mkdir(parents=True)
+    shutil.copy(whole / "manifest.json", part)
+    (whole / "rank-1.pt").rename(part / "rank-1.pt")
+
+
+def two_mirrors(tmp_path: Path) -> tuple[list[Path], Mirror, Mirror]:
+    folders = [tmp_path / "A", tmp_path / "B"]
+    mirrors = [mirror(folder) for folder in folders]
+    for rank, one in enumerate(mirrors):
+        one.rank = one.first = rank
+        one.several = True
+        one.begin()
+    return folders, *mirrors
+
+
+def test_the_manifest_goes_there_once_all_machines_have_uploaded(bucket, tmp_path):
+    folders, main, other = two_mirrors(tmp_path)
+    save_parts(folders, 5)
+    path, part = (folder / "checkpoints" / "step-5" for folder in folders)
+    assert main.copy(1) == [path]
+    assert steps(bucket) == []
+    assert "run/run.json" not in bucket.names()  # it would claim the checkpoint
+    with pytest.raises(InputError, match="step-5 lacks the files of other machines"):
+        main.finish(1)
+
+    assert other.copy(1) == []
+    assert "run/checkpoints/step-5/part-1.json" in bucket.names()
+    assert steps(bucket) == []
+    assert main.copy(1) == []
+    assert steps(bucket) == [5]
+    assert "run/run.json" in bucket.names()
+    assert "run/checkpoints/step-5/part-1.json" not in bucket.names()
+
+    for one, folder in ((main, path), (other, part)):
+        assert one.complete(folder)
+        assert verify_manifest(folder) is None
+    other.copy(1)  # what came from there is not sent back
+    assert "run/checkpoints/step-5/part-1.json" not in bucket.names()
+
+
+@pytest.mark.slow
+def test_parts_of_another_checkpoint_of_the_step_do_not_count(bucket, tmp_path):
+    folders, main, other = two_mirrors(tmp_path)
+    save_parts(folders, 5)
+    other.copy(1)  # killed here
+    shutil.rmtree(folders[0])
+    shutil.rmtree(folders[1] / "checkpoints")
+    save_parts(folders, 5, "others")
+    assert main.copy(1)
+    assert steps(bucket) == []
+    other.copy(1)
+    assert main.copy(1) == []
+    assert bucket.get("run/checkpoints/step-5/rank-1.pt") == b"others of 1, 5"
+
+    # A new start, in which a machine is lost: its part never comes.
+    save_parts(folders, 10)
+    main.copy(1)
+    shutil.rmtree(folders[1])
+    folders, main, other = two_mirrors(tmp_path)
+    assert not (folders[0] / "checkpoints" / "step-10").exists()
+    assert not [name for name in bucket.names() if "step-10" in name]
+    assert steps(bucket) == [5]
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_stays_in_the_store(bucket, tmp_path, monkeypatch):
+    save(tmp_path, 5)
+    copying = mirror(tmp_path)
+    copying.copy(1)
+    folders = copying._folders()
+    shutil.rmtree(folders[0])
+    monkeypatch.setattr(copying, "_folders", lambda: folders)
+    copying.copy(1)
+    assert steps(bucket) == [5]
 
 
 @pytest.mark.parametrize(

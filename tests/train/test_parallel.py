@@ -752,16 +752,26 @@ def test_units_are_blocks():
 
 
 def test_a_folder_that_nodes_do_not_share_is_refused(tmp_path, monkeypatch):
-    two = SimpleNamespace(num_processes=2, is_main_process=True, wait_for_everyone=lambda: None)
+    def touch_first() -> None:
+        """The first process comes to its barrier, if the second one sees its folder."""
+        if shared and not (file := tmp_path / ".seen-token-0").exists():
+            file.touch()
+
+    second = SimpleNamespace(num_processes=2, process_index=1, wait_for_everyone=touch_first)
+    monkeypatch.setattr(launch.uuid, "uuid4", lambda: SimpleNamespace(hex="token"))
     monkeypatch.setattr(launch, "from_main_process", lambda value: value)
-    monkeypatch.setattr(launch, "gather_object", lambda mine: [*mine, None])
-    launch.check_shared(tmp_path, two)
-    monkeypatch.setattr(launch, "gather_object", lambda mine: [*mine, "node2"])
+    monkeypatch.setattr(launch, "gather_object", lambda mine: [None, *mine])
+    monkeypatch.setattr(launch.platform, "node", lambda: "node2")
+    shared = True
+    launch.check_shared(tmp_path, second)
+    (tmp_path / ".seen-token-0").unlink()
+    shared = False
     with pytest.raises(
         InputError, match="output_dir: node2 does not see what the first process writes"
     ):
-        launch.check_shared(tmp_path, two)
+        launch.check_shared(tmp_path, second)
     assert not [*tmp_path.iterdir()]
+    assert launch.first_to_see(tmp_path / "absent", second) == 1
 
 
 def test_models_of_flash_linear_attention_get_bounds_under_fsdp_too():
