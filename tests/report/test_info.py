@@ -287,6 +287,30 @@ def test_the_memory_before_a_run(tmp_path):
     assert "for activations" in text
 
 
+def test_stages_and_averages_count(capsys):
+    stages = (
+        "stages={anneal: {after_step: 300, schedule: {name: linear}}, "
+        "long: {after_step: 400, data: {seq_len: 1024}, train: {tokens_per_step: 4096}}}"
+    )
+    plain, long = (
+        info("demo", []),
+        info("demo", ["data.seq_len=1024", "train.tokens_per_step=4096"]),
+    )
+    staged = info("demo", [stages, "train.ema=[0.9, 0.99]"])
+    assert staged["tokens"] == 400 * 2048 + 112 * 4096
+    assert staged["activation_bytes"] == long["activation_bytes"] > plain["activation_bytes"]
+    flops = [figures["training_flops_per_token"] for figures in (plain, long)]
+    assert staged["training_flops"] == 400 * 2048 * flops[0] + 112 * 4096 * flops[1]
+
+    # Two averages in fp32: beside the weights, in each checkpoint, and as models.
+    averages = 2 * 4 * plain["parameters"]
+    for key in ("weights_and_optimizer_bytes", "checkpoint_bytes", "final_bytes"):
+        assert staged[key] == plain[key] + averages
+    print_info(staged)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "stage long after 400 112 steps; data.seq_len 1024" in printed
+
+
 def test_printed(capsys):
     print_info(info("deltanet_340m", []))
     printed = capsys.readouterr().out

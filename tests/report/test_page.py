@@ -13,7 +13,7 @@ import yaml
 
 import nalanda_cli
 from nalanda.common.errors import InputError
-from nalanda.report.page import CURVES, read_page_run, read_points, write_page
+from nalanda.report.page import CURVES, draw_panels, read_page_run, read_points, write_page
 
 ZOO = Path(__file__).parents[2] / "docs" / "zoo"
 EVIL = "<script>console.error('run')</script>"
@@ -67,6 +67,13 @@ def runs(tmp_path) -> list[Path]:
     lines += [
         {"step": 55, "event": "skipped", "reason": EVIL, "loss": "inf"},
         {"step": 61, "event": "rollback", "reason": "went back to step-50"},
+        {
+            "step": 66,
+            "event": "stage",
+            "name": "anneal",
+            "reason": "anneal: x",
+            "tokens": 65 * 2048,
+        },
         {"step": 70, "event": "loss scale", "reason": "8 → 4, gradients overflowed fp16"},
         {"step": 80, "event": "slow rank", "reason": "rank 1 on node-1 waits for rows"},
     ]
@@ -128,6 +135,23 @@ def test_curves_of_an_interrupted_run(runs):
     assert page.count('data-root-id="') == 5
     assert "Settings that differ" not in page
     assert "one seed each" not in page
+
+
+def test_a_stage_begins_at_a_line(runs):
+    from bokeh.models import Label, Span
+
+    panels = draw_panels([read_page_run(folder, i) for i, folder in enumerate(runs)])
+    for panel in panels.values():
+        names = [(x.x, x.text) for x in panel.center if isinstance(x, Label)]
+        lines = [x.location for x in panel.center if isinstance(x, Span) and x.location]
+        assert (names, lines) == ([(65, "anneal")], [65])
+
+    # Steps of different sizes do not compare: the axis is that of tokens.
+    config = yaml.safe_load((runs[1] / "config.yaml").read_text())
+    config["stages"] = {"anneal": {"after_step": 65, "train": {"tokens_per_step": 4096}}}
+    (runs[1] / "config.yaml").write_text(yaml.safe_dump(config))
+    panel = draw_panels([read_page_run(runs[1], 0)])["loss"]
+    assert [x.x for x in panel.center if isinstance(x, Label)] == [65 * 2048]
 
 
 def test_runs_without_records(tmp_path, runs, capsys):

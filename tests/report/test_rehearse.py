@@ -11,6 +11,7 @@ from nalanda.common.errors import InputError
 from nalanda.report import rehearse as rehearsal
 from nalanda.report.rehearse import rehearse
 from nalanda.train import build, loop
+from nalanda.train.log import read_metrics
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -40,6 +41,24 @@ def test_a_rehearsal_measures_beside_the_estimate_and_leaves_nothing(
         assert row in printed
     # On a CPU the peak is the process's own.
     assert ", with data and tokenizer" in printed
+
+
+@pytest.mark.slow
+def test_every_stage_is_rehearsed(recipe, tmp_path, monkeypatch):
+    stages = "stages={long: {after_step: 20, data: {seq_len: 64}, train: {tokens_per_step: 512}}}"
+    seen, verify = [], rehearsal.verify
+
+    def look(folder):
+        seen.extend(read_metrics(folder / "metrics.jsonl"))
+        return verify(folder)
+
+    monkeypatch.setattr(rehearsal, "verify", look)
+    figures = rehearse(configured(recipe, tmp_path / "mine", stages))
+    rates = {x["step"]: x["tokens_per_second"] for x in seen if "loss" in x}
+    assert [*rates] == [1, 2, 3, 4, 5, 6]
+    first, last = ((rates[i] + rates[i + 1]) / 2 for i in (2, 5))
+    assert figures["seconds"] == pytest.approx(20 * 256 / first + 4 * 512 / last)
+    assert [x["name"] for x in seen if x.get("event") == "stage"] == ["long"]
 
 
 def test_its_figures_are_those_of_the_whole_recipe(recipe, tmp_path):

@@ -23,6 +23,7 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from nalanda.common.errors import InputError
+from nalanda.report import plot as plots
 from nalanda.report import runs
 from nalanda.report.plot import _caption, _title, curve, labels, plot, smoothed
 from nalanda.report.runs import RunSummary
@@ -227,6 +228,23 @@ def test_events_and_their_losses_are_no_losses(tmp_path):
     assert hours == pytest.approx(29 * 512 / 3600 / 3600)  # with the tokens of skipped steps
     assert [point[0] for point in c.validation] == [20]
     assert c.validation[0][3] == loss or c.validation[0][3] > 3
+
+
+def staged(step: int, name: str) -> dict:
+    return {"step": step, "tokens": (step - 1) * 512, "event": "stage", "name": name, "reason": ""}
+
+
+@pytest.mark.parametrize(("x", "at"), [("steps", 20), ("tokens", 20 * 512)])
+def test_a_stage_begins_at_a_line_with_its_name(tmp_path, monkeypatch, x, at):
+    lines = [*losses(20), staged(21, "anneal"), *losses(40)[21:]]
+    one, other = (make(tmp_path / name, lines=lines, seed=name) for name in ("a", "b"))
+    drawn, draw = [], plots._draw_run
+    monkeypatch.setattr(plots, "_draw_run", lambda axes, *r: drawn.append(axes) or draw(axes, *r))
+    plot([one, other], tmp_path / "loss.png", x=x)
+    named = [text for text in drawn[0].texts if text.get_text() == "anneal"]
+    assert [text.xy[0] for text in named] == [at]  # once, though both runs have it
+    assert curve(one).events == []
+    assert "Dotted: beginnings of stages." in _caption([curve(one)], ["a"])
 
 
 def test_the_legend_tells_what_differs(tmp_path):

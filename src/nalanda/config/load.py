@@ -8,6 +8,7 @@ import shlex
 import types
 import typing
 from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -18,7 +19,7 @@ from nalanda.common.number_formats import short_name
 from nalanda.common.plugins import find_plugins, import_plugins
 from nalanda.common.text import closest, redact, suggest
 from nalanda.config.bounds import check_choice
-from nalanda.config.schema import EXPONENT, RunConfig, TokenizerConfig
+from nalanda.config.schema import EXPONENT, STAGE_KEYS, RunConfig, StageConfig, TokenizerConfig
 
 
 def load_config(
@@ -58,8 +59,12 @@ def at_home(config: RunConfig) -> RunConfig:
         (vars(config.tokenizer), "path", "tokenizer."),
         (vars(config.distill), "teacher", "distill."),
     ]
-    for component in (config.data, *config.data.mixture):
-        paths += [(vars(component), key, "data.") for key in ("source", "validation_source")]
+    data = [("data.", vars(config.data))]
+    data += [(f"stages.{name}.data.", stage.data) for name, stage in config.stages.items()]
+    for where, values in data:
+        for component in (values, *map(vars, values.get("mixture", []))):
+            named = {"source", "validation_source"} & component.keys()
+            paths += [(component, key, where) for key in sorted(named)]
     paths += [(config.model, key, "model.") for key in ("auto", "init_from") if key in config.model]
 
     for values, key, where in paths:
@@ -392,7 +397,8 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
     if kind is Any:
         return value
     if is_dataclass(kind):
-        return section(typing.cast(type, kind), value, f"{where}.")
+        read = _stage if kind is StageConfig else partial(section, typing.cast(type, kind))
+        return read(value, f"{where}.")
 
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (typing.Union, types.UnionType):
@@ -412,7 +418,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
     if origin in (list, tuple) and isinstance(value, (list, tuple)):
         return _convert_items(value, kind, where)
     if origin is dict and isinstance(value, dict):
-        return dict(value)
+        return {key: _convert(each, arguments[1], f"{where}.{key}") for key, each in value.items()}
 
     # 2e2 is an integer, "3e-4" a number, and true neither.
     number = _number(value)
@@ -426,6 +432,29 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
     raise InputError(
         f"{where}: expected {_describe_kind(kind)}, got {_name(value)}{_advice(value, kind, where)}"
     )
+
+
+def _stage(values: Any, where: str) -> StageConfig:
+    """A stage, with the types of the sections that it changes. Raises `InputError`."""
+    changeable = "data, schedule, optim, train and validation"
+    for key in values if isinstance(values, dict) else ():
+        if key in typing.get_type_hints(RunConfig) and key not in STAGE_KEYS:
+            raise InputError(f"{where}{key}: a stage cannot change it, only {changeable}")
+    stage = section(StageConfig, values, where)
+
+    for name, allowed in STAGE_KEYS.items():
+        kinds = typing.get_type_hints(typing.get_type_hints(RunConfig)[name])
+        keys = getattr(stage, name)
+        for key in keys:
+            if key not in kinds:
+                near = suggest(str(key), allowed, f"{where}{name}.")
+                raise InputError(f"{where}{name}.{key}: no such key{near}")
+            if key not in allowed:
+                raise InputError(
+                    f"{where}{name}.{key}: a stage cannot change it; of {name} only {', '.join(allowed)}"
+                )
+            keys[key] = _convert(keys[key], kinds[key], f"{where}{name}.{key}")
+    return stage
 
 
 def _convert_items(values: Any, kind: Any, where: str) -> Any:

@@ -46,17 +46,19 @@ def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedCo
     """The model's config: `NalandaConfig`, or with `auto` the first of: a path, a model type of transformers
     or flash-linear-attention, a hub id.
 
-    A config described by the recipe has `data.seq_len` positions. Its default vocabulary is the tokenizer's,
-    rounded up to a multiple of 64 for faster matrix products. Special tokens are always the tokenizer's.
-    Raises `InputError`.
+    A config described by the recipe has as many positions as `data.seq_len` of its longest stage. Its default
+    vocabulary is the tokenizer's, rounded up to a multiple of 64 for faster matrix products. Special tokens are
+    always the tokenizer's. Raises `InputError`.
     """
     keys = {key: value for key, value in config.model.items() if key not in ("auto", "init_from")}
     source = config_source(config.model)
     if isinstance(source, type):
-        model_config = described_config(source, keys, config.data.seq_len, tokenizer)
+        longest = max(stage.config.data.seq_len for stage in config.in_stages())
+        model_config = described_config(source, keys, longest, tokenizer)
     else:
         model_config = stored_config(source, keys)
-    check_training(config, model_config)
+    for stage in config.in_stages():
+        check_training(stage.config, model_config)
     if tokenizer is not None:
         take_special_tokens(model_config, tokenizer, bos=config.data.bos)
     return model_config

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from itertools import pairwise
 from typing import Annotated, Any, Literal, cast
 
 import yaml
@@ -323,9 +326,17 @@ class TrainConfig:
     data position are those of the other run."""
     cpu_threads: Annotated[int | None, between(1, 4096)] = None
     """Threads of one process on a CPU; null: the launcher's number (`accelerate launch` sets 1)."""
+    ema: list[float] = field(default_factory=list)
+    """Decays of moving averages of the weights, such as [0.999, 0.9999]. Each is written beside `final` as
+    `final-ema-0.999`."""
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
+        for decay in self.ema:
+            if not 0 < decay < 1 or self.ema.count(decay) > 1:
+                raise InputError(
+                    f"train.ema: {decay}: expected different decays between 0 and 1, such as 0.999"
+                )
         if self.shard_size is not None and (self.parallel != "hybrid" or self.shard_size < 2):
             raise InputError("train.shard_size: 2 or more, and only with train.parallel=hybrid")
 
@@ -333,7 +344,7 @@ class TrainConfig:
 @dataclass
 class ValidationConfig:
     every: Annotated[int | None, at_least(0)] = None
-    """Steps between validations; null: only at the end; 0: never."""
+    """Steps between validations; null: only at the end, and at that of a stage; 0: never."""
     batch_size: Annotated[int | None, at_least(1)] = None
     """Rows of one forward pass; null: `train.micro_batch_size`."""
 
@@ -424,9 +435,97 @@ class ScheduleConfig:
 
 
 @dataclass
+class StageConfig:
+    """A stage of `stages:`: the settings that are others from a step on. They hold until a later stage changes them."""
+
+    after_step: Annotated[int, at_least(1)]
+    """Last step before the stage."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Keys of `data`. The stage then begins its data anew, in an order of its own; without, the data go on."""
+    schedule: dict[str, Any] = field(default_factory=dict)
+    """A schedule of its own, with the defaults of `schedule`. It counts its steps from the beginning of the stage, up
+    to that of the next stage with a schedule; without, the one before goes on."""
+    optim: dict[str, Any] = field(default_factory=dict)
+    """lr, muon_lr, weight_decay, max_grad_norm."""
+    train: dict[str, Any] = field(default_factory=dict)
+    """micro_batch_size, tokens_per_step, context_parallel."""
+    validation: dict[str, Any] = field(default_factory=dict)
+    """batch_size."""
+
+    def applied(self, config: RunConfig) -> RunConfig:
+        """`config` with the stage's settings. `data.mixture` replaces a source, and a source a mixture."""
+        parts = {key: getattr(self, key) for key in STAGE_KEYS if key != "schedule"}
+        if self.data.get("mixture"):
+            parts["data"] = {"source": "", **self.data}
+        elif self.data.get("source"):
+            parts["data"] = {"mixture": [], **self.data}
+        changed = {key: replace(getattr(config, key), **new) for key, new in parts.items() if new}
+        if self.schedule:
+            changed["schedule"] = ScheduleConfig(**self.schedule)
+        return replace(config, **changed)
+
+    def describe(self) -> str:
+        """`data.mixture, optim.lr 0.0001`: the keys, with the values that are short."""
+        texts = []
+        for section in STAGE_KEYS:
+            for key, value in getattr(self, section).items():
+                short = not isinstance(value, (list, dict))
+                texts.append(
+                    f"{section}.{key} {redact(str(value))}" if short else f"{section}.{key}"
+                )
+        return ", ".join(texts) or "no other settings"
+
+
+STAGE_KEYS: dict[str, tuple[str, ...]] = {
+    "data": tuple(f.name for f in fields(DataConfig)),
+    "schedule": tuple(f.name for f in fields(ScheduleConfig)),
+    "optim": ("lr", "muon_lr", "weight_decay", "max_grad_norm"),
+    "train": ("micro_batch_size", "tokens_per_step", "context_parallel"),
+    "validation": ("batch_size",),
+}
+"""Keys that a stage may change, by section."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a run, as `RunConfig.in_stages` finds it; the first one has no name."""
+
+    name: str
+    config: RunConfig
+    """The recipe within the stage."""
+    begin: int
+    """Steps before it."""
+    end: int
+    """Its last step."""
+    order: str = ""
+    """Name of the stage that began its data."""
+    schedule_begin: int = 0
+    """Steps before the stage that began its schedule."""
+    schedule_end: int = 0
+    """Last step of its schedule."""
+    changes: str = ""
+    """Its settings, for people."""
+
+    def tokens_after(self, step: int = 0) -> int:
+        """Tokens of its steps behind `step`."""
+        steps = self.end - min(self.end, max(self.begin, step))
+        return steps * self.config.train.tokens_per_step
+
+    @contextlib.contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Puts the name of the stage in front of an `InputError`."""
+        try:
+            yield
+        except InputError as error:
+            if not self.name:
+                raise
+            raise type(error)(f"stages.{self.name}: {error}") from None
+
+
+@dataclass
 class CheckpointConfig:
     every: Annotated[int, at_least(0)] = 1000
-    """Steps between checkpoints; 0: only at the end and when interrupted."""
+    """Steps between checkpoints; 0: only at the end, when interrupted, and at the end of a stage."""
     keep_last: Annotated[int, at_least(1)] = 3
     """Newest checkpoints to keep."""
     keep_every: Annotated[int | None, at_least(1)] = None
@@ -530,6 +629,9 @@ class RunConfig:
     the weights of modules with the same name and shape."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    stages: dict[str, StageConfig] = field(default_factory=dict)
+    """Later stages of the run by name, in their order: from a step on with other data, another length or another
+    schedule. Weights and moments are kept."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -565,6 +667,7 @@ class RunConfig:
                 f"schedule.warmup_steps: {self.schedule.warmup_steps} is more than "
                 f"train.steps {self.train.steps}; set {self.train.steps} or less"
             )
+        self._check_stages()
         check_seed(self.seed)
         if self.data.seq_len % (parts := self.train.context_parallel):
             raise InputError(
@@ -592,6 +695,64 @@ class RunConfig:
                 model.plugin_files()  # refuses, before the training, what checkpoints could not carry
             except (TypeError, ValueError) as error:
                 raise InputError(f"model: {error}") from None
+
+    def _check_stages(self) -> None:
+        """Raises `InputError` for stages that do not fit into the run, or whose settings cannot work."""
+        for name, stage in self.stages.items():
+            if not re.fullmatch(r"[\w-]+", name):
+                raise InputError(f"stages.{name}: expected a name of letters, digits, - and _")
+            check_bounds(stage, f"stages.{name}")
+        ends = {name: stage.after_step for name, stage in self.stages.items()}
+        for (name, step), (later, limit) in pairwise([*ends.items(), ("", self.train.steps)]):
+            if step >= limit:
+                where = f"stages.{later}.after_step" if later else "train.steps"
+                raise InputError(
+                    f"stages.{name}.after_step: {step} is not before {where} {limit}; lower it, or set stages={{}}"
+                )
+        if not self.stages:
+            return
+
+        for stage in self.in_stages():
+            with stage.named_in_errors():
+                warmup = stage.config.schedule.warmup_steps
+                steps = stage.schedule_end - stage.schedule_begin
+                if warmup > steps:
+                    raise InputError(
+                        f"schedule.warmup_steps: {warmup} is more than the {steps} steps of its schedule; set "
+                        f"{steps} or less"
+                    )
+                stage.config.check()
+
+    def in_stages(self) -> list[Stage]:
+        """The stages of the run, in order. The first one, and without `stages` the only one, is the recipe itself."""
+        ends = [*(stage.after_step for stage in self.stages.values()), self.train.steps]
+        stages = [Stage("", replace(self, stages={}), 0, ends[0])]
+        for (name, changes), end in zip(self.stages.items(), ends[1:], strict=True):
+            before = stages[-1]
+            # A slot that carries its state holds a row of every step: other batches have other slots.
+            slots_change = before.config.data.long_documents == "carry" and changes.train
+            stages.append(
+                Stage(
+                    name,
+                    changes.applied(before.config),
+                    begin=before.end,
+                    end=end,
+                    order=name if changes.data or slots_change else before.order,
+                    schedule_begin=before.end if changes.schedule else before.schedule_begin,
+                    changes=changes.describe(),
+                )
+            )
+        # A schedule ends where the next one begins.
+        begins = {stage.schedule_begin for stage in stages}
+        return [
+            replace(
+                stage,
+                schedule_end=min(
+                    (begin for begin in begins if begin > stage.schedule_begin), default=ends[-1]
+                ),
+            )
+            for stage in stages
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain YAML values, which `load_config` reads as an equal config."""

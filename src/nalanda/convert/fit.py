@@ -35,7 +35,7 @@ from nalanda.model.decoder import Decoder, Packing
 from nalanda.model.epilogues import add_norm
 from nalanda.model.sequences import Sequences
 from nalanda.train import checkpoint
-from nalanda.train.build import finish_sums, open_data, prepare_tokenizer
+from nalanda.train.build import finish_sums, open_data, prepare_tokenizer, start_sums
 from nalanda.train.checkpoint_dir import latest_checkpoint
 from nalanda.train.distill import check_tokenizer
 from nalanda.train.flops import DTYPES
@@ -83,6 +83,8 @@ def fit_layers(config: RunConfig, model: str) -> list[Path]:
     config = at_home(config)
     config = replace(config, distill=replace(config.distill, teacher=model))
     config.check()
+    if config.stages:
+        raise InputError("stages: a fit of layers has none; take them out of the recipe")
     run_dir = Path(config.output_dir)
     if "://" in config.output_dir:
         raise InputError(f"output_dir: {config.output_dir}: fits are written to a local folder")
@@ -143,7 +145,8 @@ def start_fit(
     check_tokenizer(tokenizer, str(teacher.folder), f"distill.teacher: {teacher.folder}")
     settings = replace(config, validation=replace(config.validation, every=0))
     sharing = Sharing(accelerator, "ddp", config.train)
-    batches, _, sums = open_data(settings, accelerator, sharing, tokenizer, sources)
+    batches, _, sources = open_data(settings, accelerator, sharing, tokenizer, sources)
+    sums = start_sums(settings, accelerator, [sources])
     stack.callback(batches.close)
     stack.callback(sums.close)
 

@@ -105,7 +105,7 @@ class PackedBatches:
         *,
         split: str,
         batch_size: int,
-        seed: int = 0,
+        seed: int | str = 0,
         rank: int = 0,
         world_size: int = 1,
         epochs: int | None = None,

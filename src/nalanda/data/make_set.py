@@ -66,6 +66,11 @@ def make_token_set(
     if is_recipe(source):
         recipe = load_config(source, overrides)
         data_config, tokenizer_config = recipe.data, recipe.tokenizer
+        if others := [name for name, stage in recipe.stages.items() if stage.data]:
+            say(
+                f"without the data of stages {', '.join(others)}: prepare each of their sources, with "
+                f"--tokenizer {directory}/tokenizer"
+            )
     elif overrides:
         raise InputError(
             f"{overrides[0]}: {source} is not a recipe and has no settings; write flags, see --help"

@@ -12,7 +12,7 @@ from nalanda.common.number_formats import TORCH_NAMES
 from nalanda.common.text import size, suggest
 from nalanda.config.load import load_config
 from nalanda.config.model import in_one_line, is_encoder
-from nalanda.config.schema import RunConfig
+from nalanda.config.schema import RunConfig, Stage
 from nalanda.model import NalandaConfig, NalandaForCausalLM
 from nalanda.report.runs import layers
 from nalanda.train.estimate import (
@@ -66,6 +66,7 @@ def info(
     }
     train, seq_len = config.train, config.data.seq_len
     flops, flops_source = flops_per_token(model, seq_len)
+    stages = [stage_figures(stage, model) for stage in config.in_stages()]
     ours = isinstance(model_config, NalandaConfig)
     stateful = ours and not is_encoder(model_config)
     on_cpu = device == "cpu" or (device == "here" and not torch.cuda.is_available())
@@ -84,7 +85,7 @@ def info(
             )
         with in_one_line(f"--tp {tp}"):
             share = tensor_parallel_share(model, seq_len, tp)
-    training_flops = flops * train.steps * train.tokens_per_step
+    training_flops = sum(x["tokens"] * x["training_flops_per_token"] for x in stages)
     peak, peak_source = peak_of(device, train.precision) if device else (None, None)
     return {
         "recipe": recipe,
@@ -122,11 +123,27 @@ def info(
         "context_parallel": parts,
         "context_bytes_per_step": exchanged,
         "steps": train.steps,
-        "tokens": train.steps * train.tokens_per_step,
+        "stages": stages[1:],
+        "tokens": sum(x["tokens"] for x in stages),
         "training_flops": training_flops,
         "peak_flops_per_device": peak,
         "peak_source": peak_source,
         "seconds": list(run_time(training_flops, peak * processes)) if peak else None,
+    }
+
+
+def stage_figures(stage: Stage, model: Any) -> dict[str, Any]:
+    """The figures of a stage that others may not share."""
+    data, train = stage.config.data, stage.config.train
+    return {
+        "name": stage.name,
+        "after_step": stage.begin,
+        "steps": stage.end - stage.begin,
+        "seq_len": data.seq_len,
+        "tokens_per_step": train.tokens_per_step,
+        "tokens": stage.tokens_after(),
+        "training_flops_per_token": flops_per_token(model, data.seq_len)[0],
+        "changes": stage.changes,
     }
 
 
@@ -212,6 +229,9 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
     # The training.
     rows = f"{f['rows_per_step']} rows each, {f['accumulation']} micro-batches on {f['processes']} process(es)"
     table.add_row("steps", f"{f['steps']:,}", rows)
+    for stage in f["stages"]:
+        note = f"{stage['steps']:,} steps; {stage['changes']}"
+        table.add_row(f"  stage {stage['name']}", f"after {stage['after_step']:,}", note)
     compiled = {True: "yes", False: "no"}.get(f["compile"], "on GPUs")
     table.add_row("compiled blocks", compiled, "train.compile; the first step takes longer")
     table.add_row("tokens", f"{f['tokens'] / 1e9:,.3f} B", f"{f['tokens']:,}")

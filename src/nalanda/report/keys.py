@@ -67,12 +67,12 @@ def _list_keys(
     for field_name, (field, text) in classes[name].items():
         kind = _type_of(field)
         key = f"{where}{field_name}"
-        # A section's class, or that of a list of sections.
+        # A section's class, or that of a list or of named ones.
         inner = re.search(r"\w+$", kind.removesuffix("]"))
         if inner and inner[0] in classes:
-            if kind.startswith("list"):
+            if kind.startswith(("list", "dict")):
                 rows.append(_row(key, field, text))
-                key += "[]"
+                key += "[]" if kind.startswith("list") else ".NAME"
             rows += _list_keys(classes, inner[0], f"{key}.")
         else:
             rows.append(_row(key, field, text))

@@ -32,7 +32,7 @@ EVENTS = {
     "unsound": ("square", "■"),
     "slow rank": ("circle", "●"),
 }
-"""Events of the guards, and slow processes: Bokeh's marker on the curves, and its sign in the list."""
+"""Events of the guards, and slow processes: Bokeh's marker on the curves, and its sign in the list. Stages are lines."""
 
 DASHES = ("solid", "dashed", "dotted")
 """Names that Bokeh and CSS share: with the colours, 21 runs differ."""
@@ -204,7 +204,7 @@ def draw_panels(runs: Sequence[PageRun]) -> dict[str, Any]:
     from bokeh.models import CrosshairTool, Span
 
     # Steps of different sizes do not compare, tokens do.
-    sizes = {run.config.get("train.tokens_per_step") for run in runs}
+    sizes = {size for run in runs for size in step_sizes(run)}
     axis = "tokens" if len(sizes) > 1 else "step"
     crosshair = CrosshairTool(overlay=Span(dimension="height", line_color="#999999"))
 
@@ -226,7 +226,33 @@ def draw_panels(runs: Sequence[PageRun]) -> dict[str, Any]:
         for run, points in zip(runs, series, strict=True):
             if points["step"]:
                 draw_run(panel, key, run, points, axis)
+        borders = {(event[axis] - (axis == "step"), event["name"]) for event in stages_of(runs)}
+        for at, name in sorted(borders):
+            draw_border(panel, at, name)
     return figures
+
+
+def stages_of(runs: Sequence[PageRun]) -> list[dict]:
+    """The events with which stages began."""
+    return [event for run in runs for event in run.events if event["event"] == "stage"]
+
+
+def step_sizes(run: PageRun) -> set[Any]:
+    """The tokens of a step, in each stage of a run."""
+    names = {key.split(".")[1] for key in run.config if key.startswith("stages.")}
+    keys = ["train.tokens_per_step", *(f"stages.{name}.train.tokens_per_step" for name in names)]
+    return {run.config.get(key) for key in keys if key in run.config} or {None}
+
+
+def draw_border(panel: Any, at: float, name: str) -> None:
+    """Draws the beginning of a stage: a line with its name."""
+    from bokeh.models import Label, Span
+
+    look: Any = {"line_color": "#666666", "line_dash": "dotted"}
+    panel.add_layout(Span(location=at, dimension="height", **look))
+    panel.add_layout(
+        Label(x=at, y=6, y_units="screen", x_offset=3, text=name, text_font_size="11px")
+    )
 
 
 def read_points(run: PageRun, key: str) -> dict[str, list[float]]:

@@ -12,7 +12,7 @@ from nalanda.common.errors import InputError, output_file
 from nalanda.common.text import si
 from nalanda.config.load import differences
 from nalanda.data.records import field_of
-from nalanda.report.figures import Look, drawing, files, in_panels, log_axis, look
+from nalanda.report.figures import GREY, Look, drawing, files, in_panels, log_axis, look
 from nalanda.report.runs import check_run_folder, layers, read_recipe
 from nalanda.train.log import read_metrics, with_hours
 
@@ -30,6 +30,8 @@ class Curve:
     validation: list[Point]
     events: list[tuple[int, str]]
     """[(step, kind)]"""
+    stages: dict[str, int]
+    """Steps before each stage, by its name."""
     bits_per_byte: float | None = None
     """Of the last validation."""
 
@@ -49,11 +51,14 @@ def curve(folder: str | Path) -> Curve:
     try:
         config = read_recipe(folder) if (folder / "config.yaml").is_file() else {}
         train, validation, events = [], [], []
+        stages: dict[str, int] = {}
         bits = None
         for line, hours in with_hours(read_metrics(file)):
             # A line is an event, a training loss, or a validation.
             step = line["step"]
-            if "event" in line:
+            if line.get("event") == "stage":
+                stages[str(line["name"])] = step - 1
+            elif "event" in line:
                 events.append((step, str(line["event"])))
             elif "loss" in line:
                 train.append((step, line["tokens"], hours, float(line["loss"])))
@@ -64,10 +69,10 @@ def curve(folder: str | Path) -> Curve:
         raise InputError(f"{folder}: unreadable: {str(error).strip().splitlines()[0]}") from None
     if not train:
         raise InputError(f"{file}: no training loss to draw yet")
-    return Curve(folder.resolve().name, config, train, validation, events, bits)
+    return Curve(folder.resolve().name, config, train, validation, events, stages, bits)
 
 
-SECTIONS = ("model", "optim", "schedule", "train", "data", "tokenizer")
+SECTIONS = ("model", "optim", "schedule", "stages", "train", "data", "tokenizer")
 """Sections of a recipe that change a curve, besides the seed."""
 
 
@@ -182,6 +187,18 @@ def _draw_run(axes: Any, run: Curve, style: Look, name: str | None, x: str) -> N
             at, level = _interpolate(step, steps, xs), _interpolate(step, steps, drawn)
             axes.plot([at], [level], MARKS[kind], color=line["color"], markersize=7, zorder=4)
 
+    for stage, step in run.stages.items():
+        at = _interpolate(step, steps, xs)
+        axes.axvline(at, color=GREY, linewidth=0.8, linestyle=":", zorder=1)
+        # Runs that share a border share its name.
+        if (at, stage) not in [(text.xy[0], text.get_text()) for text in axes.texts]:
+            place = {
+                "xy": (at, 1),
+                "xycoords": ("data", "axes fraction"),
+                "textcoords": "offset points",
+            }
+            axes.annotate(stage, xytext=(2, -2), rotation=90, va="top", size=8, color=GREY, **place)
+
 
 MARKS = {"skipped": "x", "rollback": "v"}
 
@@ -250,6 +267,8 @@ def _caption(curves: Sequence[Curve], names: Sequence[str]) -> str:
         parts.append("×: skipped step.")
     if "rollback" in kinds:
         parts.append("▼: rollback.")
+    if any(c.stages for c in curves):
+        parts.append("Dotted: beginnings of stages.")
     broken = [
         f"{name} from step {c.broken_at}"
         for c, name in zip(curves, names, strict=True)

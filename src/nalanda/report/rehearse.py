@@ -20,7 +20,7 @@ from nalanda.common.processes import peak_resident
 from nalanda.common.progress import first_process
 from nalanda.common.text import duration, size
 from nalanda.config.load import at_home
-from nalanda.config.schema import RunConfig
+from nalanda.config.schema import RunConfig, Stage
 from nalanda.report.verify import verify
 from nalanda.storage.remote import is_store, staging
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, step_of
@@ -31,11 +31,11 @@ from nalanda.train.needs import check_disk, needs_of
 from nalanda.train.run_dir import refuse_other_files, refuse_other_recipe
 
 STEPS = 3
-"""Steps of a rehearsal. The first allocates and compiles, so it is not timed."""
+"""Steps of a rehearsal, of each stage. The first allocates and compiles, so it is not timed."""
 
 
 def rehearse(config: RunConfig) -> dict[str, Any]:
-    """Trains `STEPS` steps of a recipe at its true shape, and measures their time and memory.
+    """Trains `STEPS` steps of each stage of a recipe at its true shape, and measures their time and memory.
 
     The data and the tokenizer are opened, a batch is validated, and a checkpoint is written and read back.
     Every process of a launch calls it. All files lie beside `output_dir`, and are removed at the end, also
@@ -71,11 +71,16 @@ def shortened(config: RunConfig, folder: Path) -> RunConfig:
     processes = int(os.environ.get("WORLD_SIZE", 1))
     rows = processes * (config.validation.batch_size or config.train.micro_batch_size)
     every = STEPS if config.validation.every != 0 else 0
+    stages = {}
+    for number, (name, stage) in enumerate(config.stages.items(), 1):
+        schedule = {key: value for key, value in stage.schedule.items() if key != "warmup_steps"}
+        stages[name] = replace(stage, after_step=number * STEPS, schedule=schedule)
     return replace(
         config,
         output_dir=str(folder),
-        train=replace(config.train, steps=STEPS, resume=None),
+        train=replace(config.train, steps=(1 + len(stages)) * STEPS, resume=None),
         schedule=replace(config.schedule, warmup_steps=min(STEPS, config.schedule.warmup_steps)),
+        stages=stages,
         data=replace(config.data, max_validation_rows=min(rows, config.data.max_validation_rows)),
         validation=replace(config.validation, every=every),
         checkpoint=replace(config.checkpoint, every=0),
@@ -114,13 +119,11 @@ def measured(config: RunConfig, folder: Path, before: int) -> dict[str, Any]:
     # The run finds the room that these files take now.
     check_disk(files._replace(more=files.more - folder_bytes(folder)), folder.parent)
 
-    rates = [x["tokens_per_second"] for x in read_metrics(folder / "metrics.jsonl") if "loss" in x]
-    rate = mean(rates[1:] or rates or [float("nan")])
-    seconds = config.train.tokens_per_step / rate
+    stages = config.in_stages()
     return {
         "steps": config.train.steps,
-        "estimated_seconds": list(time_left(config, facts)),
-        "seconds": seconds * config.train.steps,
+        "estimated_seconds": list(time_left(stages, facts)),
+        "seconds": sum(measured_seconds(folder, number, x) for number, x in enumerate(stages)),
         "estimated_bytes": needs.device,
         "bytes": peak_bytes(facts["device"], before),
         "estimated_checkpoint_bytes": files.checkpoint,
@@ -128,6 +131,14 @@ def measured(config: RunConfig, folder: Path, before: int) -> dict[str, Any]:
         "disk_bytes": files.total,
         "free_bytes": shutil.disk_usage(folder).free,
     }
+
+
+def measured_seconds(folder: Path, number: int, stage: Stage) -> float:
+    """Seconds of a stage, by the rate of its steps in the rehearsal. number: of the stage, from 0."""
+    steps = range(number * STEPS + 1, (number + 1) * STEPS + 1)
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
+    rates = [line["tokens_per_second"] for line in lines if line["step"] in steps]
+    return stage.tokens_after() / mean(rates[1:] or rates or [float("nan")])
 
 
 def saved_steps(config: RunConfig) -> list[int]:

@@ -1,7 +1,7 @@
 """Sets up a run: the tokenizer, the data, the model, the optimizer, and the checkpoint to resume from."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -19,7 +19,7 @@ from nalanda.common.products import product_route
 from nalanda.common.versions import versions
 from nalanda.config.model import build_model_config, in_one_line, is_encoder, language_model
 from nalanda.config.model_folder import check_hub, weight_files
-from nalanda.config.schema import RunConfig
+from nalanda.config.schema import RunConfig, Stage
 from nalanda.data.hashes import FileHashes
 from nalanda.data.loader import PackedBatches, validation_batches, validation_files
 from nalanda.data.masking import Masking
@@ -29,13 +29,7 @@ from nalanda.data.text_bytes import text_bytes
 from nalanda.data.token_set import SumCheck
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary, is_whole, save_tokenizer
 from nalanda.train import checkpoint, parallel
-from nalanda.train.carried_states import (
-    CarriedStates,
-    check_carries,
-    read_slots,
-    slot_files,
-    slots_of,
-)
+from nalanda.train.carried_states import check_carries, read_slots, slot_files, slots_of
 from nalanda.train.checkpoint_dir import (
     checkpoint_folders,
     latest_checkpoint,
@@ -51,14 +45,15 @@ from nalanda.train.launch import check_shared, on_main_process, patience
 from nalanda.train.mirror import Mirror
 from nalanda.train.needs import Needs, check_disk, check_model, check_step, needs_of
 from nalanda.train.optim import build_optimizer, loss_scale
-from nalanda.train.run import Run
+from nalanda.train.run import Run, StageData, stage_at
 from nalanda.train.run_dir import no_checkpoint_message
 
 
 def set_up(
-    config: RunConfig,
+    recipe: RunConfig,
+    stages: list[Stage],
     accelerator: Accelerator,
-    sharing: parallel.Sharing,
+    kind: parallel.Kind,
     facts: dict,
     changes: dict[str, list],
     resume: Path | None,
@@ -66,32 +61,42 @@ def set_up(
     say: Callable[[str], None] = lambda what: None,
 ) -> Run:
     """Builds the run, from the checkpoint `resume` if there is one. facts, changes: from `run_dir.claim`.
-    mirror: of a run in a store. say: gets the name of the current step.
+
+    stages: those of `recipe`, which read local copies of a store's token sets. mirror: of a run in a store. say: gets
+    the name of the current step.
 
     Raises:
         InputError: the data or the model cannot work, or no checkpoint is sound.
         ValueError: NALANDA_BLOCKS names no table that can be used.
     """
+    stage = stage_at(stages, step_of(resume) if resume else 0)
+    config = stage.config
     if mirror is None:
         check_shared(Path(config.output_dir), accelerator)
     check_blocks()
     sources = Sources(config.data, validation=config.validation.every != 0)
+    sharing = parallel.Sharing(accelerator, kind, config.train)
 
     say("preparing the tokenizer")
     tokenizer = prepare_tokenizer(config, accelerator, sources, mirror)
 
     # As soon as the vocabulary is known: what does not fit is refused before any work.
-    needs = check_machine(config, accelerator, sharing, tokenizer, resume)
+    needs = check_machine(recipe, accelerator, sharing, tokenizer, resume)
 
     say("opening the data")
-    batches, validation, sums = open_data(config, accelerator, sharing, tokenizer, sources)
+    open_stage = StageOpener(recipe, accelerator, kind, tokenizer, sources, sharing)
+    # Those of later stages too: what they lack is refused before the first step.
+    opened = [open_stage(each) for each in stages[stages.index(stage) :]]
+    sums = start_sums(config, accelerator, [data.sources for data in opened])
+    validates = bool(opened[0].validation)
 
     # One seed on all processes while weights are drawn, then one of each process for dropout.
     say("building the model")
     set_seed(config.seed)
-    model = build_model(config, tokenizer, weights=resume is None)
+    model = build_model(recipe, tokenizer, weights=resume is None)
     teacher = load_teacher(config.distill, tokenizer, model.config, accelerator.device)
-    costs = count_flops(config, accelerator, model)  # of the bare model, before it is sharded
+    # Of the bare model, before it is sharded.
+    costs = count_flops(config, accelerator, model) | describe_stages(stages, model)
     build = partial(build_optimizer, model, config.optim)
     wrapped, optimizer = parallel.parallelize(accelerator, model, sharing, config.train, build)
     # Before the first step: otherwise the first save would fail, and its steps be lost.
@@ -99,29 +104,22 @@ def set_up(
     set_seed(config.seed, device_specific=True)
 
     say("checking the model")
-    masking = Masking(tokenizer, config.data, config.seed) if is_encoder(model.config) else None
-    if masking is not None:
-        # The same masks at each validation, so that its losses compare.
-        validation = masking.fixed(validation, sharing.rank, sharing.world_size)
-    carries = config.data.long_documents == "carry"
+    carries = any(each.config.data.long_documents == "carry" for each in stages)
     kept_apart = verify_model(accelerator, model, carries)
     run = Run(
-        config=config,
+        stages=stages,
+        stage=stage,
+        open=open_stage,
         accelerator=accelerator,
-        sharing=sharing,
         model=model,
         wrapped=wrapped,
         optimizer=optimizer,
         scaler=loss_scale(config.train.precision, accelerator.device),
-        batches=batches,
-        validation=validation,
         sums=sums,
         needs=needs,
         teacher=teacher,
-        masking=masking,
         # Which tokens' text a loss counts is known of causal models only.
-        text_bytes=text_bytes(tokenizer) if validation and masking is None else None,
-        carried_states=CarriedStates() if carries else None,
+        text_bytes=text_bytes(tokenizer) if validates and not is_encoder(model.config) else None,
         spikes=SpikeDetector(config.guard),
         saver=checkpoint.Saver(
             Path(config.output_dir) / "checkpoints",
@@ -187,20 +185,89 @@ def check_machine(
     return needs
 
 
+class StageOpener:
+    """Opens the data of stages. Stages that read the same rows share them, and a source is opened once.
+
+    recipe, kind: of `set_up`. sources, sharing: those of one stage, which are there already.
+    """
+
+    def __init__(
+        self,
+        recipe: RunConfig,
+        accelerator: Accelerator,
+        kind: parallel.Kind,
+        tokenizer: Any,
+        sources: Sources,
+        sharing: parallel.Sharing,
+    ):
+        self.accelerator, self.kind, self.tokenizer = accelerator, kind, tokenizer
+        self.encoder = is_encoder(build_model_config(recipe, tokenizer))
+        self.hashes = None
+        if accelerator.is_main_process:
+            self.hashes = FileHashes(Path(recipe.output_dir) / "hashes.jsonl")
+        self.opened: list[tuple[Stage, StageData]] = []
+        self.sources, self.sharings = [sources], {sharing.context_parallel: sharing}
+
+    def __call__(self, stage: Stage) -> StageData:
+        """The data of a stage. All processes must call it. Raises `InputError`."""
+        config = stage.config
+        for other, data in self.opened:
+            if other.order == stage.order and all(
+                getattr(other.config, name) == getattr(config, name)
+                for name in ("data", "train", "validation")
+            ):
+                return data
+
+        with stage.named_in_errors():
+            data = self.open(stage)
+        self.opened.append((stage, data))
+        return data
+
+    def open(self, stage: Stage) -> StageData:
+        config, parts = stage.config, stage.config.train.context_parallel
+        if parts not in self.sharings:
+            self.sharings[parts] = parallel.Sharing(self.accelerator, self.kind, config.train)
+        sharing = self.sharings[parts]
+        sources = next((each for each in self.sources if each.data == config.data), None)
+        batches, validation, sources = open_data(
+            config,
+            self.accelerator,
+            sharing,
+            self.tokenizer,
+            sources or Sources(config.data, validation=config.validation.every != 0),
+            stage.order,
+            self.hashes,
+        )
+        self.sources.append(sources)
+
+        masking = None
+        if self.encoder:
+            masking = Masking(self.tokenizer, config.data, config.seed)
+            # The same masks at each validation, so that its losses compare.
+            validation = masking.fixed(validation, sharing.rank, sharing.world_size)
+        return StageData(sources, batches, validation, masking, sharing)
+
+
 def open_data(
     config: RunConfig,
     accelerator: Accelerator,
     sharing: parallel.Sharing,
     tokenizer: Any,
     sources: Sources,
-) -> tuple[PackedBatches, dict[str, list[dict[str, Tensor]]], SumCheck]:
-    """Opens this process's training batches, its validation batches, and the comparison of its files."""
+    order: str = "",
+    hashes: FileHashes | None = None,
+) -> tuple[PackedBatches, dict[str, list[dict[str, Tensor]]], Sources]:
+    """Opens this process's training batches and its validation batches. Returns the open sources too.
+
+    order: of `Stage`. hashes: of the main process; without, they are read from the run's folder.
+    """
     main, processes = accelerator.is_main_process, accelerator.num_processes
     # The main process lists the files, once for all.
     opened = on_main_process(main, sources.open_all)
     if opened.data == sources.data:  # else this node keeps its copies of token sets elsewhere
         sources = opened
-    hashes = FileHashes(Path(config.output_dir) / "hashes.jsonl") if main else None
+    if main and hashes is None:
+        hashes = FileHashes(Path(config.output_dir) / "hashes.jsonl")
     # The rows of this process, or of its context, for training and validation.
     batches, validation = open_batches(
         config,
@@ -211,14 +278,11 @@ def open_data(
         peers=meet(gather_object) if processes > 1 else None,
         hashes=hashes,
         sources=sources,
+        order=order,
     )
     if hashes and validation:
         batches.files |= validation_files(sources, batches, hashes)
-
-    sums = start_sums(config, accelerator.process_index, processes, sources)
-    if config.data.verify == "sums":
-        finish_sums(sums)
-    return batches, validation, sums
+    return batches, validation, sources
 
 
 def count_flops(config: RunConfig, accelerator: Accelerator, model: Any) -> dict[str, Any]:
@@ -233,6 +297,25 @@ def count_flops(config: RunConfig, accelerator: Accelerator, model: Any) -> dict
         "peak_flops": peak,
         "peak": peak_source,
     }
+
+
+def describe_stages(stages: list[Stage], model: Any) -> dict[str, Any]:
+    """Returns the facts about the stages of a run that has several."""
+    if len(stages) == 1:
+        return {}
+    rows = []
+    for stage in stages:
+        data, train = stage.config.data, stage.config.train
+        rows.append(
+            {
+                "name": stage.name or None,
+                "after_step": stage.begin,
+                "seq_len": data.seq_len,
+                "tokens_per_step": train.tokens_per_step,
+                "training_flops_per_token": flops_per_token(model, data.seq_len)[0],
+            }
+        )
+    return {"stages": rows}
 
 
 def verify_model(accelerator: Accelerator, model: Any, carries: bool) -> bool:
@@ -259,6 +342,9 @@ def restore(run: Run, resume: Path, say: Callable[[str], None]) -> None:
     data_state = run.load(resume, find_older)
     if run.checkpoint is None or data_state is None:
         raise InputError(no_checkpoint_message(Path(run.config.output_dir)))
+    # An unsound checkpoint was passed over, and the one before it is of an earlier stage.
+    if run.at.step <= run.stage.begin and run.stage.begin:
+        run.enter(stage_at(run.stages, run.at.step))
 
     say("comparing the files that were read")
 
@@ -307,11 +393,18 @@ def changes_so_far(facts: dict, changes: dict[str, list], step: int) -> list[dic
     return [*earlier, {"step": step, **changes}] if changes else list(earlier)
 
 
-def start_sums(config: RunConfig, rank: int, processes: int, sources: Sources) -> SumCheck:
-    """Starts comparing this process's share of the token sets' files with their sums."""
-    files = [file for tokens in sources.token_sets() for file in tokens.files]
+def start_sums(config: RunConfig, accelerator: Accelerator, sources: Iterable[Sources]) -> SumCheck:
+    """Starts comparing this process's share of the token sets' files with their sums; waits for it if the recipe
+    asks for that."""
+    sets = [tokens for each in sources for tokens in each.token_sets()]
+    # Once each, in one order on all processes.
+    files = list(dict.fromkeys(file for tokens in sets for file in tokens.files))
+    share = files[accelerator.process_index :: accelerator.num_processes]
     record = Path(config.output_dir) / "sums.jsonl"
-    return SumCheck(files[rank::processes] if config.data.verify != "sizes" else [], record)
+    sums = SumCheck(share if config.data.verify != "sizes" else [], record)
+    if config.data.verify == "sums":
+        finish_sums(sums)
+    return sums
 
 
 def finish_sums(
@@ -350,10 +443,11 @@ def open_batches(
     peers: Peers | None = None,
     hashes: FileHashes | None = None,
     sources: Sources | None = None,
+    order: str = "",
 ) -> tuple[PackedBatches, dict[str, list[dict[str, Tensor]]]]:
     """One process's training batches, and its validation batches by source; {} without validation.
 
-    hashes, sources: of `PackedBatches`."""
+    hashes, sources: of `PackedBatches`. order: of `Stage`."""
     share: Any = {"rank": rank, "world_size": processes, "sources": sources}
     # Slots: the rows of a step, on all processes together.
     rows, slots = config.train.micro_batch_size, config.train.tokens_per_step // config.data.seq_len
@@ -363,7 +457,7 @@ def open_batches(
         tokenizer,
         split="train",
         batch_size=rows,
-        seed=config.seed,
+        seed=f"{config.seed}/{order}" if order else config.seed,
         slots=slots,
         peers=peers,
         hashes=hashes,

@@ -21,7 +21,7 @@ from nalanda.config.model import (
     language_model,
     padded_vocabulary,
 )
-from nalanda.config.schema import RunConfig
+from nalanda.config.schema import RunConfig, Stage
 from nalanda.data.tokenizer import build_tokenizer, vocabulary_of
 from nalanda.model import NalandaConfig, chunk_forward, chunk_order, ops
 from nalanda.model.context import Context, Parts
@@ -44,10 +44,12 @@ def run_time(flops: float, peak: float) -> tuple[float, float]:
     return flops / (high * peak), flops / (low * peak)
 
 
-def time_left(config: Any, facts: dict) -> tuple[float, float]:
+def time_left(stages: list[Stage], facts: dict) -> tuple[float, float]:
     """`run_time` of the rest of a run. facts: the contents of run.json."""
-    tokens = (config.train.steps - facts["step"]) * config.train.tokens_per_step
-    return run_time(tokens * facts["training_flops_per_token"], facts["peak_flops"])
+    costs = [each["training_flops_per_token"] for each in facts.get("stages", [facts])]
+    left = [stage.tokens_after(facts["step"]) for stage in stages]
+    flops = sum(tokens * cost for tokens, cost in zip(left, costs, strict=True))
+    return run_time(flops, facts["peak_flops"])
 
 
 def micro_batch_of(

@@ -24,7 +24,7 @@ from nalanda.common.errors import Diverged, NothingTrained
 from nalanda.common.progress import Progress
 from nalanda.common.text import size
 from nalanda.config.load import at_home
-from nalanda.config.schema import RunConfig
+from nalanda.config.schema import RunConfig, Stage
 from nalanda.data.stored_sets import with_local_sets
 from nalanda.model.executors import recurrences
 from nalanda.train import parallel
@@ -42,7 +42,7 @@ from nalanda.train.mirror import Mirror, mirrored, staged
 from nalanda.train.needs import explain_out_of_memory
 from nalanda.train.optim import describe_groups
 from nalanda.train.profile import profiled
-from nalanda.train.run import Run
+from nalanda.train.run import Run, stage_at
 from nalanda.train.run_dir import (
     claim,
     is_exported,
@@ -118,11 +118,12 @@ def train_together(
     """
     main, run_dir = accelerator.is_main_process, Path(config.output_dir)
     # Refuses a number of processes that cannot share a step.
-    config.accumulation(accelerator.num_processes)
+    for stage in config.in_stages():
+        with stage.named_in_errors():
+            stage.config.accumulation(accelerator.num_processes)
 
-    # config.yaml gets the recipe as it was written. The run reads local copies of a store's token sets.
-    recipe, config = config, with_local_sets(config)
-    config = with_precision(config, accelerator)
+    # config.yaml gets the recipe as it was written.
+    recipe, config = config, with_precision(config, accelerator)
 
     # The settings that changed, the contents of run.json, and the checkpoint to resume from.
     changes, facts, resume = from_main_process(claimed)
@@ -137,11 +138,12 @@ def train_together(
             print(f"{done}{unused}: raise train.steps to train further", flush=True)
         return run_dir
 
-    sharing = parallel.Sharing(accelerator, kind, config.train)
+    # The run reads local copies of a store's token sets.
+    stages = [replace(x, config=with_local_sets(x.config)) for x in config.in_stages()]
     watchdog = Watchdog(config.guard.hang_timeout, accelerator.process_index)
     with contextlib.closing(watchdog):
         with record_interruption(run_dir, facts, main), show_set_up(watchdog) as say:
-            run = set_up(config, accelerator, sharing, facts, changes, resume, mirror, say)
+            run = set_up(config, stages, accelerator, kind, facts, changes, resume, mirror, say)
         run.signals, run.watchdog = signals, watchdog
         if main and accelerator.device.type == "cpu":
             advise_on_threads(config, accelerator.num_processes)
@@ -166,6 +168,7 @@ def train_steps(
 
         while run.at.step < run.config.train.steps:
             validate_if_due(run)  # after the step before, if there was one
+            enter_stage_if_due(run)
             step = forward_backward(
                 run
             )  # loss and gradient norm, over all processes; gradients are clipped
@@ -251,7 +254,7 @@ def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> 
     run.speed, run.reading = TrainingSpeed(run.at.tokens), ReadingLog(run.batches)
     run.rank_times = RankTimes(parallel.units(run.model), run.accelerator)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.closing(run.batches))
+        stack.callback(lambda: run.batches.close())  # those of the stage at that time
         stack.enter_context(contextlib.closing(run.sums))
 
         if main:
@@ -325,8 +328,10 @@ def announce(run: Run, changes: dict) -> None:
         f"{config.data.seq_len} tokens × {run.accumulation} accumulated × {sharers}"
     )
     # Steps before a resume may have had other sizes.
-    tokens = run.at.tokens + (train.steps - run.at.step) * train.tokens_per_step
+    tokens = run.at.tokens + sum(stage.tokens_after(run.at.step) for stage in run.stages)
     say(f"steps      {train.steps:,} = {tokens:,} tokens")
+    for stage in run.stages[1:]:
+        say(f"stage      {stage.name}, after step {stage.begin:,}: {stage.changes}")
 
     say(
         f"device     {facts['device']}, {train.precision}, {'compiled' if facts['compiled'] else 'eager'}"
@@ -337,7 +342,7 @@ def announce(run: Run, changes: dict) -> None:
         say(f"memory     {run.needs.describe_memory()}")
         free = shutil.disk_usage(config.output_dir).free
         say(f"disk       {run.needs.files.describe()}; {size(free)} free")
-        run.log.expect(train.steps - facts["step"], time_left(config, facts))
+        run.log.expect(train.steps - facts["step"], time_left(run.stages, facts))
     if not facts["documents_kept_apart"]:
         say(
             "WARNING    this model lets packed documents see one another; run.json is marked accordingly"
@@ -369,8 +374,8 @@ def validate_if_due(run: Run) -> None:
 
     A run that stops between saving and validating does it when it resumes.
     """
-    step, steps, every = run.at.step, run.config.train.steps, run.config.validation.every
-    if not run.validation or not step or not (step >= steps or is_due(step, every)):
+    step, every = run.at.step, run.config.validation.every
+    if not run.validation or not step or not (step >= run.stage.end or is_due(step, every)):
         return
     # Only the main process has the log; all must agree, since validation is a collective.
     file = Path(run.config.output_dir) / "metrics.jsonl"
@@ -397,6 +402,27 @@ def validate_if_due(run: Run) -> None:
     run.log.doing("step")
 
 
+def enter_stage_if_due(run: Run) -> None:
+    """Begins the next stage, if the one under way has made its last step."""
+    step = run.at.step
+    if step < run.stage.end:
+        return
+    stage = run.stages[run.stages.index(run.stage) + 1]
+    change_stage(run, stage)
+    # Other data have another loss, which is no spike.
+    run.spikes.load_state_dict({})
+    # Of its first step: a resume from the checkpoint before it enters the stage again.
+    reason = f"{stage.name}: {stage.changes}"
+    run.log.event(step + 1, "stage", reason=reason, name=stage.name, tokens=run.at.tokens)
+
+
+def change_stage(run: Run, stage: Stage) -> None:
+    """Goes on with the settings and the data of another stage."""
+    run.enter(stage)
+    run.speed.restart(run.at.tokens)
+    run.reading = ReadingLog(run.batches)
+
+
 def is_validated(file: Path, step: int) -> bool:
     """Whether the metrics.jsonl `file`, whose last lines are those of `step`, has its validation."""
     newest = itertools.takewhile(lambda line: line.get("step", 0) >= step, last_metrics(file))
@@ -414,7 +440,7 @@ def is_last(run: Run, step: Step) -> bool:
 
 def save_is_due(run: Run, step: Step) -> bool:
     """Whether a checkpoint is due after a step. One that falls on a bad step waits for the next good one."""
-    if step.stop or is_last(run, step):
+    if step.stop or step.number == run.stage.end:
         return True
     return is_due(step.number, run.config.checkpoint.every, step.settled) and not run.at.bad
 
@@ -441,7 +467,8 @@ def must_roll_back(run: Run, step: Step, unsound: str | None) -> bool:
 
 
 def roll_back(run: Run, step: Step, unsound: str | None) -> None:
-    """Loads the last good checkpoint. The data is not rewound: the rows of the bad steps are not read again.
+    """Loads the last good checkpoint. The data is not rewound: the rows of the bad steps are not read again. Those
+    of an earlier stage are, if the run goes back to it.
 
     Raises:
         InputError: there is no checkpoint, or it did not help.
@@ -457,7 +484,8 @@ def roll_back(run: Run, step: Step, unsound: str | None) -> None:
     target = None
     if run.accelerator.is_main_process:
         target = find(suspect=run.rolled_back_to, reason=why)
-    run.load(target, find)
+    data_state = run.load(target, find)
+    go_back_to_stage(run, data_state)
     if run.carried_states:
         # They come from weights that are undone, and the rows go on behind the checkpoint's position.
         run.carried_states.forget()
@@ -487,6 +515,20 @@ def roll_back(run: Run, step: Step, unsound: str | None) -> None:
     run.speed.restart(run.at.tokens)
 
 
+def go_back_to_stage(run: Run, data_state: dict | None) -> None:
+    """Enters the stage of the checkpoint of a rollback, if it is an earlier one. data_state: of that checkpoint."""
+    if data_state is None or run.at.step > run.stage.begin or not run.stage.begin:
+        return
+    if run.at.step == run.stage.begin:
+        run.spikes.load_state_dict({})  # its losses are of the stage before
+        return
+    left = run.stage
+    change_stage(run, stage_at(run.stages, run.at.step))
+    if run.stage.order != left.order:
+        position = {k: v for k, v in data_state.items() if k not in ("identity", "files")}
+        run.batches.load_state_dict(position, checked=True)
+
+
 def report(run: Run, step: Step, verdict: Judgement) -> None:
     """Moves the progress bar. Writes a line of metrics every `log.every` steps, if the step is good."""
     config, tokens, rate = run.config, run.at.tokens, run.speed.rate(run.at.tokens)
@@ -502,7 +544,7 @@ def report(run: Run, step: Step, verdict: Judgement) -> None:
         say_executors(run)
 
     # Validation and saving are not in the rate, so the real time is a little longer.
-    tokens_left = (config.train.steps - step.number) * config.train.tokens_per_step
+    tokens_left = sum(stage.tokens_after(step.number) for stage in run.stages)
     run.log.advance(step.number, run.speed.last_step, tokens_left / rate, **values)
 
     if verdict.kind == "good" and (is_last(run, step) or is_due(step.number, config.log.every)):

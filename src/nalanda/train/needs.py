@@ -90,14 +90,15 @@ def needs_of(
     device: str | None = "cpu",
     saved: Sequence[int] = (),
 ) -> Needs:
-    """Counts what a run needs. Lets a CPU save all chunks for the backward, if a step then takes at most half of
-    the free memory.
+    """Counts what a run needs, in the stage that needs most. Lets a CPU save all chunks for the backward, if a step
+    then takes at most half of the free memory.
 
     model: it may lie on the meta device. kind: of `choose_parallel`; default: the recipe's. device: of
     `activation_bytes`; None: activations are not counted, which takes seconds. saved: of `run_files`.
     """
-    teacher = teacher_bytes(config.distill)
-    held = held_bytes(model, config, processes, shards(config, processes, kind))
+    teacher, configs = teacher_bytes(config.distill), [x.config for x in config.in_stages()]
+    sharers = shards(config, processes, kind)
+    held = max(held_bytes(model, each, processes, sharers) for each in configs)
     files = run_files(config, model, saved)
 
     def with_chunks(tokens: int) -> Needs:
@@ -105,7 +106,9 @@ def needs_of(
         chunk_forward.SAVED_TOKENS = tokens
         activations = None
         if device and isinstance(model.config, NalandaConfig):
-            activations = activation_bytes(*micro_batch_of(config, model.config), device)
+            activations = max(
+                activation_bytes(*micro_batch_of(each, model.config), device) for each in configs
+            )
         return Needs(held + teacher, teacher, activations, files)
 
     if device == "cpu":
@@ -182,14 +185,19 @@ def run_files(config: RunConfig, model: PreTrainedModel, saved: Sequence[int] = 
     """
     weights = 4 * model.num_parameters()
     checkpoint = weights + moment_bytes(parameter_groups(model, config.optim))
-    if config.data.long_documents == "carry" and isinstance(model.config, NalandaConfig):
-        rows = config.train.tokens_per_step // config.data.seq_len
-        checkpoint += rows * model.config.state_bytes(config.data.seq_len)
+    carried = 0
+    for stage in config.in_stages():
+        data = stage.config.data
+        if data.long_documents == "carry" and isinstance(model.config, NalandaConfig):
+            rows = stage.config.train.tokens_per_step // data.seq_len
+            carried = max(carried, rows * model.config.state_bytes(data.seq_len))
+    checkpoint += carried
 
-    # The steps that are saved from here on.
+    # The steps that are saved from here on: multiples of `every`, and the ends of the stages.
     begun, steps, every = max(saved, default=0), config.train.steps, config.checkpoint.every
-    new = [*range((begun // every + 1) * every, steps, every)] if every else []
-    new += [steps] * (steps > begun)
+    due = {*range((begun // every + 1) * every, steps, every)} if every else set()
+    due |= {stage.end for stage in config.in_stages() if stage.end > begun}
+    new = sorted(due)
     saves = [*sorted(saved), *new]
 
     # A save comes before what it removes: the first one meets all that are there, the last one most others.

@@ -127,7 +127,8 @@ class Sharing:
 
     def __init__(self, accelerator: Accelerator, kind: Kind, train: TrainConfig):
         processes, parts = accelerator.num_processes, train.context_parallel
-        self.kind, self.mesh, self.context = kind, None, None
+        self.kind, self.context_parallel = kind, parts
+        self.mesh, self.context = None, None
         # Neighbours in rank are one context, so these two count contexts.
         self.rank, self.world_size = accelerator.process_index // parts, processes // parts
         self.sharded = kind != "ddp" and processes > 1

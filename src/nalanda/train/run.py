@@ -11,9 +11,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from nalanda.config.schema import RunConfig
+from nalanda.config.schema import RunConfig, Stage
 from nalanda.data.loader import PackedBatches
 from nalanda.data.masking import Masking
+from nalanda.data.sources import Sources
 from nalanda.data.text_bytes import TextBytes
 from nalanda.data.token_set import SumCheck
 from nalanda.train import checkpoint, parallel
@@ -26,6 +27,7 @@ from nalanda.train.log import RunLog, write_facts
 from nalanda.train.meters import RankTimes, ReadingLog, TrainingSpeed
 from nalanda.train.mirror import Mirror
 from nalanda.train.needs import Needs
+from nalanda.train.optim import parameter_groups
 
 
 @dataclass
@@ -44,34 +46,51 @@ class TrainerState:
     """The last step that no bad step follows. A save that is due behind it waits for the next good step."""
 
 
+def stage_at(stages: list[Stage], step: int) -> Stage:
+    """The stage of a step. A checkpoint of a stage's last step belongs to it, and not to the next one."""
+    return next((stage for stage in stages if step <= stage.end), stages[-1])
+
+
+@dataclass(frozen=True)
+class StageData:
+    """The open data of a stage."""
+
+    sources: Sources
+    batches: PackedBatches
+    validation: dict[str, list[dict[str, Tensor]]]
+    """Batches by source; {} without validation."""
+    masking: Masking | None
+    """Makes the batches of a masked language model."""
+    sharing: parallel.Sharing
+
+
 @dataclass(kw_only=True)
 class Run:
     """The parts of a run on one process, as `build.set_up` makes them."""
 
-    config: RunConfig
+    stages: list[Stage]
+    stage: Stage
+    """The one under way."""
+    open: Callable[[Stage], StageData]
+    """Opens the data of a stage, once."""
+    positions: dict[str, dict] = field(default_factory=dict)
+    """Position in the data of each stage that was left, by `Stage.order`."""
     accelerator: Accelerator
     model: Any
     """The model without DDP, for saving and validation. accelerate patches autocast into its `forward`."""
     wrapped: Any
     """What training calls: the model under DDP; in one process `model` itself."""
     optimizer: torch.optim.Optimizer
-    batches: PackedBatches
-    validation: dict[str, list[dict[str, Tensor]]]
-    """Batches by source; {} without validation."""
     sums: SumCheck
     needs: Needs
     saver: checkpoint.Saver
     spikes: SpikeDetector
-    carried_states: CarriedStates | None
     scaler: torch.amp.GradScaler
     """fp16's loss scale; without fp16 it does nothing."""
-    sharing: parallel.Sharing
     text_bytes: TextBytes | None = None
     """Bytes of the tokens' text, or None if the tokenizer loses some."""
     teacher: Teacher | None = None
     """Whose next tokens the model learns beside those of the text."""
-    masking: Masking | None = None
-    """Makes the batches of a masked language model."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Contents of run.json."""
     at: TrainerState = field(default_factory=TrainerState)
@@ -84,6 +103,14 @@ class Run:
     rolled_back_to: Path | None = None
     """Checkpoint of the last rollback, until a step after it is good."""
 
+    # Of the stage under way, from `take`.
+    config: RunConfig = field(init=False)
+    batches: PackedBatches = field(init=False)
+    validation: dict[str, list[dict[str, Tensor]]] = field(init=False)
+    masking: Masking | None = field(init=False)
+    sharing: parallel.Sharing = field(init=False)
+    carried_states: CarriedStates | None = field(init=False)
+
     # What accompanies the steps, from `loop.train_together` and `loop.watched`.
     signals: Interruptions = field(init=False)
     watchdog: Watchdog = field(init=False)
@@ -95,6 +122,39 @@ class Run:
     """Holds the watch over the first step."""
     attempts: dict[Any, None] = field(init=False)
     """Which backends served its ops, see `nalanda_kernels.watch`."""
+
+    def __post_init__(self) -> None:
+        self.take(self.stage)
+
+    def take(self, stage: Stage) -> None:
+        """Takes the settings and the data of `stage`."""
+        data = self.open(stage)
+        self.stage, self.config = stage, stage.config
+        self.batches, self.validation = data.batches, data.validation
+        self.masking, self.sharing = data.masking, data.sharing
+        carries = stage.config.data.long_documents == "carry"
+        self.carried_states = CarriedStates() if carries else None
+
+    def enter(self, stage: Stage) -> None:
+        """Goes from the stage under way to another, which reads on where its data were left."""
+        left, batches, states = self.stage, self.batches, self.carried_states
+        self.positions[left.order] = batches.position
+        self.take(stage)
+
+        if self.batches is batches:
+            self.carried_states = states
+        else:
+            batches.close()
+            if position := self.positions.get(stage.order):
+                self.batches.load_state_dict(position, checked=True)
+
+        if stage.config.optim != left.config.optim:
+            settings = parameter_groups(self.model, stage.config.optim)
+            for group, new in zip(self.optimizer.param_groups, settings, strict=True):
+                group.update({key: new[key] for key in ("weight_decay", "lr_scale")})
+        if known := self.facts.get("stages"):
+            of_stage = known[self.stages.index(stage)]
+            self.facts["training_flops_per_token"] = of_stage["training_flops_per_token"]
 
     @property
     def accumulation(self) -> int:

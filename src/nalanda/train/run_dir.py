@@ -189,6 +189,8 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
             f"train.steps: {steps}, but {run_dir} goes on from {resume.name}: set {step_of(resume)} or more, "
             "or train.resume to an earlier checkpoint"
         )
+    if resume and begun:
+        refuse_begun_stages(run_dir, config, changes, step_of(resume))
     # Starting over would write over a run whose checkpoints are lost or damaged.
     if resume is None and (saved or ever_saved(run_dir, facts)):
         raise InputError(no_checkpoint_message(run_dir))
@@ -258,6 +260,24 @@ def refuse_another_run(
                 f"{run_dir} holds another {kind}: {key} is {old!r} there and {new!r} here; {advice} to go on "
                 "with it, or choose another output_dir"
             )
+
+
+def refuse_begun_stages(
+    run_dir: Path, config: RunConfig, changes: dict[str, tuple], step: int
+) -> None:
+    """Raises `InputError` if `changes` have a setting that identifies a run, of a stage that began before `step`."""
+    recorded = read_recorded_recipe(run_dir / "config.yaml")
+    stages = [*recorded.stages.items(), *config.stages.items()]
+    begun = {name for name, stage in stages if stage.after_step < step}
+
+    judged = set()
+    for key in changes:
+        section, name, inner = (*key.split(".", 2), "", "")[:3]
+        # "": a stage that was added or removed.
+        identifies = section_of(inner) in ("", "after_step", *IDENTITY) and inner not in MOVABLE
+        if section == "stages" and name in begun and identifies:
+            judged.add(key)
+    refuse_another_run(run_dir, changes, judged)
 
 
 def refuse_other_data(run_dir: Path, changes: dict[str, list]) -> None:

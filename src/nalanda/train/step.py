@@ -86,11 +86,13 @@ def forward_backward(run: Run) -> Step:
     norm = parallel.clip_grad_norm_(run.model.parameters(), config.optim.max_grad_norm).item()
     total_loss, stop = gather_step(run, loss)
     run.note_saved()
+    # The schedule counts from the stage that began it.
+    begin, end = run.stage.schedule_begin, run.stage.schedule_end
     return Step(
         number=number,
         settled=at.settled,
         began=began,
-        lr=learning_rate(number, config.train.steps, config.optim.lr, config.schedule),
+        lr=learning_rate(number - begin, end - begin, config.optim.lr, config.schedule),
         loss=total_loss,
         norm=norm,
         stop=stop,
