@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nalanda.config.schema import OptimConfig, ScheduleConfig
+from nalanda.train.ema import Averages
 from nalanda.train.optim import loss_scale
 from nalanda.train.run import TrainerState
 from nalanda.train.step import Judgement, Step, apply, forward_backward
@@ -38,7 +39,7 @@ def bare_run(
 
     wrapped: the model as it is called; itself by default. beat: told of each micro-batch. optim: of `OptimConfig`.
     """
-    train = SimpleNamespace(z_loss=0.0, steps=100, tokens_per_step=0)
+    train = SimpleNamespace(z_loss=0.0, tokens_per_step=0)
     schedule = ScheduleConfig(name="constant", warmup_steps=0)
     return SimpleNamespace(
         config=SimpleNamespace(train=train, optim=OptimConfig(**optim), schedule=schedule),
@@ -50,6 +51,8 @@ def bare_run(
         facts={},
         scaler=loss_scale("fp32", CPU),
         sharing=SimpleNamespace(context=None),
+        averages=Averages(model, []),
+        stage=SimpleNamespace(schedule_begin=0, schedule_end=100),
         signals=SimpleNamespace(received=[]),
         sums=SimpleNamespace(finished=True, problem=None),
         saver=SimpleNamespace(failed=False),

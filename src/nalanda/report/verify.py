@@ -16,6 +16,7 @@ from nalanda.config.schema import OptimConfig, RunConfig
 from nalanda.convert.fit import empty_arms
 from nalanda.train import checkpoint, tensor_files
 from nalanda.train.checkpoint_dir import checkpoints_of, step_of, unsound_reason
+from nalanda.train.ema import check_average
 from nalanda.train.export import load_model_config
 from nalanda.train.optim import build_optimizer
 
@@ -66,8 +67,13 @@ def _answer_of(question: Callable[..., str | None], *arguments: Any) -> str:
         return first_line(error)
 
 
+def _averages_of(path: Path) -> list[str]:
+    """The names of the averages of the weights in a checkpoint."""
+    return sorted({file.name.removesuffix(".safetensors") for file in path.glob("ema-*")})
+
+
 def _find_unsound(path: Path) -> str | None:
-    for name in ("model", "optimizer"):
+    for name in ("model", "optimizer", *_averages_of(path)):
         for key, tensor in tensor_files.iterate_tensors(tensor_files.tensor_source(path, name)):
             # One tensor at a time: the memory is that of the largest.
             if problem := checkpoint.find_unsound({key: tensor}):
@@ -89,13 +95,15 @@ def _find_mismatch(path: Path, config: RunConfig | None) -> str | None:
     """The problem that would prevent loading; allocates no model."""
     model, optimizer = _build(path, config)
     record = json.loads((path / "trainer.json").read_text())
-    for name in ("model", "optimizer"):
+    for name in ("model", "optimizer", *_averages_of(path)):
         source = tensor_files.tensor_source(path, name)
         saved = tensor_files.shapes(source)
         if name == "model":
             checkpoint.check_weights(source, saved, model)
-        else:
+        elif name == "optimizer":
             checkpoint.check_moments(source, saved, model, optimizer, record.get("without_moments"))
+        else:
+            check_average(source, dict(model.named_parameters()))
     for file in sorted(path.glob("rank-*.pt")):
         checkpoint.load_rank(file)
     return None

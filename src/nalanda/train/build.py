@@ -38,6 +38,7 @@ from nalanda.train.checkpoint_dir import (
 )
 from nalanda.train.checks import check_causal, keeps_documents_apart
 from nalanda.train.distill import load_teacher
+from nalanda.train.ema import Averages
 from nalanda.train.estimate import meta_model
 from nalanda.train.flops import flops_per_token, peak_flops
 from nalanda.train.guards import SpikeDetector
@@ -121,6 +122,7 @@ def set_up(
         # Which tokens' text a loss counts is known of causal models only.
         text_bytes=text_bytes(tokenizer) if validates and not is_encoder(model.config) else None,
         spikes=SpikeDetector(config.guard),
+        averages=Averages(model, config.train.ema),
         saver=checkpoint.Saver(
             Path(config.output_dir) / "checkpoints",
             config.checkpoint,

@@ -4,7 +4,8 @@
         config.json                         model config
         model.safetensors                   weights; with config.json a folder for from_pretrained
         optimizer.safetensors               moments, `<parameter name>.<state>`
-        model/, optimizer/                  instead of those two under FSDP: one part per process
+        ema-D.safetensors                   average of the weights with decay D, of `train.ema`
+        model/, optimizer/, ema-D/          instead of those under FSDP: one part per process
         trainer.json                        step, tokens, processes
         rank-R.pt                           random states and data position of process R
         slots-R.safetensors                 carried states of process R, with `data.long_documents: carry`
@@ -108,16 +109,23 @@ class Saver:
         data_state: dict,
         trainer_state: dict,
         carried_states: dict[str, torch.Tensor] | None = None,
+        averages: dict[str, dict[str, torch.Tensor]] | None = None,
     ) -> Path:
         """Writes `directory/step-N`, or starts to if asynchronous.
 
-        carried_states: `CarriedStates.state_tensors`.
+        carried_states: `CarriedStates.state_tensors`. averages: `Averages.tensors`.
         """
         # One save at a time. An error of the one before is raised here, on all processes.
         self.wait()
+        # By the name of the file, or of the folder of parts.
+        tensors = {
+            "model": model_tensors(model),
+            "optimizer": optimizer_tensors(model, optimizer),
+            **(averages or {}),
+        }
         # An asynchronous save writes copies: training changes the tensors meanwhile.
-        copy = self._copies(model, optimizer)
-        files = tensor_contents(model, optimizer, self.rank, copy)
+        copy = self._copies([*tensors.values()], is_sharded(model))
+        files = tensor_contents(tensors, is_sharded(model), self.rank, copy)
         if carried_states is not None:
             parts = {name: (tensor, []) for name, tensor in carried_states.items()}
             files[f"slots-{self.rank}.safetensors"] = safetensors_content(parts, copy)
@@ -153,18 +161,18 @@ class Saver:
         if self._thread is not None and error is not None and issubclass(error, Exception):
             self._thread.join(LAST_SAVE)
 
-    def _copies(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a save is asynchronous. All processes agree: each must have the memory."""
+    def _copies(self, files: list[dict[str, torch.Tensor]], sharded: bool) -> bool:
+        """Whether a save of these tensors is asynchronous. All processes agree: each must have the memory."""
         if self.config.asynchronous != "auto":
             return self.config.asynchronous
-        tensors = {**model_tensors(model), **optimizer_tensors(model, optimizer)}
         bytes_here = sum(
             local_part(tensor)[0].nbytes
+            for tensors in files
             for tensor in tensors.values()
             if is_writer(tensor, self.rank)
         )
         # Without shards only one process of a machine writes.
-        writers = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_sharded(model) else 1
+        writers = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if sharded else 1
         fits = bytes_here * writers <= memory.host() // 2
         return all(self._exchange(fits))
 
@@ -353,15 +361,14 @@ def exchange(processes: int, timeout: timedelta | None = None) -> Exchange:
 
 @torch.no_grad()
 def tensor_contents(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, copy: bool
+    tensors_of: dict[str, dict[str, torch.Tensor]], sharded: bool, rank: int, copy: bool
 ) -> dict[str, Content]:
-    """The files of weights and moments that this process writes. copy: copies tensors to host memory."""
+    """The files of tensors that this process writes.
+
+    tensors_of: by the name of the file. copy: copies tensors to host memory.
+    """
     files: dict[str, Content] = {}
-    sharded = is_sharded(model)
-    for name, tensors in (
-        ("model", model_tensors(model)),
-        ("optimizer", optimizer_tensors(model, optimizer)),
-    ):
+    for name, tensors in tensors_of.items():
         if sharded:
             # The file name of torch.distributed.checkpoint.
             file = f"{name}/shard-{rank + 1:05}-model-00001-of-00001.safetensors"

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ def export(
     replace: bool = False,
     name: str | None = None,
     config: PreTrainedConfig | None = None,
+    average: str | None = None,
 ) -> Path:
     """Writes a checkpoint as the transformers model folder `out`. path, step: of `find_checkpoint`.
 
@@ -48,6 +50,7 @@ def export(
     facts: contents of run.json; default: the run's.
     name: of the model on the hub; without it the card takes the folder's, or the run's for "final".
     config: the model's, if it is at hand; by default the checkpoint's.
+    average: `ema.name_of` the average of the weights to take in place of them.
 
     Raises:
         InputError: no such checkpoint; `out` exists and `replace` is False.
@@ -67,8 +70,11 @@ def export(
     # Without values: for the files beside the weights, and tied names.
     with in_one_line(str(checkpoint)), torch.device("meta"):
         model = language_model(config).from_config(config, dtype=torch.float32)
+    weights = tensor_files.read_weights(checkpoint)
+    if average is not None:
+        weights |= tensor_files.read_weights(checkpoint, average)
     with new_folder(out, replace) as folder:
-        model.save_pretrained(folder, state_dict=tensor_files.read_weights(checkpoint))
+        model.save_pretrained(folder, state_dict=weights)
         copy_tokenizer(run_dir / "tokenizer", folder, config)
         if (run_dir / "config.yaml").is_file():
             shutil.copy(run_dir / "config.yaml", folder)
@@ -79,7 +85,8 @@ def export(
         facts["step"] = step_of(checkpoint)
         write_facts(folder, facts)
 
-        title = name or (run_dir.name if out.name == "final" else out.name)
+        # Of `final` and `final-ema-D`.
+        title = name or re.sub("^final(?=$|-ema-)", run_dir.name, out.name)
         scores = find_scores(run_dir, folder)
         text = model_card(run_dir, checkpoint, facts, title, scores, name or ".")
         (folder / "README.md").write_text(text, encoding="utf-8")

@@ -358,6 +358,8 @@ def changed_settings(run: Run, changes: dict) -> Iterator[str]:
             note = " (the schedule follows it from here on)"
             if run.at.step >= run.config.train.steps:
                 note = f" (already at step {run.at.step}: nothing is trained, the learning rate did not fall)"
+        if key == "train.ema" and set(new) - set(old):
+            note = f" (a new average begins with the weights of step {run.at.step})"
         yield f"{key}: {old} → {new}{note}"
 
     schedule = run.config.schedule
@@ -615,5 +617,8 @@ def finish(run: Run) -> None:
     if run.accelerator.is_main_process:
         checkpoint, config = run.saver.directory / f"step-{at.step}", run.model.config
         run.complete(checkpoint)
-        export(checkpoint, run_dir / "final", run.facts, replace=True, config=config)
+        # `final` comes last: where it is, all are.
+        for name in (*run.averages.tensors(), None):
+            out = run_dir / "-".join(filter(None, ("final", name)))
+            export(checkpoint, out, run.facts, replace=True, config=config, average=name)
     run.log.say(f"model: {run_dir / 'final'}")

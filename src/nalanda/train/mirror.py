@@ -369,7 +369,8 @@ class Mirror:
                 self._upload(name, retries)
         left = self._copy_checkpoints(folders, retries)
 
-        last = self._new_files("final", stored) if model else []
+        models = [path.name for path in self.folder.glob("final-ema-*")] + ["final"]
+        last = [name for folder in models for name in self._new_files(folder, stored) if model]
         if "run.json" in names and not left:
             last.append("run.json")
         for name in last:

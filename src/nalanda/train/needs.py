@@ -135,7 +135,7 @@ def held_bytes(
     shards: int,
     accumulates: bool | None = None,
 ) -> int:
-    """Bytes of fp32 weights, gradients and moments on one device.
+    """Bytes of fp32 weights, their averages, gradients and moments on one device.
 
     DDP adds its gradient buckets. FSDP2 adds the tensors gathered at a time: the root, two blocks, and a
     block's gradient. Where it accumulates, it also adds whole gradients.
@@ -146,6 +146,7 @@ def held_bytes(
     # Weight and gradient of a parameter in fp32.
     total = moment_bytes(groups) + sum(8 * p.numel() for g in groups for p in g["params"])
     parameters = model.num_parameters()
+    total += len(config.train.ema) * 4 * parameters
     if shards == 1:
         return total + (4 * parameters if processes > 1 else 0)
     blocks = [sum(p.numel() for p in block.parameters()) for block in parallel.units(model)]
@@ -183,7 +184,8 @@ def run_files(config: RunConfig, model: PreTrainedModel, saved: Sequence[int] = 
 
     saved: steps of the checkpoints that the run has.
     """
-    weights = 4 * model.num_parameters()
+    # In a checkpoint, and in the models at the end: the weights and each average.
+    weights = (1 + len(config.train.ema)) * 4 * model.num_parameters()
     checkpoint = weights + moment_bytes(parameter_groups(model, config.optim))
     carried = 0
     for stage in config.in_stages():

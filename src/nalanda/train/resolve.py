@@ -1,5 +1,6 @@
 """The model and the run that a name means, for every command. Imports neither torch nor transformers."""
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,10 +93,10 @@ def _is_run(path: Path) -> bool:
 
 
 def _run_around(path: Path) -> Path | None:
-    """The run whose `final` or checkpoint this is."""
+    """The run whose `final`, `final-ema-D` or checkpoint this is."""
     # Absolute, since a relative path may not name its parents; links are not followed.
     path = Path.cwd() / path
-    if path.name == "final" and _is_run(path.parent):
+    if re.fullmatch("final(-ema-.+)?", path.name) and _is_run(path.parent):
         return path.parent
     if path.parent.name == "checkpoints" and path in checkpoint_folders(path.parent):
         return path.parents[1]

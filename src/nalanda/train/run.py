@@ -21,6 +21,7 @@ from nalanda.train import checkpoint, parallel
 from nalanda.train.carried_states import CarriedStates
 from nalanda.train.checkpoint_dir import mark_unsound
 from nalanda.train.distill import Teacher
+from nalanda.train.ema import Averages
 from nalanda.train.guards import Interruptions, SpikeDetector, Watchdog
 from nalanda.train.launch import from_main_process
 from nalanda.train.log import RunLog, write_facts
@@ -85,6 +86,7 @@ class Run:
     needs: Needs
     saver: checkpoint.Saver
     spikes: SpikeDetector
+    averages: Averages
     scaler: torch.amp.GradScaler
     """fp16's loss scale; without fp16 it does nothing."""
     text_bytes: TextBytes | None = None
@@ -175,6 +177,7 @@ class Run:
             )
             problem = self.saver.unsound(self.model, self.optimizer)
             if problem is None:
+                self.averages.load(path, state.get("averages", {}))
                 self.spikes.load_state_dict(state.get("spikes", {}))
                 if scale := state.get("loss_scale"):  # {} or missing without fp16
                     self.scaler.load_state_dict(scale)
@@ -230,12 +233,14 @@ class Run:
                 **asdict(self.at),
                 "spikes": self.spikes.state_dict(),
                 "loss_scale": self.scaler.state_dict(),
+                "averages": self.averages.state_dict(),
                 **progress,
             },
             # Once a context: its processes all have the states behind the whole rows.
             carried_states=self.carried_states.state_tensors()
             if self.carried_states and self.sharing.first
             else None,
+            averages=self.averages.tensors(),
         )
         if wait:
             self.saver.wait()

@@ -224,6 +224,7 @@ def apply(run: Run, step: Step, verdict: Judgement) -> None:
     if verdict.kind == "good":
         set_rates(optimizer, step.lr)
         optimizer.step()
+        run.averages.update()
         # From here on a rollback may go to the same checkpoint again.
         at.bad, run.rolled_back_to = [], None
 

@@ -38,7 +38,7 @@ Content = list[bytes | torch.Tensor]
 
 
 def tensor_source(path: Path, name: str) -> Path:
-    """The folder of parts, or the file, of a checkpoint's `model` or `optimizer`."""
+    """The folder of parts, or the file, of a checkpoint's `model`, `optimizer` or `ema-D`."""
     return folder if (folder := path / name).is_dir() else path / f"{name}.safetensors"
 
 
@@ -61,9 +61,9 @@ def iterate_tensors(source: Path) -> Iterable[tuple[str, torch.Tensor]]:
             yield name, values[...]
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's unsharded weights, in host memory."""
-    source = tensor_source(path, "model")
+def read_weights(path: Path, name: str = "model") -> dict[str, torch.Tensor]:
+    """A checkpoint's unsharded weights, in host memory. name: of `tensor_source`, for averages of them."""
+    source = tensor_source(path, name)
     weights = {
         name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes(source).items()
     }
