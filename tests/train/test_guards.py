@@ -656,8 +656,10 @@ def test_an_overflow_between_bad_steps_does_not_lose_a_save():
         facts={},
         speed=SimpleNamespace(add=lambda _: None),
         rank_times=SimpleNamespace(end_step=lambda: None),
+        averages=SimpleNamespace(update=lambda: None),
+        stage=SimpleNamespace(end=99),
         config=SimpleNamespace(
-            train=SimpleNamespace(steps=99, tokens_per_step=1), checkpoint=SimpleNamespace(every=8)
+            train=SimpleNamespace(tokens_per_step=1), checkpoint=SimpleNamespace(every=8)
         ),
     )
     due = []

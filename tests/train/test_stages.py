@@ -150,6 +150,7 @@ def test_a_resume_at_a_border_enters_the_next_stage(staged, undisturbed, tmp_pat
     assert outcome(run) == outcome(undisturbed)
 
 
+@pytest.mark.slow
 def test_a_stage_may_change_until_it_has_begun(staged, undisturbed, tmp_path):
     run = resumed_from(8, undisturbed, tmp_path / "run")
     begun = contents(run)
@@ -227,6 +228,7 @@ def test_a_stage_changes_what_it_names_and_no_more(staged, tmp_path):
     assert (long.config.optim.betas, long.config.optim.weight_decay) == ((0.9, 0.95), 0.5)
 
 
+@pytest.mark.slow
 def test_optimizer_and_guard_begin_anew(staged, undisturbed, tmp_path, monkeypatch):
     decays, windows = [], []
 
@@ -266,6 +268,7 @@ def rolled_back(staged, folder, bad, monkeypatch, *overrides):
     return rows
 
 
+@pytest.mark.slow
 def test_a_rollback_to_the_border_stays_in_the_stage(staged, tmp_path, monkeypatch):
     run = tmp_path / "run"
     rows = rolled_back(staged, run, {9, 10}, monkeypatch)

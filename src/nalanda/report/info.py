@@ -230,8 +230,11 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
     rows = f"{f['rows_per_step']} rows each, {f['accumulation']} micro-batches on {f['processes']} process(es)"
     table.add_row("steps", f"{f['steps']:,}", rows)
     for stage in f["stages"]:
-        note = f"{stage['steps']:,} steps; {stage['changes']}"
-        table.add_row(f"  stage {stage['name']}", f"after {stage['after_step']:,}", note)
+        table.add_row(
+            f"  stage {stage['name']}",
+            f"after {stage['after_step']:,}",
+            f"{stage['steps']:,} steps; {stage['changes']}",
+        )
     compiled = {True: "yes", False: "no"}.get(f["compile"], "on GPUs")
     table.add_row("compiled blocks", compiled, "train.compile; the first step takes longer")
     table.add_row("tokens", f"{f['tokens'] / 1e9:,.3f} B", f"{f['tokens']:,}")

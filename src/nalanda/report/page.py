@@ -32,7 +32,7 @@ EVENTS = {
     "unsound": ("square", "■"),
     "slow rank": ("circle", "●"),
 }
-"""Events of the guards, and slow processes: Bokeh's marker on the curves, and its sign in the list. Stages are lines."""
+"""Events of the guards, and slow processes: the marker of Bokeh on the curves, and the sign in the list."""
 
 DASHES = ("solid", "dashed", "dotted")
 """Names that Bokeh and CSS share: with the colours, 21 runs differ."""

@@ -82,10 +82,10 @@ def set_up(
     tokenizer = prepare_tokenizer(config, accelerator, sources, mirror)
 
     # As soon as the vocabulary is known: what does not fit is refused before any work.
-    needs = check_machine(recipe, accelerator, sharing, tokenizer, resume)
+    needs, encoder = check_machine(recipe, accelerator, sharing, tokenizer, resume)
 
     say("opening the data")
-    open_stage = StageOpener(recipe, accelerator, kind, tokenizer, sources, sharing)
+    open_stage = StageOpener(accelerator, kind, tokenizer, encoder, sources, sharing)
     # Those of later stages too: what they lack is refused before the first step.
     opened = [open_stage(each) for each in stages[stages.index(stage) :]]
     sums = start_sums(config, accelerator, [data.sources for data in opened])
@@ -120,7 +120,7 @@ def set_up(
         needs=needs,
         teacher=teacher,
         # Which tokens' text a loss counts is known of causal models only.
-        text_bytes=text_bytes(tokenizer) if validates and not is_encoder(model.config) else None,
+        text_bytes=text_bytes(tokenizer) if validates and not encoder else None,
         spikes=SpikeDetector(config.guard),
         averages=Averages(model, config.train.ema),
         saver=checkpoint.Saver(
@@ -162,10 +162,10 @@ def check_machine(
     sharing: parallel.Sharing,
     tokenizer: Any,
     resume: Path | None,
-) -> Needs:
+) -> tuple[Needs, bool]:
     """Refuses a run whose model, steps or files this machine cannot hold. `needs_of` decides which chunks a CPU saves.
 
-    Returns what the run needs.
+    Returns what the run needs, and whether its model is an encoder.
 
     Raises:
         InputError: the memory is too small.
@@ -184,29 +184,27 @@ def check_machine(
     if device == "cpu":
         check_step(needs)
     on_main_process(accelerator.is_main_process, lambda: check_disk(needs.files, run_dir))
-    return needs
+    return needs, is_encoder(model.config)
 
 
 class StageOpener:
     """Opens the data of stages. Stages that read the same rows share them, and a source is opened once.
 
-    recipe, kind: of `set_up`. sources, sharing: those of one stage, which are there already.
+    kind: of `set_up`. encoder: of the model. sources, sharing: those of one stage, which are there already.
     """
 
     def __init__(
         self,
-        recipe: RunConfig,
         accelerator: Accelerator,
         kind: parallel.Kind,
         tokenizer: Any,
+        encoder: bool,
         sources: Sources,
         sharing: parallel.Sharing,
     ):
-        self.accelerator, self.kind, self.tokenizer = accelerator, kind, tokenizer
-        self.encoder = is_encoder(build_model_config(recipe, tokenizer))
-        self.hashes = None
-        if accelerator.is_main_process:
-            self.hashes = FileHashes(Path(recipe.output_dir) / "hashes.jsonl")
+        self.accelerator, self.kind = accelerator, kind
+        self.tokenizer, self.encoder = tokenizer, encoder
+        self.hashes: FileHashes | None = None
         self.opened: list[tuple[Stage, StageData]] = []
         self.sources, self.sharings = [sources], {sharing.context_parallel: sharing}
 
@@ -231,6 +229,8 @@ class StageOpener:
             self.sharings[parts] = parallel.Sharing(self.accelerator, self.kind, config.train)
         sharing = self.sharings[parts]
         sources = next((each for each in self.sources if each.data == config.data), None)
+        if self.accelerator.is_main_process and self.hashes is None:
+            self.hashes = FileHashes(Path(config.output_dir) / "hashes.jsonl")
         batches, validation, sources = open_data(
             config,
             self.accelerator,
