@@ -232,6 +232,8 @@ def describe_misuse(error: UsageError, name: str) -> str:
         message += "; the text is an option: --text FILE"
     elif option and ("overrides", "argument") in parameters:
         settings = "a recipe's settings are written section.key=value, such as train.steps=10"
+        if option in INSTEAD_OF_OPTIONS:
+            message = f"No such option: {option}"  # without those that are spelled like it
         message += f"; {INSTEAD_OF_OPTIONS.get(option, settings)}"
     elif "unexpected extra argument" in message:
         compares = "nalanda report RUN RUN compares runs, and " if path == "nalanda runs" else ""
