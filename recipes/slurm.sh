@@ -3,9 +3,9 @@
 #
 #     sbatch recipes/slurm.sh recipes/nala_340m.yaml output_dir=/shared/runs/nala train.parallel=hybrid
 #
-# Submit it, or a copy of it, from a folder that all nodes share; output_dir must be on such storage, too. Three
-# minutes before the time limit Slurm signals this script: the trainer finishes its step and saves a checkpoint, and
-# the job is requeued and resumes. After a crash the processes start again NALANDA_RESTARTS times (2) within the job,
+# Submit it, or a copy of it, from a folder that all nodes share; output_dir must be on such storage, too, or in a
+# store (s3://…). Three minutes before the time limit Slurm signals this script: the trainer finishes its step and
+# saves a checkpoint, and the job is requeued and resumes. After a crash the processes start again NALANDA_RESTARTS times (2) within the job,
 # which is then requeued, NALANDA_REQUEUES times (10) in a row. The job ends with the trainer's exit code if that is
 # success, bad input, training that diverged, or SIGTERM: scancel --batch --signal=TERM JOB saves and ends it.
 #SBATCH --job-name=nalanda
