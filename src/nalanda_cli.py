@@ -28,6 +28,7 @@ try:
     from nalanda_eval.options import EvalOptions, PerplexityOptions
     from typer import Argument, Option
 
+    from nalanda.check.options import CheckOptions
     from nalanda.common.errors import InputError
     from nalanda.common.next_steps import print_next_steps
     from nalanda.compare.options import Execution, StudyOptions
@@ -49,7 +50,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "Look at runs": ("runs", "report", "plot", "verify"),
     "Compare settings": ("compare",),
     "Evaluate a model": ("eval", "perplexity"),
-    "Use a model": ("generate",),
+    "Use a model": ("generate", "check"),
     "Convert a model": ("export", "convert", "linearize"),
     "Tune the kernels": ("tune",),
 }
@@ -248,6 +249,51 @@ def generate(
     generate(resolved, prompt, files, sampling, loading)
     if files.save_state is not None:
         print_next_steps("save a state", of=resolved, model=model, state=files.save_state)
+
+
+AnyModel = Annotated[
+    str, Argument(help="a folder, a hub id, or a type of model that transformers knows")
+]
+ConfigFields = Annotated[
+    list[str] | None, Argument(metavar="[FIELD=VALUE]...", help="fields of its config to change")
+]
+PageFile = Annotated[Path | None, Option("--html", help="write a page to this file")]
+
+
+@command(app)
+def check(
+    model: AnyModel,
+    fields: ConfigFields = None,
+    as_json: AsJson = False,
+    html: PageFile = None,
+    *,
+    options: Annotated[CheckOptions, {"layers": Option(min=1), "width": Option(min=16)}],
+) -> None:
+    """Check that any model is exact in batches, packed rows and caches.
+
+    nalanda check runs/demo
+    nalanda check qwen3_next
+    nalanda check HUB_ID --layers 4 --width 128
+
+    Each property computes one thing in two ways, in float64 where the model can. A difference comes with the
+    shortest program that shows it. Exits with 1 if a property differs or fails.
+    """
+    changes = dict(field.split("=", 1) for field in fields or [] if "=" in field)
+    if len(changes) < len(fields or []):
+        raise typer.BadParameter("each needs FIELD=VALUE", param_hint="FIELD=VALUE")
+    with loading_torch():
+        import yaml
+
+        from nalanda.check import page
+        from nalanda.check.command import check_named
+
+    values = {key: yaml.safe_load(value) for key, value in changes.items()}
+    subject, rows = check_named(model, values, options)
+    if html is not None:
+        html.write_text(page.findings_page(subject, rows), encoding="utf-8")
+    print(page.findings_json(subject, rows)) if as_json else page.print_findings(subject, rows)
+    if any(row.verdict in ("differs", "fails") for row in rows):
+        raise typer.Exit(1)
 
 
 @command(app)

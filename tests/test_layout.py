@@ -18,6 +18,7 @@ PACKAGES = {
     "nalanda": "src",
     "nalanda_cli": "src",
     "nalanda_typer": "src",
+    "nalanda_pytest": "src",
     "nalanda_eval": "eval",
     "nalanda_kernels": "kernels",
 }
@@ -29,12 +30,13 @@ ROOMS = {
         "nalanda.storage": 2,
         "nalanda.model": 3,
         "nalanda": 4,
-        "nalanda.config": 5,
+        "nalanda.testing": 5,
+        "nalanda.config": 6,
     },
-    **{"nalanda.data": 6, "nalanda.train": 7},
-    **{"nalanda.inference": 8, "nalanda.convert": 8, "nalanda.serve": 8},
-    **{"nalanda.report": 9, "nalanda.compare": 10, "nalanda_eval": 10},
-    **{"nalanda_typer": 11, "nalanda_cli": 12},
+    **{"nalanda.data": 7, "nalanda.train": 8},
+    **{"nalanda.inference": 9, "nalanda.convert": 9, "nalanda.serve": 9},
+    **{"nalanda.report": 10, "nalanda.compare": 11, "nalanda.check": 11, "nalanda_eval": 11},
+    **{"nalanda_typer": 12, "nalanda_cli": 13, "nalanda_pytest": 13},
 }
 # Imports of ours that stand inside a function, and why.
 DEFERRED = {
@@ -47,6 +49,7 @@ DEFERRED = {
     ("nalanda.report.recipes", "nalanda.report.info"): "imports torch",
     ("nalanda.report.runs", "nalanda.model.configuration"): "imports torch",
     ("nalanda.serve.vllm", "nalanda.serve.vllm.architecture"): "imports vLLM",
+    ("nalanda_pytest", "nalanda.testing"): "imports torch, at every start of pytest",
     ("nalanda_eval.fetch", "nalanda_eval.adapter"): "imports lm-evaluation-harness",
     ("nalanda_eval.harness", "nalanda_eval.adapter"): "as above",
 }

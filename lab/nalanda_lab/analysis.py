@@ -32,7 +32,7 @@ from nalanda.inference.load import bos_token, choose_device, load_model
 from nalanda.model import build_feature_map
 from nalanda.model.sequences import Sequences
 from nalanda.train.build import build_model
-from nalanda.train.needs import check_model
+from nalanda.train.needs import check_weights_fit
 from nalanda.train.resolve import resolve
 from nalanda_lab.names import is_model
 from nalanda_lab.plots import draw_analysis
@@ -403,7 +403,7 @@ def open_model(
     with tempfile.TemporaryDirectory() as scratch:
         parent = run if (run / "tokenizer").is_dir() else Path(scratch)
         tokenizer = build_tokenizer(config.tokenizer, config.data, parent / "tokenizer")
-    check_model(build_model_config(config, tokenizer), 4)
+    check_weights_fit(build_model_config(config, tokenizer), 4)
     set_seed(seed)
     model: Any = build_model(config, tokenizer)
     model = model.eval().to(device)

@@ -213,7 +213,7 @@ os.chdir("..")
 
 
 FAULTS = {  # property → methods of a class that lacks it
-    "causal": """
+    "later logits alone move": """
     def mix(self, inputs, *others):
         o, new = super().mix(inputs, *others)
         return o + inputs.v.mean(1, True), new

@@ -47,7 +47,7 @@ from nalanda.train.export import export
 from nalanda.train.log import read_metrics
 from nalanda.train.loop import train
 from nalanda.train.loss import packed_logits
-from nalanda.train.needs import check_model
+from nalanda.train.needs import check_weights_fit
 from nalanda.train.optim import build_optimizer
 
 ROOT = Path(__file__).parents[2]
@@ -795,10 +795,10 @@ def test_every_process_of_a_machine_needs_its_memory(monkeypatch):
     config = NalandaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_heads=2)
     count = parameters(config)
     monkeypatch.setattr(memory, "host", lambda: 4 * count)
-    check_model(config, 4)
+    check_weights_fit(config, 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(InputError, match="M parameters in 2 processes take"):
-        check_model(config, 4)
+        check_weights_fit(config, 4)
 
 
 def test_a_limit_of_any_group_above_counts(tmp_path, monkeypatch):

@@ -44,7 +44,7 @@ from nalanda.train.flops import flops_per_token, peak_flops
 from nalanda.train.guards import SpikeDetector
 from nalanda.train.launch import check_shared, on_main_process, patience
 from nalanda.train.mirror import Mirror
-from nalanda.train.needs import Needs, check_disk, check_model, check_step, needs_of
+from nalanda.train.needs import Needs, check_disk, check_step, check_weights_fit, needs_of
 from nalanda.train.optim import build_optimizer, loss_scale
 from nalanda.train.run import Run, StageData, stage_at
 from nalanda.train.run_dir import no_checkpoint_message
@@ -174,7 +174,7 @@ def check_machine(
     device, processes = accelerator.device.type, accelerator.num_processes
     model, run_dir = meta_model(config, tokenizer), Path(config.output_dir)
     # Weights, gradients and one moment share a CPU's memory.
-    check_model(model.config, 12 if device == "cpu" and sharing.kind == "ddp" else 4)
+    check_weights_fit(model.config, 12 if device == "cpu" and sharing.kind == "ddp" else 4)
 
     # Newer checkpoints than `resume` are set aside, and no longer the run's.
     last = step_of(resume) if resume else 0

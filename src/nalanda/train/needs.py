@@ -220,7 +220,7 @@ def count_kept(saves: list[int], config: CheckpointConfig) -> int:
 # ------------------------------ whether it is there
 
 
-def check_model(config: PreTrainedConfig, bytes_each: int) -> None:
+def check_weights_fit(config: PreTrainedConfig, bytes_each: int) -> None:
     """Raises `InputError` if the host lacks `bytes_each` for every parameter, in each of its processes.
 
     Most systems would grant the allocation, and kill the process when it uses the memory.

@@ -7,9 +7,8 @@ AssertionError; Nalanda's own tests run the same.
 
 import copy
 import itertools
-import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -19,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.utils.logging import disable_progress_bar
 
 from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM, NalandaForMaskedLM, ops
@@ -29,8 +27,29 @@ from nalanda.model.call import Call, Inputs, Options
 from nalanda.model.context import Context
 from nalanda.model.layers import Fp32Module
 from nalanda.model.sequences import Sequences
+from nalanda.testing import properties
+from nalanda.testing import subject as subjects
+from nalanda.testing.properties import PROPERTIES
+from nalanda.testing.verdicts import Finding, check
 
 VOCAB = 61
+
+
+def check_model(model: Any, only: Sequence[str] = ()) -> list[Finding]:
+    """Checks any causal language model by the properties of `nalanda.testing.properties`, and returns their rows.
+
+    model: a transformers model, or the name of one as `nalanda check` takes it. only: names of properties.
+
+    Raises AssertionError that names each property that differs or fails.
+    """
+    of_name = isinstance(model, str)
+    subject = subjects.make(model) if of_name else subjects.around(model)
+    rows = [*check(subject, [each for each in PROPERTIES if each.__name__ in only or not only])]
+    wrong = [row for row in rows if row.verdict in ("differs", "fails")]
+    assert not wrong, "\n".join(
+        f"{row.name}: {row.verdict} {row.place or row.note}" for row in wrong
+    )
+    return rows
 
 
 def check_mixer(name: str, **options: Any) -> None:
@@ -222,16 +241,15 @@ def permuted_is_permuted(model: Any) -> None:
     close(logits(model, tokens[:, order]), logits(model, tokens)[:, order])
 
 
-def causal(model: Any) -> None:
-    # 70 tokens: a whole chunk of 64, and the changed one in the next.
-    tokens, t = ids(2, 70), 66
+def later_logits_alone_move(model: Any) -> None:
+    """Tokens change later logits alone. Without that, packed and cached sequences would prove nothing."""
+    tokens = ids(2, 70)
+    with torch.no_grad():
+        close(*properties.causal(model, tokens))
     changed = tokens.clone()
-    changed[:, t] = (changed[:, t] + 1) % VOCAB
-    a, b = logits(model, tokens), logits(model, changed)
-    close(a[:, :t], b[:, :t])
-    assert not torch.allclose(a[:, t + 1 :], b[:, t + 1 :], atol=1e-6), (
-        "changing a token does not affect later tokens"
-    )
+    changed[:, 66] = (changed[:, 66] + 1) % VOCAB
+    later = logits(model, changed)[:, 67:] - logits(model, tokens)[:, 67:]
+    assert later.abs().max() > 1e-6, "changing a token does not affect later tokens"
 
 
 def gradients_of_a_prefix_ignore_the_future(model: Any) -> None:
@@ -299,39 +317,33 @@ def chunkwise_is_recurrent_is_reference(model: Any) -> None:
             close(logits(model, tokens), chunkwise)
 
 
+@torch.no_grad()
 def cached_is_uncached(model: Any) -> None:
     """Token by token, and in pieces that split chunk and convolution anywhere; the states are as promised."""
-    tokens, layers = ids(2, 70), model.model.layers
+    tokens = ids(2, 70)
+    for length in (1, 3, 65):
+        _, cache = properties.goes_on(model, tokens[:, :length])
+        assert cache.get_seq_length() == length
+        for layer, state in zip(model.model.layers, cache.states, strict=True):
+            shapes = {name: shape for name, (shape, _) in layer.mixer.state_spec(length).items()}
+            assert {name: tuple(x.shape[1:]) for name, x in state.items()} == shapes, "state_spec"
+
     uncached = logits(model, tokens)
     # One by one from the first token and across token 64, then pieces about as long as a chunk of 64.
     for pieces in ([1] * 12 + [50] + [1] * 8, [1, 2, 63, 1, 3], [66, 4]):
-        cache, out = NalandaCache(len(layers)), []
-        for piece in tokens.split(pieces, 1):
-            out.append(logits(model, piece, past_key_values=cache))
-            for layer, state in zip(layers, cache.states, strict=True):
-                spec = layer.mixer.state_spec(cache.get_seq_length())
-                shapes = {name: shape for name, (shape, _) in spec.items()}
-                assert {name: tuple(x.shape[1:]) for name, x in state.items()} == shapes, (
-                    "state_spec"
-                )
-        close(torch.cat(out, 1), uncached)
-        assert cache.get_seq_length() == 70
+        close(properties.in_pieces(model, tokens, pieces), uncached)
 
 
+@torch.no_grad()
 def packed_is_separate(model: Any) -> None:
-    lengths = [1, 2, 5, 64, 3, 65]
-    docs = [ids(1, n, seed=n) for n in lengths]
-    separate, joined = torch.cat([logits(model, d) for d in docs], 1), torch.cat(docs, 1)
-    cu = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
-    # The bounds of the documents, [N + 1], or positions that begin again at 0 say the same.
-    close(logits(model, joined, cu_seqlens=cu), separate)
-    close(
-        logits(model, joined, position_ids=torch.cat([torch.arange(n) for n in lengths])[None]),
-        separate,
-    )
-    # Two rows of one batch, bounds over the flattened tokens.
-    rows = logits(model, joined.view(2, 70), cu_seqlens=cu.to(torch.int32))
-    close(rows.view(1, 140, VOCAB), separate)
+    """By bounds, by positions, and in two rows of a batch whose bounds count over both."""
+    tokens = ids(2, 70)
+    by_bounds, separate = properties.packed_by_cu_seqlens(model, tokens)
+    close(by_bounds, separate)
+    close(*properties.packed_by_positions(model, tokens))
+    lengths = torch.tensor([document.shape[1] for document in properties.documents(tokens)])
+    bounds = F.pad(lengths.cumsum(0), (1, 0))
+    close(logits(model, tokens, cu_seqlens=bounds).view(1, 140, VOCAB), separate)
 
 
 def cut_rows_are_whole(model: Any) -> None:
@@ -481,13 +493,10 @@ def every_parameter_learns(model: Any) -> None:
         assert p.grad.abs().max() > 0, name
 
 
-def saved_is_loaded(model: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        model.float().save_pretrained(folder)
-        auto = AutoModelForCausalLM if model.config.is_decoder else AutoModelForMaskedLM
-        again = auto.from_pretrained(folder).eval()
-        assert type(again) is type(model)
-        assert torch.equal(logits(model, ids(2, 9)), logits(again, ids(2, 9)))
+def saved_is_loaded_to_the_bit(model: Any) -> None:
+    model = model.float()
+    found, expected = properties.saved_is_loaded(model, ids(2, 9))
+    assert torch.equal(found, expected)
 
 
 def all_memory_is_set_at_construction(model: Any) -> None:
@@ -569,7 +578,7 @@ def half_precision_agrees(model: Any) -> None:
 MIXER_PROPERTIES: list[Callable[[Any], None]] = [
     moves_the_logits,
     every_parameter_learns,
-    causal,
+    later_logits_alone_move,
     mix_is_its_weights_times_v,
     gradients_of_a_prefix_ignore_the_future,
     gradients_are_finite_differences,
@@ -578,7 +587,7 @@ MIXER_PROPERTIES: list[Callable[[Any], None]] = [
     packed_is_separate,
     cut_rows_are_whole,
     padded_is_alone,
-    saved_is_loaded,
+    saved_is_loaded_to_the_bit,
     all_memory_is_set_at_construction,
     nothing_of_a_float64_model_is_fp32,
     half_precision_agrees,
@@ -592,7 +601,7 @@ ENCODER_PROPERTIES: list[Callable[[Any], None]] = [
     gradients_are_finite_differences,
     packed_is_separate,
     padded_is_alone,
-    saved_is_loaded,
+    saved_is_loaded_to_the_bit,
     all_memory_is_set_at_construction,
     nothing_of_a_float64_model_is_fp32,
     half_precision_agrees,

@@ -1,0 +1,80 @@
+"""`nalanda check`: judges anybody's causal language model by the properties of `nalanda.testing.properties`."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from nalanda.check.options import CheckOptions
+from nalanda.common.errors import InputError, first_line
+from nalanda.common.progress import Progress
+from nalanda.common.text import suggest
+from nalanda.convert.certificate import compare
+from nalanda.convert.convert import convert
+from nalanda.convert.gguf import write_gguf
+from nalanda.testing import properties
+from nalanda.testing.subject import Subject, make
+from nalanda.testing.verdicts import Finding, Property, check
+from nalanda.train.resolve import resolve
+
+
+def check_named(name: str, changes: dict, options: CheckOptions) -> tuple[Subject, list[Finding]]:
+    """Makes the model `name` and judges it. changes: fields of its config.
+
+    Raises:
+        InputError: the model cannot be made, or an option names no property.
+    """
+    chosen = choose_properties(options)
+    subject = make(
+        name if name in CONFIG_MAPPING else resolve(name).model,
+        layers=options.layers,
+        width=options.width,
+        changes=changes,
+        imports=options.plugin or [],
+        trust_remote_code=options.trust_remote_code,
+        seed=options.seed,
+    )
+    rows = []
+    with Progress("checking", len(chosen) + 1) as progress:
+        for row in check(subject, chosen):
+            progress.call(row.name)
+            rows.append(row)
+    rows += [against(subject, library) for library in options.against or []]
+    return subject, rows
+
+
+def choose_properties(options: CheckOptions) -> Sequence[Property]:
+    """The properties that the options ask for, in their order."""
+    known = {each.__name__: each for each in properties.PROPERTIES}
+    optional = {"compiled_is_eager": properties.compiled_is_eager}
+    names = [name.replace(" ", "_") for name in options.only or known]
+    if options.compile:
+        names.append("compiled_is_eager")
+    for name in names:
+        if name not in known | optional:
+            raise InputError(f"--only {name}: no such property{suggest(name, known)}")
+    return [(known | optional)[name] for name in names]
+
+
+def against(subject: Subject, library: str) -> Finding:
+    """Converts the model to another library's format, and compares what both compute."""
+    says = "The model, converted to another library, computes the same."
+    name = f"against {library}"
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "source"), Path(folder, "target")
+        try:
+            subject.model.save_pretrained(source)
+            if library == "llama.cpp":
+                proof = compare(source, write_gguf(source, target, "fp32", False), ["", "gguf"])
+            else:
+                to = None if library == "transformers" else library
+                result = convert(str(source), str(target), to, check=False)
+                proof = compare(source, result, ["", library])
+        except InputError as error:
+            differs = "differ" in str(error)
+            return Finding(name, says, "differs" if differs else "refused", note=first_line(error))
+    facts = proof.facts.get("largest difference of log-probabilities")
+    if facts is None:
+        return Finding(name, says, "not offered", note=str(proof))
+    return Finding(name, says, "rounding", float(facts.split(",")[0]), note=facts)

@@ -1,0 +1,235 @@
+"""Judges a model by each property: how far the two ways differ, where, and a script that shows it."""
+
+import copy
+import inspect
+import re
+import typing
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from nalanda.common.errors import first_line
+from nalanda.testing import properties
+from nalanda.testing.properties import PROPERTIES, uncached
+from nalanda.testing.subject import Subject
+
+Verdict = Literal["holds", "rounding", "differs", "refused", "not offered", "fails"]
+
+EXACT = 1e-9
+"""Equal in float64: the largest difference, as a share of the largest value."""
+
+ROUNDINGS = 100
+"""A difference of so many roundings is still rounding. A leak moves the logits by 1e4 and more."""
+
+DOORS = {
+    "attention_mask",
+    "cu_seq_lens_q",
+    "cu_seqlens",
+    "labels",
+    "num_items_in_batch",
+    "position_ids",
+    "seq_idx",
+}
+"""Inputs that a model may lack. One that swallows them by its `**kwargs` offers nothing, and says nothing."""
+
+Property = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One property of one model. difference: a share of the largest value. place: of the largest difference."""
+
+    name: str
+    says: str
+    verdict: Verdict
+    difference: float | None = None
+    place: str = ""
+    note: str = ""
+    script: str = ""
+
+
+def check(subject: Subject, chosen: Iterable[Property] = PROPERTIES) -> Iterator[Finding]:
+    """Judges the model by each property in turn."""
+    allowed = ROUNDINGS * rounding(subject.model, subject.ids, 2**-24)
+    for holds in chosen:
+        yield judge_property(subject, holds, allowed)
+    yield half_precision(subject)
+
+
+def judge_property(subject: Subject, holds: Property, allowed: float) -> Finding:
+    """allowed: the largest difference that rounding explains, as a share of the largest value."""
+    name, says = holds.__name__.replace("_", " "), inspect.getdoc(holds) or ""
+    model, ignored = copy.deepcopy(subject.model), set()
+    model.register_forward_pre_hook(
+        lambda module, _, inputs: ignored.update(inputs.keys() - accepted(module)), with_kwargs=True
+    )
+    try:
+        found, expected = both_ways(holds, model, subject.ids)
+    except Exception as error:  # anybody's code raises anything
+        return Finding(
+            name, says, unable(error), note=f"{type(error).__name__}: {first_line(error)}"
+        )
+
+    difference = relative_difference(found, expected)
+    if difference <= EXACT:
+        return Finding(name, says, "holds", difference)
+    if difference <= allowed:
+        return Finding(name, says, "rounding", difference)
+    if ignored := ignored & DOORS:
+        return Finding(name, says, "not offered", note=f"ignores {', '.join(sorted(ignored))}")
+    place = locate(found, expected) + first_layer(subject, holds, allowed)
+    return Finding(name, says, "differs", difference, place, script=script(subject, holds))
+
+
+def both_ways(holds: Property, model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Both ways of a property."""
+    torch.manual_seed(0)
+    learns = "gradients" in holds.__code__.co_names
+    with warnings.catch_warnings(), torch.set_grad_enabled(learns):
+        warnings.simplefilter("ignore")
+        found, expected = holds(model, ids)
+    return found.detach(), expected.detach()
+
+
+def accepted(model: nn.Module) -> set[str]:
+    """The keywords that `forward` names, itself or by the type of its `**kwargs`."""
+    names = set(inspect.signature(model.forward).parameters)
+    hint = inspect.signature(model.forward).parameters.get("kwargs")
+    for unpacked in typing.get_args(hint.annotation) if hint else ():
+        names |= getattr(unpacked, "__annotations__", {}).keys()
+    return names
+
+
+def unable(error: Exception) -> Verdict:
+    """The verdict on a model that raised: it lacks the door, refuses in words, or fails."""
+    if isinstance(error, TypeError) and "unexpected keyword" in str(error):
+        return "not offered"
+    if isinstance(error, AttributeError | StopIteration):
+        return "not offered"
+    return "refused" if isinstance(error, ValueError | NotImplementedError) else "fails"
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """The largest difference as a share of the largest value; NaN and other shapes differ infinitely."""
+    if found.shape != expected.shape or not bool(found.isfinite().all()):
+        return float("inf")
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+def locate(found: Tensor, expected: Tensor) -> str:
+    """Finding and token of the first difference that is half of the largest."""
+    if found.ndim < 2 or found.shape != expected.shape:
+        return ""
+    difference = (found - expected).abs()
+    if difference.ndim == 3:
+        difference = difference.amax(-1)  # [B, T]
+    row, token = (difference >= difference.max() / 2).nonzero()[0].tolist()
+    return f"row {row}, token {token}"
+
+
+def first_layer(subject: Subject, holds: Property, allowed: float) -> str:
+    """The first layer that makes the difference: the model is cut behind it."""
+    model = subject.model
+    name, layers = max(
+        ((n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)),
+        key=lambda pair: len(pair[1]),
+        default=("", []),
+    )
+    for count in range(1, len(layers)):
+        shorter = copy.deepcopy(model)
+        shorter.set_submodule(name, cast(nn.ModuleList, shorter.get_submodule(name))[:count])
+        try:
+            if relative_difference(*both_ways(holds, shorter, subject.ids)) > allowed:
+                return f", layer {count - 1} ({_kind(model, count - 1)})"
+        except Exception:  # a model that cannot be cut names no layer
+            return ""
+    return f", layer {len(layers) - 1} ({_kind(model, len(layers) - 1)})" if layers else ""
+
+
+def _kind(model: Any, layer: int) -> str:
+    kinds = getattr(model.config, "layer_types", None) or getattr(
+        model.config, "layers_block_type", None
+    )
+    return kinds[layer] if kinds else model.config.model_type
+
+
+@torch.no_grad()
+def rounding(model: PreTrainedModel, ids: Tensor, unit: float) -> float:
+    """How far the logits move if every weight moves by its rounding of `unit`, as a share of the largest."""
+    moved = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    for p in moved.parameters():
+        p.mul_(1 + unit * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return relative_difference(uncached(moved, ids), uncached(model, ids))
+
+
+def half_precision(subject: Subject) -> Finding:
+    """Logits in bf16 are as near as roundings of its weights are."""
+    model, ids = subject.model, subject.ids
+    name, says = "half precision", inspect.getdoc(half_precision) or ""
+    try:
+        with torch.no_grad():
+            found = uncached(copy.deepcopy(model).bfloat16(), ids).double()
+            difference = relative_difference(found, uncached(model, ids))
+    except Exception as error:
+        return Finding(
+            name, says, unable(error), note=f"{type(error).__name__}: {first_line(error)}"
+        )
+    times = difference / rounding(model, ids, 2**-9)
+    verdict: Verdict = "rounding" if times < 10 else "differs"
+    return Finding(
+        name, says, verdict, difference, note=f"{times:.1f} × its rounding of the weights"
+    )
+
+
+def script(subject: Subject, holds: Property) -> str:
+    """The shortest program that shows a difference; it needs torch and transformers alone."""
+    used: dict[str, str] = {}
+
+    def collect(function: Callable) -> None:
+        source = inspect.getsource(function)
+        used[function.__name__] = re.sub(r'\n    """.*?"""', "", source, count=1, flags=re.S)
+        for name in function.__code__.co_names:
+            helper: Any = getattr(properties, name, None)
+            if getattr(helper, "__module__", "") == properties.__name__ and name not in used:
+                collect(helper)
+
+    collect(holds)
+    body = "\n".join(reversed(used.values()))
+    imports = []
+    for line in inspect.getsource(properties).splitlines():
+        if line.startswith("from transformers"):
+            line = "from transformers import " + ", ".join(
+                name for name in line.split(" import ")[1].split(", ") if name in body
+            )
+        if re.match("import|from .* import .", line) and re.search(
+            rf"\b{line.split()[-1]}\b", body
+        ):
+            imports.append(line)
+
+    # What keeps kernels off the CPU stands before transformers.
+    lines = [*dict.fromkeys(subject.source.splitlines() + imports)]
+    lines.sort(
+        key=lambda line: (
+            not line.startswith(("import sys", "sys.")),
+            not re.match("import|from", line),
+        )
+    )
+    learns = "gradients" in holds.__code__.co_names
+    return "\n".join(
+        [
+            f'"""{inspect.getdoc(holds)} Here they differ."""',
+            *lines,
+            *([] if learns else ["torch.set_grad_enabled(False)"]),
+            "",
+            body,
+            f"found, expected = {holds.__name__}(model, ids)",
+            'print("largest difference", float((found - expected).abs().max()))',
+            'print("largest value", float(expected.abs().max()))',
+        ]
+    )
