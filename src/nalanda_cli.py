@@ -292,7 +292,7 @@ def check(
     if html is not None:
         html.write_text(page.findings_page(subject, rows), encoding="utf-8")
     print(page.findings_json(subject, rows)) if as_json else page.print_findings(subject, rows)
-    if any(row.verdict in ("differs", "fails") for row in rows):
+    if any(row.is_wrong for row in rows):
         raise typer.Exit(1)
 
 

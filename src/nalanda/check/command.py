@@ -46,15 +46,14 @@ def check_named(name: str, changes: dict, options: CheckOptions) -> tuple[Subjec
 
 def choose_properties(options: CheckOptions) -> Sequence[Property]:
     """The properties that the options ask for, in their order."""
-    known = {each.__name__: each for each in properties.PROPERTIES}
-    optional = {"compiled_is_eager": properties.compiled_is_eager}
-    names = [name.replace(" ", "_") for name in options.only or known]
-    if options.compile:
-        names.append("compiled_is_eager")
+    usual = [each.__name__ for each in properties.PROPERTIES]
+    known = {name: getattr(properties, name) for name in [*usual, "compiled_is_eager"]}
+    names = [name.replace(" ", "_") for name in options.only or usual]
+    names += ["compiled_is_eager"] * options.compile
     for name in names:
-        if name not in known | optional:
+        if name not in known:
             raise InputError(f"--only {name}: no such property{suggest(name, known)}")
-    return [(known | optional)[name] for name in names]
+    return [known[name] for name in names]
 
 
 def against(subject: Subject, library: str) -> Finding:

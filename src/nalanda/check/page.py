@@ -23,7 +23,7 @@ def cells(row: Finding) -> list[str]:
 
 
 def describe_subject(subject: Subject) -> str:
-    """The model in a line: `llama: LlamaForCausalLM, 1,844,480 parameters, 2 layers, float64`."""
+    """The model in a line: `llama: LlamaForCausalLM, 1,844,480 parameters, float64`."""
     model = subject.model
     dtype = str(model.dtype).removeprefix("torch.")
     count = sum(p.numel() for p in model.parameters())

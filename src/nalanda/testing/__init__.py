@@ -45,7 +45,7 @@ def check_model(model: Any, only: Sequence[str] = ()) -> list[Finding]:
     of_name = isinstance(model, str)
     subject = subjects.make(model) if of_name else subjects.around(model)
     rows = [*check(subject, [each for each in PROPERTIES if each.__name__ in only or not only])]
-    wrong = [row for row in rows if row.verdict in ("differs", "fails")]
+    wrong = [row for row in rows if row.is_wrong]
     assert not wrong, "\n".join(
         f"{row.name}: {row.verdict} {row.place or row.note}" for row in wrong
     )

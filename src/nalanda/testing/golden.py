@@ -7,14 +7,14 @@ docs/golden.md defines the tensors.
 
 import argparse
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from nalanda.common.versions import versions
-from nalanda.model import FEATURE_MAPS, build_feature_map, ops
+from nalanda.model import FEATURE_MAPS, ops
+from nalanda.testing import build_map
 
 B, T, H, HV, K, V = 2, 7, 2, 4, 4, 3
 """Rows, tokens, heads of q and k, heads of v, channels of keys, channels of values."""
@@ -77,12 +77,7 @@ def rule_vectors(rule: str) -> Iterator[tuple[str, Tensor]]:
 def map_vectors(name: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a map with its parameters at their initial values."""
     draw = normal_numbers(100 + list(FEATURE_MAPS).index(name))
-    options = {"landmarks": 5} if name in ("soft", "softpp") else {}
-    feature_map: Any = build_feature_map(name, num_heads=H, head_dim=K, **options)
-    torch.manual_seed(0)
-    if list(feature_map.parameters()):
-        feature_map.load_state_dict(feature_map.initial())
-    feature_map.double()
+    feature_map = build_map(name, num_heads=H, head_dim=K).double()
     inputs = {"q": draw(B, T, H, K), "k": draw(B, T, H, K)}
     inputs = {key: x.detach().requires_grad_() for key, x in inputs.items()}
 

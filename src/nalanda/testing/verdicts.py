@@ -52,6 +52,10 @@ class Finding:
     note: str = ""
     script: str = ""
 
+    @property
+    def is_wrong(self) -> bool:
+        return self.verdict in ("differs", "fails")
+
 
 def check(subject: Subject, chosen: Iterable[Property] = PROPERTIES) -> Iterator[Finding]:
     """Judges the model by each property in turn."""
@@ -71,9 +75,7 @@ def judge_property(subject: Subject, holds: Property, allowed: float) -> Finding
     try:
         found, expected = both_ways(holds, model, subject.ids)
     except Exception as error:  # anybody's code raises anything
-        return Finding(
-            name, says, unable(error), note=f"{type(error).__name__}: {first_line(error)}"
-        )
+        return unable(name, says, error)
 
     difference = relative_difference(found, expected)
     if difference <= EXACT:
@@ -89,8 +91,7 @@ def judge_property(subject: Subject, holds: Property, allowed: float) -> Finding
 def both_ways(holds: Property, model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Both ways of a property."""
     torch.manual_seed(0)
-    learns = "gradients" in holds.__code__.co_names
-    with warnings.catch_warnings(), torch.set_grad_enabled(learns):
+    with warnings.catch_warnings(), torch.set_grad_enabled(needs_gradients(holds)):
         warnings.simplefilter("ignore")
         found, expected = holds(model, ids)
     return found.detach(), expected.detach()
@@ -105,13 +106,20 @@ def accepted(model: nn.Module) -> set[str]:
     return names
 
 
-def unable(error: Exception) -> Verdict:
-    """The verdict on a model that raised: it lacks the door, refuses in words, or fails."""
-    if isinstance(error, TypeError) and "unexpected keyword" in str(error):
-        return "not offered"
-    if isinstance(error, AttributeError | StopIteration):
-        return "not offered"
-    return "refused" if isinstance(error, ValueError | NotImplementedError) else "fails"
+def unable(name: str, says: str, error: Exception) -> Finding:
+    """The row of a model that raised: it lacks the door, refuses in words, or fails."""
+    verdict: Verdict = "fails"
+    if (isinstance(error, TypeError) and "unexpected keyword" in str(error)) or isinstance(
+        error, AttributeError | StopIteration
+    ):
+        verdict = "not offered"
+    elif isinstance(error, ValueError | NotImplementedError):
+        verdict = "refused"
+    return Finding(name, says, verdict, note=f"{type(error).__name__}: {first_line(error)}")
+
+
+def needs_gradients(holds: Property) -> bool:
+    return "gradients" in holds.__code__.co_names
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
@@ -122,7 +130,7 @@ def relative_difference(found: Tensor, expected: Tensor) -> float:
 
 
 def locate(found: Tensor, expected: Tensor) -> str:
-    """Finding and token of the first difference that is half of the largest."""
+    """Row and token of the first difference that is half of the largest."""
     if found.ndim < 2 or found.shape != expected.shape:
         return ""
     difference = (found - expected).abs()
@@ -177,9 +185,7 @@ def half_precision(subject: Subject) -> Finding:
             found = uncached(copy.deepcopy(model).bfloat16(), ids).double()
             difference = relative_difference(found, uncached(model, ids))
     except Exception as error:
-        return Finding(
-            name, says, unable(error), note=f"{type(error).__name__}: {first_line(error)}"
-        )
+        return unable(name, says, error)
     times = difference / rounding(model, ids, 2**-9)
     verdict: Verdict = "rounding" if times < 10 else "differs"
     return Finding(
@@ -220,12 +226,11 @@ def script(subject: Subject, holds: Property) -> str:
             not re.match("import|from", line),
         )
     )
-    learns = "gradients" in holds.__code__.co_names
     return "\n".join(
         [
             f'"""{inspect.getdoc(holds)} Here they differ."""',
             *lines,
-            *([] if learns else ["torch.set_grad_enabled(False)"]),
+            *([] if needs_gradients(holds) else ["torch.set_grad_enabled(False)"]),
             "",
             body,
             f"found, expected = {holds.__name__}(model, ids)",
