@@ -196,6 +196,13 @@ def rows() -> tuple:
     return tuple(found)
 
 
+@functools.cache
+def main_rows() -> tuple:
+    """Of `rows()` the variants, every mixer with its own map, and every map in one mixer."""
+    names = {*VARIANTS, *(f"{name}-{mixer.rule.map}" for name, mixer in MIXERS.items())}
+    return tuple(row for row in rows() if row.id in names or row.id.startswith("linear_attention-"))
+
+
 def covered_rows(
     options_of: dict[str, dict], values: Iterable[Hashable], strength: int = 2, times: int = 1
 ) -> set[tuple]:

@@ -96,6 +96,16 @@ def configured(recipe: Path, output_dir: Path, *overrides: str) -> "RunConfig":
 # ------------------------------ processes
 
 
+def one_a_mixer(recipes: Iterable[Path]) -> list[Path]:
+    """The first recipe of each mixer or pattern of mixers."""
+    from nalanda.config.load import load_config
+
+    first: dict[str, Path] = {}
+    for recipe in recipes:
+        first.setdefault(str(load_config(recipe).model.get("mixer")), recipe)
+    return list(first.values())
+
+
 def torchrun(processes: int, restarts: int = 0) -> list[str]:
     """The command before a script's path that starts it in several processes, and again after a crash."""
     launcher = [str(LAUNCH)] if restarts else ["-m", "torch.distributed.run"]

@@ -39,7 +39,7 @@ ENDLESS = {"eos_token_id": None}  # in the config: `generate` takes None for "as
 REPEATING = torch.cat([ids(1, 7), ids(1, 7), ids(1, 7)], 1)
 
 
-every_row = pytest.mark.parametrize("row", slow_but_for(ROWS.keys() - SAME_STATES, ROWS))
+every_row = pytest.mark.parametrize("row", [row for row in ROWS if row not in SAME_STATES])
 
 
 @pytest.fixture

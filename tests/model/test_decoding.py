@@ -69,21 +69,16 @@ def near(a, b, dtype=None):
 
 
 def every_row() -> list:
-    """Every row of the table in both precisions. The variants in fp32 are quick. Of the other rows every mixer, map
-    and precision is quick three times: test_cpu_step.py has every pair of a mixer and a map."""
+    """The variants in fp32. Of the other rows every mixer, map and precision three times: test_cpu_step.py has
+    every pair of a mixer and a map."""
     options_of = {row.id: row.values[0] for row in rows()}
     dtypes = (torch.float32, torch.bfloat16)
-    cases = list(itertools.product(options_of, dtypes))
-    quick = covered_rows(options_of, dtypes, strength=1, times=3)
-    quick |= {(name, torch.float32) for name in VARIANTS}
+    chosen = covered_rows(options_of, dtypes, strength=1, times=3)
+    chosen |= {(name, torch.float32) for name in VARIANTS}
     return [
-        pytest.param(
-            options_of[name],
-            dtype,
-            id=f"{name}-{str(dtype)[6:]}",
-            marks=() if (name, dtype) in quick else pytest.mark.slow,
-        )
-        for name, dtype in cases
+        pytest.param(options_of[name], dtype, id=f"{name}-{str(dtype)[6:]}")
+        for name, dtype in itertools.product(options_of, dtypes)
+        if (name, dtype) in chosen
     ]
 
 

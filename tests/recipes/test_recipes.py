@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from covering import slow_but_for
 from torch import nn
+from training import one_a_mixer
 from transformers import AutoConfig, AutoModelForCausalLM, Mamba2Config, MambaConfig
 
 from nalanda.config.load import load_config
@@ -95,16 +95,8 @@ class Nothing(nn.Module):
         return (torch.zeros_like(x), None) if self.ours else torch.zeros_like(x)
 
 
-def one_a_mixer() -> list[Path]:
-    """The first recipe of each mixer or pattern of mixers."""
-    first = {}
-    for recipe in RECIPES:
-        first.setdefault(str(load_config(recipe).model.get("mixer")), recipe)
-    return list(first.values())
-
-
 @pytest.mark.sampled
-@pytest.mark.parametrize("recipe", slow_but_for(one_a_mixer(), RECIPES), ids=lambda p: p.stem)
+@pytest.mark.parametrize("recipe", one_a_mixer(RECIPES), ids=lambda p: p.stem)
 def test_twin_learns_by_its_mixers(recipe):
     model = twin(recipe)
     assert loss_after_training(model) < 2.6  # without looking back: ln 16 = 2.77 nats

@@ -8,8 +8,7 @@ import pytest
 import torch
 from covering import slow_but_for
 from safetensors.torch import save_file
-from tiny_models import SAME_STATES, VARIANTS, build, close, ids
-from tiny_models import rows as every_row
+from tiny_models import SAME_STATES, VARIANTS, build, close, ids, main_rows
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
 
@@ -34,15 +33,7 @@ FIRST += [  # one of each kind
     for name, options in VARIANTS.items()
 ]
 FEW = [row for row in FIRST if row.id in ("gated_deltanet", "pola", "window", "transnormer")]
-ROWS = [row for row in every_row() if row.id not in ("softmax-None", "forgetting-None")]
-# Every variant, every mixer with its own map, and every map in one mixer.
-QUICK = {*VARIANTS, *(f"{name}-{mixer.rule.map}" for name, mixer in MIXERS.items())}
-ROWS = [
-    row
-    if row.id in QUICK or row.id.startswith("linear_attention-")
-    else pytest.param(*row.values, id=row.id, marks=pytest.mark.slow)
-    for row in ROWS
-]
+ROWS = [row for row in main_rows() if row.id not in ("softmax-None", "forgetting-None")]
 WINDOWS = [
     pytest.param({"mixer": "softmax", "mixer_options": {"window": 1}}, id="window-1"),
     pytest.param({"mixer": "softmax", "mixer_options": {"window": 33}}, id="window-33"),

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from tiny_models import VARIANTS, rows
+from tiny_models import VARIANTS, main_rows, rows
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.text import size
@@ -107,7 +107,7 @@ def test_the_quick_rows_are_there():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=("all", "checkpointing"))
-@pytest.mark.parametrize("options", rows())
+@pytest.mark.parametrize("options", main_rows())
 def test_the_estimate_is_what_every_model_keeps(options, checkpointing):
     config = configured(**options)
     found = kept(config, 2, 1024, torch.bfloat16, checkpointing)

@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from accelerate.state import AcceleratorState
-from tiny_models import rows
+from tiny_models import main_rows, rows
 from torch import nn
 from torch.distributed.tensor import DTensor
 from training import configured, launched, outcome
@@ -80,7 +80,7 @@ def test_sums_over_many_tokens_do_not_overflow(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", rows())
+@pytest.mark.parametrize("options", main_rows())
 def test_sums_over_many_tokens_overflow_in_no_mixer(options):
     overflows_nowhere(options)
 
