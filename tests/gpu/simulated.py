@@ -31,14 +31,15 @@ def find_compiler() -> str | None:
 
 def build() -> Path:
     """Compiles card.cpp once for the installed torch, in about ten seconds."""
-    text = SOURCE.read_bytes() + metadata.version("torch").encode()
+    spec = importlib.util.find_spec("torch")
+    folder = Path(str(spec and spec.origin)).parent
+    # The library finds torch's by their path.
+    text = SOURCE.read_bytes() + f"{metadata.version('torch')} {folder}".encode()
     path = Path(tempfile.gettempdir(), f"nalanda-card-{hashlib.sha256(text).hexdigest()[:16]}.so")
     if path.exists():
         return path
     compiler = find_compiler()
     assert compiler is not None, "no C++ compiler"
-    spec = importlib.util.find_spec("torch")
-    folder = Path(str(spec and spec.origin)).parent
     includes = [folder / "include", folder / "include/torch/csrc/api/include"]
 
     handle, draft = tempfile.mkstemp(suffix=".so", dir=path.parent)

@@ -120,7 +120,7 @@ def results(model) -> dict[str, torch.Tensor]:
     mask[1, :4] = 0
     model.eval()
     found = {"logits": model(tokens, attention_mask=mask).logits}
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     found["written"] = model.generate(tokens, attention_mask=mask, **options)
 
     model.train()
@@ -175,9 +175,9 @@ def worker(folder: Path, names: list[str]) -> None:
 
 @pytest.mark.slow
 def test_split_models_are_whole_models(tmp_path):
-    """On two processes; each mixer on four and on one too, from what the two have saved."""
-    many = models(("silu", "nala"))
-    few = [name for name in models(()) if name not in VARIANTS or name in ("kda_hybrid", "tied")]
+    """On two processes; some on four and on one too, from what the two have saved."""
+    many = models(("nala",))
+    few = ["gated_deltanet-nala", "softmax-None", "mamba3-None", "kda_hybrid", "tied"]
     for name, config in many.items():
         model = random_model(config)
         model.save_pretrained(tmp_path / name)
