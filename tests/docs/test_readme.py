@@ -51,6 +51,7 @@ export PATH={shlex.quote(str(programs))}:$PATH PYTHONPATH={shlex.quote(os.pathse
     write_program(
         tmp_path / "bin/make",
         """
+        [ "$*" = test ] && exit
         [ "$*" = demo ] && [ -f demo ] || exit 2
         mkdir -p .venv/bin && cp activate .venv/bin && . .venv/bin/activate && nalanda train demo
         """,
@@ -108,4 +109,4 @@ def test_the_tree_of_the_repository_is_there():
 
 
 def test_the_readme_is_short():
-    assert len(README.split()) <= 1000
+    assert len(README.split()) <= 800
