@@ -3,7 +3,7 @@
 import importlib.util
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,32 @@ from nalanda.common.errors import InputError, first_line
 WIDTH = 128
 """Default of the narrowed hidden size."""
 
-LEAST_HEAD = 8
-"""A narrowed head keeps at least so many dimensions: rotary embeddings and gates need some."""
+LARGEST = 100_000_000
+"""A model of a config has at most so many parameters, unless `layers` or `width` ask for more."""
 
-_WIDTHS = re.compile(r"(^d_model|^n_embd|_dim|_size|_rank|_width|^mamba_d_(ssm|head))$")
-"""Fields that grow with the width. Counts of heads, groups and kernels stay."""
+_HIDDEN = ("hidden_size", "d_model", "n_embd")
+_HEADS = ("num_attention_heads", "n_head", "num_heads")
+_LAYERS = re.compile(r"^(num_hidden_layers|n_layers?|num_layers|num_blocks)$")
 
-_FIXED = re.compile(r"vocab|kernel|conv|chunk|window|patch|batch|block|state|image|vision|audio")
+_HEAD_SIZES = re.compile(r"head_?dim$|d_head$|kv_channels$")
+_HEAD_COUNTS = re.compile(r"heads?$|num_query_groups$")
+_WIDTHS = re.compile(r"d_model$|n_embd$|n_inner$|_dim$|_size$|_rank$|_width$|d_ssm$")
+_FIXED = re.compile(r"kernel|conv|group|patch|batch|image|vision|audio")
+
+_MOST = {
+    re.compile(pattern): most
+    for pattern, most in {
+        "vocab_size$": 512,
+        "state_size$|d_state$": 16,
+        "(^|_)chunk_size$|^block_size$": 16,  # 70 tokens cross the edges of chunks
+        "window(_size)?$": 32,
+        "experts$": 4,
+        "experts_per_tok(en)?$|top_?k(_experts)?$": 2,
+        "n_groups?$|ngroups$|expert_group$": 2,
+        "topk_group$": 1,
+    }.items()
+}
+"""The largest values of fields that do not grow with the width."""
 
 
 @dataclass(frozen=True)
@@ -64,29 +83,60 @@ def make(
         importlib.import_module(module)
     lines += [f"import {module}" for module in imports] + [f"torch.manual_seed({seed})"]
     remote = ", trust_remote_code=True" if trust_remote_code else ""
-    known = name in CONFIG_MAPPING
-    narrowed = layers is not None or width is not None or bool(changes)
+    asked = layers is not None or width is not None
+    problems: list[Exception] = []
 
-    try:
-        torch.manual_seed(seed)
-        if not narrowed and list(Path(name).glob("*.safetensors")):
-            lines.append(f"model = AutoModelForCausalLM.from_pretrained({name!r}{remote})")
+    if not asked and not changes and list(Path(name).glob("*.safetensors")):
+        lines.append(f"model = AutoModelForCausalLM.from_pretrained({name!r}{remote})")
+        try:
             model = AutoModelForCausalLM.from_pretrained(
                 name, trust_remote_code=trust_remote_code, dtype=torch.float32
             )
-        else:
-            call = f"for_model({name!r}" if known else f"from_pretrained({name!r}{remote}"
-            config = _config(name, known, trust_remote_code)
-            fields = narrow(config, layers, width) | (changes or {})
-            config = _config(name, known, trust_remote_code, **fields)
-            arguments = "".join(f", {key}={value!r}" for key, value in fields.items())
-            lines.append(f"config = AutoConfig.{call}{arguments})")
-            lines.append(f"model = AutoModelForCausalLM.from_config(config{remote})")
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception as error:  # configs and remote code raise anything
-        raise InputError(f"{name}: the model cannot be made ({first_line(error)})") from error
+            return around(model, name, lines)
+        except Exception as error:  # remote code raises anything
+            raise InputError(f"{name}: the model cannot be made ({first_line(error)})") from error
 
-    return around(model, name, lines)
+    known = name in CONFIG_MAPPING
+    call = f"for_model({name!r}" if known else f"from_pretrained({name!r}{remote}"
+
+    def config_of(**fields: Any) -> PretrainedConfig:
+        if known:
+            return AutoConfig.for_model(name, **fields)
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **fields)
+
+    changes = changes or {}
+    try:
+        whole = config_of(**changes)
+        narrower = narrowings(whole, layers, width)
+    except Exception as error:  # so do configs
+        raise InputError(f"{name}: the model cannot be made ({first_line(error)})") from error
+    for fields in narrower:
+        fields |= changes
+        arguments = "".join(f", {key}={value!r}" for key, value in fields.items())
+        try:
+            config = config_of(**fields)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(
+                    config, trust_remote_code=trust_remote_code
+                )
+            if model.num_parameters() > LARGEST and not asked:
+                raise InputError(f"{model.num_parameters():,} parameters; take --width, --layers")
+            options: dict[str, Any] = {}
+            if model._can_set_experts_implementation():
+                options["experts_implementation"] = "batched_mm"  # the default has no float64
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(
+                config_of(**fields), trust_remote_code=trust_remote_code, **options
+            )
+            written = "".join(f", {key}={value!r}" for key, value in options.items())
+            made = [
+                f"config = AutoConfig.{call}{arguments})",
+                f"model = AutoModelForCausalLM.from_config(config{remote}{written})",
+            ]
+            return around(model, name, [*lines, *made])
+        except Exception as error:
+            problems.append(error)
+    raise InputError(f"{name}: the model cannot be made ({first_line(problems[0])})")
 
 
 def around(model: PreTrainedModel, name: str = "", lines: Sequence[str] = ()) -> Subject:
@@ -115,54 +165,89 @@ def around(model: PreTrainedModel, name: str = "", lines: Sequence[str] = ()) ->
     raise InputError(f"{name}: it computes nothing here ({first_line(problem)})")
 
 
-def _config(name: str, known: bool, remote: bool, **fields: Any) -> PretrainedConfig:
-    if known:
-        return AutoConfig.for_model(name, **fields)
-    return AutoConfig.from_pretrained(name, trust_remote_code=remote, **fields)
+def narrowings(
+    config: PretrainedConfig, layers: int | None, width: int | None
+) -> list[dict[str, Any]]:
+    """The fields that make a model of `config` short and narrow, the smallest model first.
 
-
-def narrow(config: PretrainedConfig, layers: int | None, width: int | None) -> dict[str, Any]:
-    """The fields that make a model of `config` short and narrow.
-
-    Dimensions, sizes and ranks are divided by one power of two; the counts of heads stay, and with them
-    all that must divide. Experts become few, the vocabulary small.
+    Not every class can take the smallest: some tie layers to each other, some round their sizes.
     """
     fields = {k: v for k, v in config.to_dict().items() if v is not None}
-    found: dict[str, Any] = {}
+    hidden = next((fields[key] for key in _HIDDEN if key in fields), 1)
+    widths = [width or WIDTH]
+    while widths[-1] < hidden:
+        widths.append(2 * widths[-1])
+    return [
+        narrowed(fields, hidden, each) | cut
+        for cut in shortened(config, fields, layers)
+        for each in widths
+    ]
 
-    sizes = {
+
+def narrowed(fields: dict[str, Any], hidden: int, width: int) -> dict[str, Any]:
+    """The fields of a model whose hidden size is about `width`.
+
+    Counts of heads are divided by one number, down to four of attention, and the heads' sizes by another. All other
+    widths are divided by both, so that equal sizes and multiples stay so.
+    """
+    heads = next((fields[key] for key in _HEADS if fields.get(key)), 1)
+    fewer = max(
+        [n for n in range(1, heads // 4 + 1) if heads % n == 0 and n * width <= hidden], default=1
+    )
+    smaller = 1
+    while hidden // (fewer * smaller) > width and hidden % (2 * fewer * smaller) == 0:
+        smaller *= 2
+
+    found: dict[str, Any] = {}
+    for key, value in fields.items():
+        if type(value) is not int or value <= 0 or key.endswith("token_id"):
+            continue
+        most = next((most for pattern, most in _MOST.items() if pattern.search(key)), None)
+        if most:
+            found[key] = min(value, most)
+        elif _HEAD_SIZES.search(key):
+            found[key] = max(1, value // smaller)
+        elif _HEAD_COUNTS.search(key):
+            found[key] = value // fewer if value % fewer == 0 else min(value, 2)
+        elif _WIDTHS.search(key) and not _FIXED.search(key):
+            found[key] = max(1, value // (fewer * smaller))
+    found |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return {key: value for key, value in found.items() if value != fields.get(key)}
+
+
+def shortened(
+    config: PretrainedConfig, fields: dict[str, Any], layers: int | None
+) -> Iterator[dict[str, Any]]:
+    """The fields of a model of fewer layers: one of each kind, else the first ones that have every kind, else more."""
+    count = getattr(config, "num_hidden_layers", 0)
+    lists = {
         key: value
         for key, value in fields.items()
-        if type(value) is int and _WIDTHS.search(key) and not _FIXED.search(key)
+        if isinstance(value, list | str) and len(value) == count > 1
     }
-    hidden = next(sizes[k] for k in ("hidden_size", "d_model", "n_embd") if k in sizes)
-    heads = next((fields[k] for k in ("num_attention_heads", "n_head") if fields.get(k)), 1)
-    least = min([value for key, value in sizes.items() if "head" in key] or [hidden // heads])
-    factor = 1
-    while hidden // factor > (width or WIDTH) and least // factor >= 2 * LEAST_HEAD:
-        factor *= 2
-    found |= {key: value // factor for key, value in sizes.items() if value % factor == 0}
+    names = [value for value in lists.values() if isinstance(value[0], str)]
+    rows = [*zip(*names, strict=True)] or [*kinds_of_layers(config)] or [None] * count
 
-    for key, value in fields.items():
-        if re.search(r"num(_local|_routed)?_experts$|n_routed_experts$", key) and value:
-            found[key] = min(value, 8)
-        elif (
-            re.search(r"(experts_per_tok|top_?k(_experts)?)$", key) and type(value) is int and value
-        ):
-            found[key] = min(value, 2)
-    found |= {"vocab_size": 512} | {
-        key: index for index, key in enumerate(("pad_token_id", "bos_token_id", "eos_token_id"))
-    }
-    count = layers or fewest_layers(config)
-    for key, value in fields.items():
-        if key in ("num_hidden_layers", "n_layer", "num_blocks"):
-            found[key] = count
-        elif isinstance(value, list | str) and len(value) == config.num_hidden_layers:
-            found[key] = value[:count]
-    return found
+    def cut(chosen: list[int]) -> dict[str, Any]:
+        counts = {key: len(chosen) for key in fields if _LAYERS.search(key)}
+        return counts | {
+            key: [value[i] for i in chosen] if isinstance(value, list) else value[: len(chosen)]
+            for key, value in lists.items()
+        }
+
+    if layers:
+        yield cut([*range(layers)])
+        return
+    first = [rows.index(row) for row in dict.fromkeys(rows)]
+    if names and len(first) > 1:
+        yield cut(first)
+    least = max(2, first[-1] + 1)
+    while least < count:
+        yield cut([*range(least)])
+        least *= 2
+    yield {}
 
 
-def fewest_layers(config: PretrainedConfig) -> int:
-    """The shortest beginning of the layers that has every kind of layer, at least two."""
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    return max([2, *(kinds.index(kind) + 1 for kind in set(kinds))])
+def kinds_of_layers(config: PretrainedConfig) -> list[str]:
+    """The kind of each layer, where the config names it."""
+    return getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
