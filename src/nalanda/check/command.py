@@ -13,7 +13,7 @@ from nalanda.common.text import suggest
 from nalanda.convert.certificate import compare
 from nalanda.convert.convert import convert
 from nalanda.convert.gguf import write_gguf
-from nalanda.testing import properties
+from nalanda.testing.properties import OPTIONAL, PROPERTIES
 from nalanda.testing.subject import Subject, make
 from nalanda.testing.verdicts import Finding, Property, check
 from nalanda.train.resolve import resolve
@@ -46,10 +46,10 @@ def check_named(name: str, changes: dict, options: CheckOptions) -> tuple[Subjec
 
 def choose_properties(options: CheckOptions) -> Sequence[Property]:
     """The properties that the options ask for, in their order."""
-    usual = [each.__name__ for each in properties.PROPERTIES]
-    known = {name: getattr(properties, name) for name in [*usual, "compiled_is_eager"]}
-    names = [name.replace(" ", "_") for name in options.only or usual]
+    known = {each.__name__: each for each in [*PROPERTIES, *OPTIONAL]}
+    names = [name.replace(" ", "_") for name in options.only or [p.__name__ for p in PROPERTIES]]
     names += ["compiled_is_eager"] * options.compile
+    names += ["tensor_parallel_is_whole"] * options.tensor_parallel
     for name in names:
         if name not in known:
             raise InputError(f"--only {name}: no such property{suggest(name, known)}")

@@ -19,5 +19,7 @@ class CheckOptions:
     """run the code in the model's repository"""
     compile: bool = False
     """compare torch.compile with eager too"""
+    tensor_parallel: bool = False
+    """compare the model split over two processes with the whole one"""
     seed: int = 0
     """of random weights and tokens"""

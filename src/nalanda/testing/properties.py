@@ -8,6 +8,7 @@ the reproduction that a user gets, so it uses torch, transformers and the functi
 import copy
 import inspect
 import io
+import os
 import tempfile
 
 import torch
@@ -105,6 +106,18 @@ def loaded(model):
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return type(model).from_pretrained(folder).to(model.dtype).eval()
+
+
+def part(rank, folder, kind, dtype, ids):
+    """Writes the logits of the model in `folder`, of which process `rank` of two holds a part."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    store = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    with torch.no_grad():
+        model = kind.from_pretrained(folder, tp_plan="auto", dtype=dtype).eval()
+        torch.save(uncached(model, ids), f"{folder}/logits{rank}")
+    torch.distributed.destroy_process_group()
 
 
 # ------------------------------ rows and documents
@@ -250,7 +263,7 @@ def loss_of_parts(model, ids):
 
 def gradient_checkpointing(model, ids):
     """Gradients with checkpointing are those without."""
-    model.train()
+    model = copy.deepcopy(model).train()
     plain = gradients(model, label_loss(model, ids, ids))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return gradients(model, label_loss(model, ids, ids)), plain
@@ -289,14 +302,28 @@ def tied_stays_tied(model, ids):
 
 def exported_is_eager(model, ids):
     """The program of `torch.export` has the model's logits."""
-    program = torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
-    return program.module()(ids, use_cache=False).logits, uncached(model, ids)
+    few = ids[:, :20]  # each token of a loop is traced
+    exported = torch.export.export(copy.deepcopy(model), (few,), {"use_cache": False}, strict=False)
+    return exported.module()(few, use_cache=False).logits, uncached(model, few)
 
 
 def compiled_is_eager(model, ids):
     """`torch.compile` has the model's logits."""
     return uncached(torch.compile(model), ids), uncached(model, ids)
 
+
+def tensor_parallel_is_whole(model, ids):
+    """Two processes, which share the heads by transformers' `tp_plan="auto"`, have the model's logits."""
+    if not model.tp_plan:
+        raise NotImplementedError("the model has no base_model_tp_plan")
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        arguments = (folder, type(model), model.dtype, ids)
+        torch.multiprocessing.start_processes(part, arguments, 2, start_method="fork")
+        return torch.load(f"{folder}/logits0"), uncached(model, ids)
+
+
+OPTIONAL = [compiled_is_eager, tensor_parallel_is_whole]
 
 PROPERTIES = [
     causal,

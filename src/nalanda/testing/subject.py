@@ -192,7 +192,7 @@ def narrowed(fields: dict[str, Any], hidden: int, width: int) -> dict[str, Any]:
     """
     heads = next((fields[key] for key in _HEADS if fields.get(key)), 1)
     fewer = max(
-        [n for n in range(1, heads // 4 + 1) if heads % n == 0 and n * width <= hidden], default=1
+        [n for n in range(1, heads // 4 + 1) if heads % (2 * n) == 0 and n * width <= hidden], default=1
     )
     smaller = 1
     while hidden // (fewer * smaller) > width and hidden % (2 * fewer * smaller) == 0:
@@ -208,7 +208,8 @@ def narrowed(fields: dict[str, Any], hidden: int, width: int) -> dict[str, Any]:
         elif _HEAD_SIZES.search(key):
             found[key] = max(1, value // smaller)
         elif _HEAD_COUNTS.search(key):
-            found[key] = value // fewer if value % fewer == 0 else min(value, 2)
+            least = 2 if re.search("key_value|kv", key) else 1
+            found[key] = max(value // fewer if value % fewer == 0 else 0, min(value, least))
         elif _WIDTHS.search(key) and not _FIXED.search(key):
             found[key] = max(1, value // (fewer * smaller))
     found |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

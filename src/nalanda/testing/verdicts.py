@@ -1,13 +1,15 @@
 """Judges a model by each property: how far the two ways differ, where, and a script that shows it."""
 
+import bisect
 import copy
 import inspect
 import re
+import traceback
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from transformers import PreTrainedModel
 from nalanda.common.errors import first_line
 from nalanda.testing import properties
 from nalanda.testing.properties import PROPERTIES, uncached
-from nalanda.testing.subject import Subject
+from nalanda.testing.subject import Subject, kinds_of_layers
 
 Verdict = Literal["holds", "rounding", "differs", "refused", "not offered", "fails"]
 
@@ -68,21 +70,24 @@ def check(subject: Subject, chosen: Iterable[Property] = PROPERTIES) -> Iterator
 def judge_property(subject: Subject, holds: Property, allowed: float) -> Finding:
     """allowed: the largest difference that rounding explains, as a share of the largest value."""
     name, says = holds.__name__.replace("_", " "), inspect.getdoc(holds) or ""
-    model, ignored = copy.deepcopy(subject.model), set()
-    model.register_forward_pre_hook(
-        lambda module, _, inputs: ignored.update(inputs.keys() - accepted(module)), with_kwargs=True
+    ignored: set[str] = set()
+    hook = subject.model.register_forward_pre_hook(
+        lambda module, _, inputs: ignored.update(inputs.keys() & DOORS - accepted(module)),
+        with_kwargs=True,
     )
     try:
-        found, expected = both_ways(holds, model, subject.ids)
+        found, expected = both_ways(holds, subject.model, subject.ids)
     except Exception as error:  # anybody's code raises anything
-        return unable(name, says, error)
+        return unable(name, says, error, ignored)
+    finally:
+        hook.remove()
 
     difference = relative_difference(found, expected)
     if difference <= EXACT:
         return Finding(name, says, "holds", difference)
     if difference <= allowed:
         return Finding(name, says, "rounding", difference)
-    if ignored := ignored & DOORS:
+    if ignored:
         return Finding(name, says, "not offered", note=f"ignores {', '.join(sorted(ignored))}")
     place = locate(found, expected) + first_layer(subject, holds, allowed)
     return Finding(name, says, "differs", difference, place, script=script(subject, holds))
@@ -106,11 +111,16 @@ def accepted(model: nn.Module) -> set[str]:
     return names
 
 
-def unable(name: str, says: str, error: Exception) -> Finding:
-    """The row of a model that raised: it lacks the door, refuses in words, or fails."""
+def unable(name: str, says: str, error: Exception, ignored: Iterable[str] = ()) -> Finding:
+    """The row of a model that raised: it lacks the input or the method, refuses in words, or fails."""
+    # A method that is missing raises where the property asks for it, not in the model.
+    asked_by = [frame.filename for frame in traceback.extract_tb(error.__traceback__)[-2:]]
+    missing = isinstance(error, AttributeError | KeyError | StopIteration)
     verdict: Verdict = "fails"
-    if (isinstance(error, TypeError) and "unexpected keyword" in str(error)) or isinstance(
-        error, AttributeError | StopIteration
+    if (
+        ignored
+        or "unexpected keyword" in str(error)
+        or (missing and properties.__file__ in asked_by)
     ):
         verdict = "not offered"
     elif isinstance(error, ValueError | NotImplementedError):
@@ -141,29 +151,24 @@ def locate(found: Tensor, expected: Tensor) -> str:
 
 
 def first_layer(subject: Subject, holds: Property, allowed: float) -> str:
-    """The first layer that makes the difference: the model is cut behind it."""
-    model = subject.model
-    name, layers = max(
-        ((n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)),
-        key=lambda pair: len(pair[1]),
-        default=("", []),
-    )
-    for count in range(1, len(layers)):
-        shorter = copy.deepcopy(model)
-        shorter.set_submodule(name, cast(nn.ModuleList, shorter.get_submodule(name))[:count])
-        try:
-            if relative_difference(*both_ways(holds, shorter, subject.ids)) > allowed:
-                return f", layer {count - 1} ({_kind(model, count - 1)})"
-        except Exception:  # a model that cannot be cut names no layer
-            return ""
-    return f", layer {len(layers) - 1} ({_kind(model, len(layers) - 1)})" if layers else ""
+    """The first layer that makes the difference: the model is cut behind it, by halves."""
+    model: Any = subject.model
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    name, layers = max(lists, key=lambda pair: len(pair[1]), default=("", []))
 
+    def differs(count: int) -> bool:
+        model.set_submodule(name, layers[:count])
+        return relative_difference(*both_ways(holds, model, subject.ids)) > allowed
 
-def _kind(model: Any, layer: int) -> str:
-    kinds = getattr(model.config, "layer_types", None) or getattr(
-        model.config, "layers_block_type", None
-    )
-    return kinds[layer] if kinds else model.config.model_type
+    try:
+        layer = bisect.bisect_left(range(1, len(layers)), True, key=differs)
+    except Exception:  # a model that cannot be cut names no layer
+        return ""
+    finally:
+        if layers:
+            model.set_submodule(name, layers)
+    kinds = kinds_of_layers(model.config) or [model.config.model_type] * len(layers)
+    return f", layer {layer} ({kinds[layer]})" if layers else ""
 
 
 @torch.no_grad()
@@ -207,29 +212,18 @@ def script(subject: Subject, holds: Property) -> str:
 
     collect(holds)
     body = "\n".join(reversed(used.values()))
-    imports = []
-    for line in inspect.getsource(properties).splitlines():
-        if line.startswith("from transformers"):
-            line = "from transformers import " + ", ".join(
-                name for name in line.split(" import ")[1].split(", ") if name in body
-            )
-        if re.match("import|from .* import .", line) and re.search(
-            rf"\b{line.split()[-1]}\b", body
-        ):
-            imports.append(line)
-
-    # What keeps kernels off the CPU stands before transformers.
-    lines = [*dict.fromkeys(subject.source.splitlines() + imports)]
-    lines.sort(
-        key=lambda line: (
-            not line.startswith(("import sys", "sys.")),
-            not re.match("import|from", line),
-        )
-    )
+    imports = [
+        line
+        for line in inspect.getsource(properties).splitlines()
+        if re.match("import|from", line)
+        and line not in subject.source
+        and re.search(rf"\b{line.split()[-1]}\b", body)
+    ]
     return "\n".join(
         [
             f'"""{inspect.getdoc(holds)} Here they differ."""',
-            *lines,
+            subject.source,
+            *imports,
             *([] if needs_gradients(holds) else ["torch.set_grad_enabled(False)"]),
             "",
             body,
