@@ -1,11 +1,16 @@
 """`nalanda check`: judges anybody's causal language model by the properties of `nalanda.testing.properties`."""
 
+import contextlib
+import copy
+import io
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from nalanda import NalandaForCausalLM
 from nalanda.check.options import CheckOptions
 from nalanda.common.errors import InputError, first_line
 from nalanda.common.progress import Progress
@@ -17,6 +22,14 @@ from nalanda.testing.properties import OPTIONAL, PROPERTIES
 from nalanda.testing.subject import Subject, make
 from nalanda.testing.verdicts import Finding, Property, check
 from nalanda.train.resolve import resolve
+
+LIBRARIES = {
+    "transformers": ["qwen3_5", "kimi_linear", "qwen3", "llama"],
+    "llama.cpp": ["gguf"],
+    "mlx": ["mlx"],
+    "fla": ["fla"],
+}
+"""Formats of the libraries that may compute a model of ours."""
 
 
 def check_named(name: str, changes: dict, options: CheckOptions) -> tuple[Subject, list[Finding]]:
@@ -57,23 +70,44 @@ def choose_properties(options: CheckOptions) -> Sequence[Property]:
 
 
 def against(subject: Subject, library: str) -> Finding:
-    """Converts the model to another library's format, and compares what both compute."""
-    says = "The model, converted to another library, computes the same."
-    name = f"against {library}"
+    """Converts the model to another library's format, and compares what both compute.
+
+    Raises:
+        InputError: no such library.
+    """
+    name, says = f"against {library}", "The model, converted to another library, computes the same."
+    if library == "vllm":
+        why = "vLLM computes the model itself by our plugin, see docs/deploying.md"
+        return Finding(name, says, "not offered", note=why)
+    if library not in LIBRARIES:
+        raise InputError(f"--against {library}: no such library; take {', '.join(LIBRARIES)}, vllm")
+
+    formats = LIBRARIES[library]
+    if library == "transformers" and not isinstance(subject.model, NalandaForCausalLM):
+        formats = ["nalanda"]  # the model is transformers' own
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "source"), Path(folder, "target")
-        try:
-            subject.model.save_pretrained(source)
-            if library == "llama.cpp":
-                proof = compare(source, write_gguf(source, target, "fp32", False), ["", "gguf"])
-            else:
-                to = None if library == "transformers" else library
-                result = convert(str(source), str(target), to, check=False)
-                proof = compare(source, result, ["", library])
-        except InputError as error:
-            differs = "differ" in str(error)
-            return Finding(name, says, "differs" if differs else "refused", note=first_line(error))
-    facts = proof.facts.get("largest difference of log-probabilities")
-    if facts is None:
-        return Finding(name, says, "not offered", note=str(proof))
-    return Finding(name, says, "rounding", float(facts.split(",")[0]), note=facts)
+        copy.deepcopy(subject.model).float().save_pretrained(source)
+        for file in Path(subject.name).glob("*token*.json"):  # a tokenizer, which some formats need
+            shutil.copy(file, source)
+        note = ""
+        for form in formats:
+            try:
+                if form == "gguf":
+                    result = write_gguf(source, target, "fp32", False)
+                else:
+                    with contextlib.redirect_stderr(
+                        io.StringIO()
+                    ):  # says that nothing was compared
+                        result = convert(str(source), str(target), form, check=False)
+                proof = compare(source, result, ["", form])
+            except InputError as error:
+                note = first_line(error).replace(str(source), subject.name)
+                if "differ" in note:
+                    return Finding(name, says, "differs", note=note)
+                continue
+            facts = proof.facts.get("largest difference of log-probabilities")
+            if facts is None:
+                return Finding(name, says, "not offered", note=str(proof))
+            return Finding(name, says, "rounding", float(facts.split(",")[0]), note=facts)
+    return Finding(name, says, "refused", note=note)

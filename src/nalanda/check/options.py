@@ -14,7 +14,7 @@ class CheckOptions:
     plugin: list[str] | None = None
     """a module to import first, which registers the model's class: fla"""
     against: list[str] | None = None
-    """another library that computes the converted model too: transformers, llama.cpp, mlx"""
+    """another library that computes the converted model too: transformers, llama.cpp, mlx, fla"""
     trust_remote_code: bool = False
     """run the code in the model's repository"""
     compile: bool = False

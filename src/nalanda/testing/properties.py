@@ -105,17 +105,19 @@ def loaded(model):
     """The model after a save and a load."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return type(model).from_pretrained(folder).to(model.dtype).eval()
+        experts = model.config._experts_implementation  # not saved
+        again = type(model).from_pretrained(folder, experts_implementation=experts)
+        return again.to(model.dtype).eval()
 
 
-def part(rank, folder, kind, dtype, ids):
+def part(rank, folder, kind, options, ids):
     """Writes the logits of the model in `folder`, of which process `rank` of two holds a part."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     store = f"file://{folder}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     with torch.no_grad():
-        model = kind.from_pretrained(folder, tp_plan="auto", dtype=dtype).eval()
+        model = kind.from_pretrained(folder, tp_plan="auto", **options).eval()
         torch.save(uncached(model, ids), f"{folder}/logits{rank}")
     torch.distributed.destroy_process_group()
 
@@ -318,7 +320,9 @@ def tensor_parallel_is_whole(model, ids):
         raise NotImplementedError("the model has no base_model_tp_plan")
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        arguments = (folder, type(model), model.dtype, ids)
+        experts = model.config._experts_implementation
+        options = {"dtype": model.dtype, "experts_implementation": experts}
+        arguments = (folder, type(model), options, ids)
         torch.multiprocessing.start_processes(part, arguments, 2, start_method="fork")
         return torch.load(f"{folder}/logits0"), uncached(model, ids)
 

@@ -136,7 +136,8 @@ def make(
             return around(model, name, [*lines, *made])
         except Exception as error:
             problems.append(error)
-    raise InputError(f"{name}: the model cannot be made ({first_line(problems[0])})")
+    why = first_line(problems[0]).removeprefix(f"{name}: ")
+    raise InputError(f"{name}: the model cannot be made ({why})")
 
 
 def around(model: PreTrainedModel, name: str = "", lines: Sequence[str] = ()) -> Subject:
@@ -144,6 +145,8 @@ def around(model: PreTrainedModel, name: str = "", lines: Sequence[str] = ()) ->
 
     The model is cast to float64, or to fp32 where it cannot compute in float64.
     """
+    if getattr(model.config, "is_decoder", True) is False:
+        raise InputError(f"{name}: an encoder, whose tokens see later ones; take is_decoder=true")
     keep_fla_off_cpus(sys.modules[type(model).__module__])
     table: Any = model.get_input_embeddings()
     count = min(len(table.weight), 1000)
@@ -192,7 +195,8 @@ def narrowed(fields: dict[str, Any], hidden: int, width: int) -> dict[str, Any]:
     """
     heads = next((fields[key] for key in _HEADS if fields.get(key)), 1)
     fewer = max(
-        [n for n in range(1, heads // 4 + 1) if heads % (2 * n) == 0 and n * width <= hidden], default=1
+        [n for n in range(1, heads // 4 + 1) if heads % (2 * n) == 0 and n * width <= hidden],
+        default=1,
     )
     smaller = 1
     while hidden // (fewer * smaller) > width and hidden % (2 * fewer * smaller) == 0:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing import ProcessRaisedException
 from transformers import PreTrainedModel
 
 from nalanda.common.errors import first_line
@@ -115,6 +116,9 @@ def unable(name: str, says: str, error: Exception, ignored: Iterable[str] = ()) 
     """The row of a model that raised: it lacks the input or the method, refuses in words, or fails."""
     # A method that is missing raises where the property asks for it, not in the model.
     asked_by = [frame.filename for frame in traceback.extract_tb(error.__traceback__)[-2:]]
+    said = f"{type(error).__name__}: {first_line(error)}"
+    if isinstance(error, ProcessRaisedException):
+        said = str(error).strip().splitlines()[-1]
     missing = isinstance(error, AttributeError | KeyError | StopIteration)
     verdict: Verdict = "fails"
     if (
@@ -123,9 +127,9 @@ def unable(name: str, says: str, error: Exception, ignored: Iterable[str] = ()) 
         or (missing and properties.__file__ in asked_by)
     ):
         verdict = "not offered"
-    elif isinstance(error, ValueError | NotImplementedError):
+    elif isinstance(error, ValueError | NotImplementedError) or said.startswith("ValueError"):
         verdict = "refused"
-    return Finding(name, says, verdict, note=f"{type(error).__name__}: {first_line(error)}")
+    return Finding(name, says, verdict, note=said)
 
 
 def needs_gradients(holds: Property) -> bool:
