@@ -270,10 +270,8 @@ def test_an_error_is_told_apart_from_a_door_that_is_missing():
         row = judge_property(raises(error), properties.piece_by_piece, ALLOWED)
         assert (row.verdict, row.note) == (verdict, f"{type(error).__name__}: {error}")
 
-    def no_cache(model, inputs, out):
-        out.past_key_values = None
-
-    row = judge_property(planted(on_outputs(no_cache)), properties.reordered_cache, ALLOWED)
+    no_cache = on_inputs(lambda inputs: inputs.update(use_cache=False))
+    row = judge_property(planted(no_cache), properties.reordered_cache, ALLOWED)
     assert row.verdict == "not offered"
 
 

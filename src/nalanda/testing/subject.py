@@ -83,61 +83,54 @@ def make(
         importlib.import_module(module)
     lines += [f"import {module}" for module in imports] + [f"torch.manual_seed({seed})"]
     remote = ", trust_remote_code=True" if trust_remote_code else ""
+    load = f"for_model({name!r}" if name in CONFIG_MAPPING else f"from_pretrained({name!r}{remote}"
     asked = layers is not None or width is not None
+    changes = changes or {}
     problems: list[Exception] = []
 
-    if not asked and not changes and list(Path(name).glob("*.safetensors")):
-        lines.append(f"model = AutoModelForCausalLM.from_pretrained({name!r}{remote})")
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                name, trust_remote_code=trust_remote_code, dtype=torch.float32
-            )
-            return around(model, name, lines)
-        except Exception as error:  # remote code raises anything
-            raise InputError(f"{name}: the model cannot be made ({first_line(error)})") from error
-
-    known = name in CONFIG_MAPPING
-    call = f"for_model({name!r}" if known else f"from_pretrained({name!r}{remote}"
-
-    def config_of(**fields: Any) -> PretrainedConfig:
-        if known:
-            return AutoConfig.for_model(name, **fields)
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **fields)
-
-    changes = changes or {}
     try:
-        whole = config_of(**changes)
-        narrower = narrowings(whole, layers, width)
-    except Exception as error:  # so do configs
+        if not asked and not changes and list(Path(name).glob("*.safetensors")):
+            loaded = f"model = AutoModelForCausalLM.from_pretrained({name!r}{remote})"
+            return around(_run([loaded])["model"], name, [*lines, loaded])
+        whole = _run([_config_line(load, changes)])["config"]
+        text = whole.get_text_config()
+        if text is not whole:  # the text model of one that sees or hears too
+            load = f"for_model(**AutoConfig.{load}).get_text_config().to_dict()"
+        narrower = narrowings(text, layers, width)
+    except Exception as error:  # configs and remote code raise anything
         raise InputError(f"{name}: the model cannot be made ({first_line(error)})") from error
+
     for fields in narrower:
-        fields |= changes
-        arguments = "".join(f", {key}={value!r}" for key, value in fields.items())
+        experts = any("experts" in key for key in fields)  # the default has no float64
+        options = remote + ', experts_implementation="batched_mm"' * experts
+        made = [
+            _config_line(load, fields | changes),
+            f"model = AutoModelForCausalLM.from_config(config{options})",
+        ]
         try:
-            config = config_of(**fields)
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(
-                    config, trust_remote_code=trust_remote_code
-                )
-            if model.num_parameters() > LARGEST and not asked:
-                raise InputError(f"{model.num_parameters():,} parameters; take --width, --layers")
-            options: dict[str, Any] = {}
-            if model._can_set_experts_implementation():
-                options["experts_implementation"] = "batched_mm"  # the default has no float64
+                count = _run(made)["model"].num_parameters()
+            if count > LARGEST and not asked:
+                raise InputError(f"{count:,} parameters; take --width, --layers")
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(
-                config_of(**fields), trust_remote_code=trust_remote_code, **options
-            )
-            written = "".join(f", {key}={value!r}" for key, value in options.items())
-            made = [
-                f"config = AutoConfig.{call}{arguments})",
-                f"model = AutoModelForCausalLM.from_config(config{remote}{written})",
-            ]
-            return around(model, name, [*lines, *made])
+            return around(_run(made)["model"], name, [*lines, *made])
         except Exception as error:
             problems.append(error)
     why = first_line(problems[0]).removeprefix(f"{name}: ")
     raise InputError(f"{name}: the model cannot be made ({why})")
+
+
+def _config_line(load: str, fields: dict[str, Any]) -> str:
+    if load.startswith("for_model(**"):
+        return f"config = AutoConfig.{load} | {fields!r})"
+    return f"config = AutoConfig.{load}{''.join(f', {k}={v!r}' for k, v in fields.items())})"
+
+
+def _run(lines: Sequence[str]) -> dict[str, Any]:
+    """The variables that lines of a reproduction set: the model is made by the text that users get."""
+    names = {"AutoConfig": AutoConfig, "AutoModelForCausalLM": AutoModelForCausalLM}
+    exec("\n".join(lines), names)
+    return names
 
 
 def around(model: PreTrainedModel, name: str = "", lines: Sequence[str] = ()) -> Subject:
@@ -224,31 +217,31 @@ def shortened(
     config: PretrainedConfig, fields: dict[str, Any], layers: int | None
 ) -> Iterator[dict[str, Any]]:
     """The fields of a model of fewer layers: one of each kind, else the first ones that have every kind, else more."""
-    count = getattr(config, "num_hidden_layers", 0)
-    lists = {
+    count = getattr(config, "num_hidden_layers", 1)
+    of_layers = {
         key: value
         for key, value in fields.items()
-        if isinstance(value, list | str) and len(value) == count > 1
+        if (isinstance(value, list) or "pattern" in key) and len(value) == count > 1
     }
-    names = [value for value in lists.values() if isinstance(value[0], str)]
+    names = [value for value in of_layers.values() if isinstance(value[0], str)]
     rows = [*zip(*names, strict=True)] or [*kinds_of_layers(config)] or [None] * count
 
-    def cut(chosen: list[int]) -> dict[str, Any]:
-        counts = {key: len(chosen) for key in fields if _LAYERS.search(key)}
-        return counts | {
-            key: [value[i] for i in chosen] if isinstance(value, list) else value[: len(chosen)]
-            for key, value in lists.items()
-        }
+    def cut(chosen: Sequence[int]) -> dict[str, Any]:
+        found: dict[str, Any] = {key: len(chosen) for key in fields if _LAYERS.search(key)}
+        for key, value in of_layers.items():
+            picked = [value[i] for i in chosen]
+            found[key] = "".join(picked) if isinstance(value, str) else picked
+        return found
 
     if layers:
-        yield cut([*range(layers)])
+        yield cut(range(min(layers, count)))
         return
     first = [rows.index(row) for row in dict.fromkeys(rows)]
     if names and len(first) > 1:
         yield cut(first)
     least = max(2, first[-1] + 1)
     while least < count:
-        yield cut([*range(least)])
+        yield cut(range(least))
         least *= 2
     yield {}
 
