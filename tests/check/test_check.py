@@ -366,7 +366,7 @@ def test_a_run_of_ours_is_checked_as_it_is(tmp_path, capsys):
     ("words", "message"),
     [
         (["no_such_model"], "no_such_model"),
-        (["."], ".: the model cannot be made"),
+        (["."], ". holds no config.json"),
         (["distilbert"], "distilbert: the model cannot be made"),
         (["bert"], "bert: the model cannot be made (an encoder, whose tokens see later ones"),
         (["lfm2_moe"], "lfm2_moe: the model cannot be made"),
@@ -391,6 +391,7 @@ def test_the_fixture_is_a_plugin_of_pytest(check_model):
         check_model(subject(type("Planted", (Leaky,), plant)).model, only=["causal"])
 
 
+@pytest.mark.slow
 def test_the_script_of_a_difference_runs_without_us(monkeypatch, capsys):
     # Its recurrent layers take no positions.
     hybrid = make("qwen3_next", width=32)
@@ -419,7 +420,7 @@ RECURRENT += [
     "xlstm",
 ]
 RECURRENT += ["qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid", "bailing_hybrid"]
-FAST = {"falcon_h1", "kimi_linear", "olmo_hybrid"}
+FAST = {"olmo_hybrid"}
 
 
 @pytest.mark.parametrize(
@@ -435,7 +436,7 @@ def test_a_config_of_any_size_becomes_a_small_model_that_a_leak_moves(kind):
     # The first 40 tokens reach beyond the convolutions of the later ones.
     changed = torch.cat([small.ids[:, :40].flip(0), small.ids[:, 40:]], 1)
     with torch.no_grad():
-        moved = (small.model(t, use_cache=False).logits[:, 44:] for t in (small.ids, changed))
+        moved = [small.model(t, use_cache=False).logits[:, 44:] for t in (small.ids, changed)]
     assert relative_difference(*moved) > 5e-4
 
 
@@ -462,6 +463,7 @@ def test_another_library_computes_our_model(library, package, tokenizer, tmp_pat
     assert row.difference < 1e-2
 
 
+@pytest.mark.slow
 def test_what_no_library_can_compute_is_said_in_a_line():
     ours = around(build("comba"))
     for library, verdict in [

@@ -96,6 +96,7 @@ def make(
         text = whole.get_text_config()
         if text is not whole:  # the text model of one that sees or hears too
             load = f"for_model(**AutoConfig.{load}).get_text_config().to_dict()"
+        refuse_encoder(text)
         narrower = narrowings(text, layers, width)
     except Exception as error:  # configs and remote code raise anything
         raise InputError(f"{name}: the model cannot be made ({first_line(error)})") from error
@@ -116,6 +117,8 @@ def make(
             return around(_run(made)["model"], name, [*lines, *made])
         except Exception as error:
             problems.append(error)
+            if "Unrecognized configuration class" in str(error):
+                break
     why = first_line(problems[0]).removeprefix(f"{name}: ")
     raise InputError(f"{name}: the model cannot be made ({why})")
 
@@ -138,8 +141,7 @@ def around(model: PreTrainedModel, name: str = "", lines: Sequence[str] = ()) ->
 
     The model is cast to float64, or to fp32 where it cannot compute in float64.
     """
-    if getattr(model.config, "is_decoder", True) is False:
-        raise InputError(f"{name}: an encoder, whose tokens see later ones; take is_decoder=true")
+    refuse_encoder(model.config)
     keep_fla_off_cpus(sys.modules[type(model).__module__])
     table: Any = model.get_input_embeddings()
     count = min(len(table.weight), 1000)
@@ -159,6 +161,11 @@ def around(model: PreTrainedModel, name: str = "", lines: Sequence[str] = ()) ->
         source = "\n".join([*lines, f"model = model.{dtype}().eval()", drawn])
         return Subject(name or type(model).__name__, model, ids, source)
     raise InputError(f"{name}: it computes nothing here ({first_line(problem)})")
+
+
+def refuse_encoder(config: PretrainedConfig) -> None:
+    if getattr(config, "is_decoder", True) is False:
+        raise InputError("an encoder, whose tokens see later ones; take is_decoder=true")
 
 
 def narrowings(
