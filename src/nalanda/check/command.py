@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging as transformers_logging
 
 from nalanda import NalandaForCausalLM
 from nalanda.check.options import CheckOptions
@@ -39,6 +40,8 @@ def check_named(name: str, changes: dict, options: CheckOptions) -> tuple[Subjec
         InputError: the model cannot be made, or an option names no property.
     """
     chosen = choose_properties(options)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()  # of saving and loading
     subject = make(
         name if name in CONFIG_MAPPING else resolve(name).model,
         layers=options.layers,

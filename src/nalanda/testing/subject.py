@@ -203,6 +203,7 @@ def narrowed(fields: dict[str, Any], hidden: int, width: int) -> dict[str, Any]:
         smaller *= 2
 
     found: dict[str, Any] = {}
+    has_experts = any("experts" in key for key in fields)
     for key, value in fields.items():
         if type(value) is not int or value <= 0 or key.endswith("token_id"):
             continue
@@ -216,6 +217,8 @@ def narrowed(fields: dict[str, Any], hidden: int, width: int) -> dict[str, Any]:
             found[key] = max(value // fewer if value % fewer == 0 else 0, min(value, least))
         elif _WIDTHS.search(key) and not _FIXED.search(key):
             found[key] = max(1, value // (fewer * smaller))
+            if has_experts and key.endswith("intermediate_size"):
+                found[key] = min(found[key], 64)  # each token gathers its experts' weights
     found |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return {key: value for key, value in found.items() if value != fields.get(key)}
 
