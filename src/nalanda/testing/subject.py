@@ -234,7 +234,7 @@ def shortened(
         if (isinstance(value, list) or "pattern" in key) and len(value) == count > 1
     }
     names = [value for value in of_layers.values() if isinstance(value[0], str)]
-    rows = [*zip(*names, strict=True)] or [*kinds_of_layers(config)] or [None] * count
+    rows: list[Any] = [*zip(*names, strict=True)] or [*kinds_of_layers(config)] or [None] * count
 
     def cut(chosen: Sequence[int]) -> dict[str, Any]:
         found: dict[str, Any] = {key: len(chosen) for key in fields if _LAYERS.search(key)}
