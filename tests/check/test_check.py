@@ -10,6 +10,7 @@ from tiny_models import build
 from transformers import AutoConfig, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from nalanda.check.command import against
+from nalanda.check.page import findings_page
 from nalanda.testing import properties
 from nalanda.testing.properties import PROPERTIES
 from nalanda.testing.subject import Subject, around, kinds_of_layers, make
@@ -254,6 +255,16 @@ def test_a_leak_of_a_later_layer_names_it_and_leaves_the_model_whole():
     assert len(deep.model.model.layers) == 5
 
 
+def test_the_page_says_what_differs_where_and_how_to_see_it():
+    leaky = planted(on_outputs(sees_other_rows))
+    row = judge_property(leaky, properties.batch_is_rows, ALLOWED)
+    page = findings_page(leaky, [row])
+    assert "1 of 1 properties differ or fail" in page
+    assert 'href="#batch_is_rows"' in page
+    assert f"the first at {row.place}" in page
+    assert "def batch_is_rows(model, ids):" in page
+
+
 def test_an_error_is_told_apart_from_a_door_that_is_missing():
     def raises(error):
         def change(inputs):
@@ -439,9 +450,9 @@ def test_a_config_of_any_size_becomes_a_small_model_that_a_leak_moves(kind):
 
 
 def test_sizes_and_layers_are_taken_as_asked():
-    model = make("qwen3_next", layers=5, width=64, changes={"num_experts": 6}).model
-    assert model.config.layer_types[3:] == ["full_attention", "linear_attention"]
-    assert (model.config.hidden_size, model.config.num_experts) == (64, 6)
+    config = make("llama", layers=3, width=64, changes={"intermediate_size": 80}).model.config
+    assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (3, 64, 80)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (4, 4)
 
 
 @pytest.mark.slow

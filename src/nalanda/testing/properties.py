@@ -101,25 +101,23 @@ def written(model, ids, **options):
     return model.generate(ids, **(settings | options))[:, ids.shape[1] :]
 
 
-def loaded(model):
+def loaded(model, **options):
     """The model after a save and a load."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         experts = model.config._experts_implementation  # not saved
-        again = type(model).from_pretrained(folder, experts_implementation=experts)
+        again = type(model).from_pretrained(folder, experts_implementation=experts, **options)
         return again.to(model.dtype).eval()
 
 
-def part(rank, folder, kind, options, ids):
-    """Writes the logits of the model in `folder`, of which process `rank` of two holds a part."""
+def part(rank, model, ids, folder):
+    """Writes the logits of the model that is split over two processes, of which this is number `rank`."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    store = f"file://{folder}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    store = torch.distributed.FileStore(f"{folder}/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     with torch.no_grad():
-        model = kind.from_pretrained(folder, tp_plan="auto", **options).eval()
-        torch.save(uncached(model, ids), f"{folder}/logits{rank}")
-    torch.distributed.destroy_process_group()
+        torch.save(uncached(loaded(model, tp_plan="auto"), ids), f"{folder}/{rank}")
 
 
 # ------------------------------ rows and documents
@@ -319,12 +317,9 @@ def tensor_parallel_is_whole(model, ids):
     if not model.tp_plan:
         raise NotImplementedError("the model has no base_model_tp_plan")
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        experts = model.config._experts_implementation
-        options = {"dtype": model.dtype, "experts_implementation": experts}
-        arguments = (folder, type(model), options, ids)
-        torch.multiprocessing.start_processes(part, arguments, 2, start_method="fork")
-        return torch.load(f"{folder}/logits0"), uncached(model, ids)
+        given = (model, ids, folder)
+        torch.multiprocessing.start_processes(part, given, 2, start_method="fork")
+        return torch.load(f"{folder}/0"), uncached(model, ids)
 
 
 OPTIONAL = [compiled_is_eager, tensor_parallel_is_whole]
