@@ -101,13 +101,18 @@ def written(model, ids, **options):
     return model.generate(ids, **(settings | options))[:, ids.shape[1] :]
 
 
-def loaded(model, **options):
+def loaded(model, folder, **options):
+    """The model that `folder` holds of it."""
+    experts = model.config._experts_implementation  # not saved
+    again = type(model).from_pretrained(folder, experts_implementation=experts, **options)
+    return again.to(model.dtype).eval()
+
+
+def saved(model):
     """The model after a save and a load."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        experts = model.config._experts_implementation  # not saved
-        again = type(model).from_pretrained(folder, experts_implementation=experts, **options)
-        return again.to(model.dtype).eval()
+        return loaded(model, folder)
 
 
 def part(rank, model, ids, folder):
@@ -117,7 +122,7 @@ def part(rank, model, ids, folder):
     store = torch.distributed.FileStore(f"{folder}/store", 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     with torch.no_grad():
-        torch.save(uncached(loaded(model, tp_plan="auto"), ids), f"{folder}/{rank}")
+        torch.save(uncached(loaded(model, folder, tp_plan="auto"), ids), f"{folder}/{rank}")
 
 
 # ------------------------------ rows and documents
@@ -287,7 +292,7 @@ def padded_gradients(model, ids):
 
 def saved_is_loaded(model, ids):
     """A model that was saved and loaded has the same logits."""
-    return uncached(loaded(model), ids), uncached(model, ids)
+    return uncached(saved(model), ids), uncached(model, ids)
 
 
 def tied_stays_tied(model, ids):
@@ -297,7 +302,7 @@ def tied_stays_tied(model, ids):
         head, table = model.get_output_embeddings(), model.get_input_embeddings()
         return torch.tensor(float(head is not None and head.weight is table.weight))
 
-    return tied(loaded(model)), torch.tensor(float(bool(model.config.tie_word_embeddings)))
+    return tied(saved(model)), torch.tensor(float(bool(model.config.tie_word_embeddings)))
 
 
 def exported_is_eager(model, ids):
@@ -317,6 +322,7 @@ def tensor_parallel_is_whole(model, ids):
     if not model.tp_plan:
         raise NotImplementedError("the model has no base_model_tp_plan")
     with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
         given = (model, ids, folder)
         torch.multiprocessing.start_processes(part, given, 2, start_method="fork")
         return torch.load(f"{folder}/0"), uncached(model, ids)
