@@ -181,13 +181,13 @@ def narrowings(
     while widths[-1] < hidden:
         widths.append(2 * widths[-1])
     return [
-        narrowed(fields, hidden, each) | cut
-        for cut in shortened(config, fields, layers)
+        narrow_fields(fields, hidden, each) | cut
+        for cut in layer_choices(config, fields, layers)
         for each in widths
     ]
 
 
-def narrowed(fields: dict[str, Any], hidden: int, width: int) -> dict[str, Any]:
+def narrow_fields(fields: dict[str, Any], hidden: int, width: int) -> dict[str, Any]:
     """The fields of a model whose hidden size is about `width`.
 
     Counts of heads are divided by one number, down to four of attention, and the heads' sizes by another. All other
@@ -223,7 +223,7 @@ def narrowed(fields: dict[str, Any], hidden: int, width: int) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value != fields.get(key)}
 
 
-def shortened(
+def layer_choices(
     config: PretrainedConfig, fields: dict[str, Any], layers: int | None
 ) -> Iterator[dict[str, Any]]:
     """The fields of a model of fewer layers: one of each kind, else the first ones that have every kind, else more."""
