@@ -103,7 +103,7 @@ def written(model, ids, **options):
 
 def loaded(model, folder, **options):
     """The model that `folder` holds of it."""
-    experts = model.config._experts_implementation  # not saved
+    experts = model.get_experts_implementation()  # not saved
     again = type(model).from_pretrained(folder, experts_implementation=experts, **options)
     return again.to(model.dtype).eval()
 
