@@ -162,7 +162,7 @@ def test_what_is_not_kept_here_is_removed_there(bucket, tmp_path):
     copying.copy(1)
     assert steps(bucket) == [10, 20, 25]  # 10 by keep_every
     (there / "checkpoints" / "step-25").rename(there / "checkpoints" / "later-step-25")
-    copying.begin()
+    copying.clear_remains()
     assert steps(bucket) == [10, 20]
 
 
@@ -173,7 +173,7 @@ def test_a_store_that_fails_is_told_and_tried_again(bucket, tmp_path, capsys, wa
     copying = mirror(here)
     bucket.stop()
     try:
-        copying.start()
+        copying.start_copy()
         copying._thread.join()
         said = capsys.readouterr().err.splitlines()
         assert said[-1].startswith(
@@ -185,7 +185,7 @@ def test_a_store_that_fails_is_told_and_tried_again(bucket, tmp_path, capsys, wa
         assert SECRET not in str(caught.value)
     finally:
         bucket.start()
-    copying.start()
+    copying.start_copy()
     copying._thread.join()
     assert steps(bucket) == [5]
 
@@ -233,7 +233,7 @@ def two_mirrors(tmp_path: Path) -> tuple[list[Path], Mirror, Mirror]:
     for rank, one in enumerate(mirrors):
         one.rank = one.first = rank
         one.several = True
-        one.begin()
+        one.clear_remains()
     return folders, *mirrors
 
 
@@ -332,15 +332,15 @@ def test_a_run_in_a_store_resumes_on_another_machine(
     recipe, whole, texts, bucket, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    begin = Mirror.start
+    start_copy = Mirror.start_copy
 
     def stop_at_the_second(mirror: Mirror) -> None:
-        begin(mirror)
+        start_copy(mirror)
         if (mirror.folder / "checkpoints" / "step-10").exists():
             raise SystemExit(143)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Mirror, "start", stop_at_the_second)
+        patch.setattr(Mirror, "start_copy", stop_at_the_second)
         with pytest.raises(SystemExit):
             run_there(recipe, tmp_path / "one", patch, texts)
     assert steps(bucket) == [5, 10]

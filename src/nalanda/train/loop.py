@@ -263,7 +263,7 @@ def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> 
             record_recipe(run_dir, recipe, run.model.config)
             stack.enter_context(record_state(run_dir, run.facts))
         if run.mirror is not None:
-            run.mirror.begin()
+            run.mirror.clear_remains()
         # From here on a signal lets the step end; before, it ended the process at once.
         run.signals.first = partial(note_stop, run)
         stack.push(lambda error, *_: run.leave(error))

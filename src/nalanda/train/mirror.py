@@ -117,11 +117,10 @@ class Mirror:
         self.rank = self.first = 0
         self.several = False
         self.begun = time.time()
-        self._copies_parts = False  # from `begin` on, if machines have folders of their own
-        self._sent: dict[str, bytes] = {}  # checkpoint → its manifest in the store
-        self._sent_parts: dict[
-            str, bytes
-        ] = {}  # checkpoint → the manifest of the files that went there
+        self._copies_parts = False  # from `clear_remains` on, if machines have folders of their own
+        # By checkpoint: the manifest that the store has, and that of the files which went there.
+        self._sent: dict[str, bytes] = {}
+        self._sent_parts: dict[str, bytes] = {}
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
@@ -152,10 +151,11 @@ class Mirror:
         main = self.rank == 0
         if self.several:
             if self.copies and not main:
-                # The records are the main process's. These may be of a start in which this was it.
+                # In an earlier start this machine may have been the first, whose records they are.
                 self.checkpoints.mkdir(exist_ok=True)
                 for name in RECORDS:
                     (self.folder / name).unlink(missing_ok=True)
+
             # The last start may have been cut short before the parts were put together.
             unsent = on_main_process(main, self._list_unsent)
             folders = checkpoint_folders(self.checkpoints) if self.copies else []
@@ -183,10 +183,12 @@ class Mirror:
         stored = self._list_run()
         folders = [path for path in checkpoint_folders(self.checkpoints) if not _lacks_files(path)]
         newest = max(map(step_of, folders), default=-1)
+
         # A checkpoint without its manifest is still on its way, or being removed.
         ahead = sorted((step for step in _whole_steps(stored) if step > newest), reverse=True)
         # From the newest on, until one is undamaged.
         fetched = any(self.complete(self.checkpoints / f"step-{step}") for step in ahead)
+
         # Records belong to the checkpoint: without a newer one, those of the folder stay.
         if fetched or not (self.folder / "config.yaml").is_file():
             for name, file in stored.items():
@@ -195,6 +197,7 @@ class Mirror:
 
     def complete(self, path: Path) -> bool:
         """Downloads the files that the checkpoint `path` of this folder lacks; returns whether it is whole."""
+        # Other machines may have a checkpoint of this step from before a rollback: they ask the store.
         if self.rank == 0 and path.exists() and not _lacks_files(path):
             return True
         url = f"{self.url}/checkpoints/{path.name}"
@@ -267,7 +270,7 @@ class Mirror:
 
     # ------------------------------ to the store
 
-    def begin(self) -> None:
+    def clear_remains(self) -> None:
         """Removes the checkpoints of earlier starts that nobody can complete, here and in the store, and those of
         the store that are later than all here. Called once a start is set up."""
         if self.several and self.copies:
@@ -275,6 +278,7 @@ class Mirror:
             for path in checkpoint_folders(self.checkpoints):
                 if _lacks_files(path):
                     discard(path)
+
         folders = checkpoint_folders(self.checkpoints)
         if self.rank == 0:
             # Now, before any process uploads to them again.
@@ -284,8 +288,8 @@ class Mirror:
                 if later or step not in _whole_steps(stored):
                     self._remove(f"step-{step}", self.retries)
 
-    def start(self) -> None:
-        """Begins to copy, unless an earlier copy still runs. The next copy then brings the files it lacks."""
+    def start_copy(self) -> None:
+        """Copies in a thread, unless an earlier copy still runs. The next copy then brings the files it lacks."""
         if self.copies and (self._thread is None or not self._thread.is_alive()):
             # A daemon: a process that fails does not wait for it.
             self._thread = threading.Thread(target=self._try, name="nalanda-mirror", daemon=True)
@@ -434,9 +438,11 @@ class Mirror:
 
         Returns whether this process has nothing more to do for it.
         """
+        prefix = f"checkpoints/{path.name}/"
+        url = f"{self.url}/{prefix}"
         # An error if it was removed meanwhile: without a manifest it would be taken for another checkpoint.
-        prefix, manifest = f"checkpoints/{path.name}/", (path / MANIFEST).read_bytes()
-        url, entries = f"{self.url}/{prefix}", _entries(manifest)
+        manifest = (path / MANIFEST).read_bytes()
+        entries = _entries(manifest)
         there = {name.removeprefix(prefix) for name in stored if name.startswith(prefix)}
         here = {name for name in entries if (path / name).is_file()}
 
@@ -447,11 +453,12 @@ class Mirror:
         if not whole and MANIFEST in there:
             # Another checkpoint of this step, from before a rollback.
             remove(url + MANIFEST, retries)
-        # `begin` may have removed what went there.
+
+        # `clear_remains` may have removed files that went there.
         sent = self._sent_parts.get(path.name) == manifest and here <= there
         if not whole and not sent:
             part = f"part-{self.rank}.json"
-            if part in there:  # as it no longer holds
+            if part in there:  # a list of other files
                 remove(url + part, retries)
             for name in sorted(here):
                 self._upload(prefix + name, retries)
@@ -469,15 +476,17 @@ class Mirror:
             self._upload(prefix + MARK, retries)
 
         if not whole:
+            # Those of other machines count by their lists.
             if here != entries.keys():
-                parts = filter(PART.fullmatch, files_at(url, retries))
-                there.update(parts := list(parts))
-                here = here.union(*(self._files_of(url + part, manifest) for part in parts))
+                lists = [name for name in files_at(url, retries) if PART.fullmatch(name)]
+                there.update(lists)
+                here = here.union(*(self._files_of(url + name, manifest) for name in lists))
             if here != entries.keys():
                 return False
             # It goes last, see the top.
             self._upload(prefix + MANIFEST, retries)
             self._sent[path.name] = manifest
+
         # The lists, and files from before a rollback to other processes.
         for name in there - entries.keys() - {MANIFEST, MARK}:
             remove(url + name, retries)

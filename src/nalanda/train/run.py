@@ -258,4 +258,4 @@ class Run:
             if self.accelerator.is_main_process:
                 write_facts(Path(self.config.output_dir), self.facts)
         if self.mirror is not None:
-            self.mirror.start()
+            self.mirror.start_copy()
