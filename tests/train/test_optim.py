@@ -1,10 +1,12 @@
 """The learning rate as a function of the step, what decays, Muon beside AdamW, and groups."""
 
+import itertools
 import math
 import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import InputError
 from nalanda.config.schema import CheckpointConfig, GroupConfig, OptimConfig, ScheduleConfig
 from nalanda.model import MIXERS
+from nalanda.model.context import Context
 from nalanda.model.linear import LinearAttention
+from nalanda.testing import in_threads
 from nalanda.train import checkpoint, optim
 from nalanda.train.optim import (
     build_optimizer,
@@ -269,10 +273,49 @@ def test_a_joined_optimizer_is_saved_and_goes_on(tmp_path):
             assert torch.equal(a, b[1]), (way, name)
 
 
+@pytest.mark.parametrize("processes", [2, 3])
+def test_owners_take_the_step_of_one_process(processes, monkeypatch):
+    """Of rows cut as FSDP2 cuts them: some do not divide, some are fewer than the processes."""
+    torch.manual_seed(0)
+    newton = {"ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-7, "ns_steps": 5}
+    groups = [newton | {"lr": lr, "weight_decay": 10 * lr} for lr in (0.01, 0.03)]
+    whole = [
+        (torch.randn(shape), torch.randn(shape).bfloat16(), groups[i % 2])
+        for i, shape in enumerate([(7, 13), (2, 24), (24, 12), (12, 24), (1, 5)])
+    ]
+    collectives = SimpleNamespace(
+        get_world_size=lambda context: context.size,
+        get_rank=lambda context: context.rank,
+        all_to_all_single=lambda out, x, received, sent, group: out.copy_(
+            group.exchange(x, sent, received)
+        ),
+    )
+    monkeypatch.setattr(optim, "dist", collectives)
+
+    def run(context: Context) -> list[torch.Tensor]:
+        parts = []
+        for weight, update, group in whole:
+            rows, each = len(weight), -(-len(weight) // processes)
+            edges = [min(r * each, rows) for r in range(processes + 1)]
+            own = slice(*edges[context.rank : context.rank + 2])
+            counts = [end - begin for begin, end in itertools.pairwise(edges)]
+            parts.append(optim.Matrix(weight[own].clone(), update[own], counts, group))
+        optim.update_by_owner(parts, context)
+        return [part.weight for part in parts]
+
+    for (weight, update, group), *rows in zip(whole, *in_threads(processes, run), strict=True):
+        step = optim.rms_factor(weight.shape) * optim.orthogonal(update, group).float()
+        expected = (1 - group["lr"] * group["weight_decay"]) * weight - group["lr"] * step
+        torch.testing.assert_close(torch.cat(rows), expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_muon_on_shards_is_muon_in_one_process(tmp_path, processes):
-    """FSDP2: each process does its share of the work, and the weights are those of one process to the bit."""
+def test_muon_on_shards_is_muon_in_one_process(tmp_path):
+    """FSDP2: each process does its share of the work, and the weights are those of one process to the bit.
+
+    Four processes: all of them share a model, and then two and two do.
+    """
+    processes = 4
     script = tmp_path / "sharded.py"
     script.write_text(
         textwrap.dedent("""
@@ -316,9 +359,10 @@ def test_muon_on_shards_is_muon_in_one_process(tmp_path, processes):
                 optimizer.step()
             return counter.get_total_flops()
 
-        meshes = {"shards": init_device_mesh("cpu", (size,))}
-        if size == 4:
-            meshes["hybrid"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        meshes = {
+            "shards": init_device_mesh("cpu", (size,)),
+            "hybrid": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")),
+        }
         for name, mesh in meshes.items():
             for shapes in (SHAPES, LARGE):
                 whole, sharded = build(shapes), build(shapes)

@@ -399,25 +399,26 @@ def update_by_owner(matrices: list[Matrix], shards: dist.ProcessGroup) -> None:
     owned = share_out(matrices, size)
     mine, ordered = owned[rank], [matrix for part in owned for matrix in part]
 
-    # Elements that this process has of each owner's matrices, and those that each process has of its own.
-    theirs = [sum(matrix.update.numel() for matrix in part) for part in owned]
-    ours = [sum(matrix.sizes()[r] for matrix in mine) for r in range(size)]
+    # Elements that go to each owner, and those that come from each process.
+    sent = [sum(matrix.update.numel() for matrix in part) for part in owned]
+    received = [sum(matrix.sizes()[r] for matrix in mine) for r in range(size)]
     flat = torch.cat([matrix.update.flatten() for matrix in ordered])
-    gathered = flat.new_empty(sum(ours))
-    dist.all_to_all_single(gathered, flat, ours, theirs, group=shards)
+    gathered = flat.new_empty(sum(received))
+    dist.all_to_all_single(gathered, flat, received, sent, group=shards)
 
     # By process, and within it by matrix: a matrix's rows are every len(mine)-th piece.
     pieces = gathered.split([matrix.sizes()[r] for r in range(size) for matrix in mine])
-    factors = []
+    orthogonalised = []
     for i, matrix in enumerate(mine):
         whole = torch.cat(pieces[i :: len(mine)]).view(matrix.shape)
-        factors.append(orthogonal(whole, matrix.group).split(matrix.counts))
+        orthogonalised.append(orthogonal(whole, matrix.group).split(matrix.counts))
 
-    # The way back. A process that owns none sends nothing.
-    parts = [factor[r].flatten() for r in range(size) for factor in factors]
+    # The way back, in the same order. A process that owns none sends nothing.
+    parts = [rows[r].flatten() for r in range(size) for rows in orthogonalised]
     back = torch.cat([flat[:0], *parts])
     scattered = torch.empty_like(flat)
-    dist.all_to_all_single(scattered, back, theirs, ours, group=shards)
+    dist.all_to_all_single(scattered, back, sent, received, group=shards)
+
     updates = scattered.split([matrix.update.numel() for matrix in ordered])
     for matrix, update in zip(ordered, updates, strict=True):
         lr, decay = matrix.group["lr"], matrix.group["weight_decay"]
