@@ -40,10 +40,8 @@ PIECES = 8
 """Pieces of a part's queries that `Parts.pieces` shares out. With one document a row, the busiest of 2, 4 and 8
 processes has 1.01, 1.05 and 1.01 times the mean work."""
 
-
-_reduce_scatter = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)  # its old name
+# torch has renamed it.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Context:
@@ -114,8 +112,8 @@ class Context:
 class Piece:
     """Queries whose document began before their part.
 
-    part, row, start, end: where they are, `start` and `end` in the part's tokens of the row. past: tokens of the
-    document before them.
+    part, row, start, end: their place; `start` and `end` count from the part's first token of the row. past: tokens of
+    the document before them.
     """
 
     part: int
@@ -134,11 +132,12 @@ class Piece:
 
 
 class Shares(NamedTuple):
-    """How this process shares the queries of softmax attention with others, see `Parts.pieces`.
+    """This process's part in sharing the queries of softmax attention, see `Parts.pieces`.
 
-    tokens: int64, its queries that are attended elsewhere or here as a piece, by process; sent: their numbers.
-    pieces: those that it attends, by part; received: their tokens, by part. rest: int64, the tokens of documents
-    that begin here, and their sequences.
+    tokens: int64 `[Σ sent]`, its own queries in pieces, in the order of the processes that attend them. sent: their
+        number by process.
+    pieces: those that this process attends, in the order of the parts. received: their tokens by part.
+    rest: int64, its queries of documents that begin here; sequences: these documents.
     """
 
     tokens: Tensor
@@ -241,15 +240,18 @@ class Parts:
         Documents that begin in a part stay there. The other queries are cut into pieces, and these go, the largest
         first, to the process with the least work.
         """
-        # Every document is cut at the parts' edges.
+        # Segments: every document, cut at the parts' edges.
         edges = torch.arange(self.B * self.context.size) * self.size
         cuts = torch.cat([self._documents, edges]).unique()
         starts, counts = cuts[:-1], cuts.diff()
-        begins = self._documents[torch.searchsorted(self._documents, starts, right=True) - 1]
         row, column = starts // self.T, starts % self.T
+
+        # Tokens of the document before each; one that begins its row may go on from a carried state.
+        begins = self._documents[torch.searchsorted(self._documents, starts, right=True) - 1]
         past = starts - begins + torch.where(begins % self.T == 0, self._read[row], 0)
         segments = torch.stack([column // self.size, row, column % self.size, counts, past], 1)
 
+        # Pairs of a query and a key are the work. A document's first segment stays where it is.
         work, pieces = [0] * self.context.size, []
         for part, row, start, count, past in segments.tolist():
             if past == 0:
@@ -271,26 +273,29 @@ class Parts:
 
     def shares(self) -> Shares:
         """Of the queries; made once for all layers."""
-        if self._shares is None:
-            taken, here = self.pieces(), self.context.rank
-            given = [[piece for piece in pieces if piece.part == here] for pieces in taken]
-            spans = [
-                torch.arange(piece.start, piece.end) + piece.row * self.size
-                for piece in itertools.chain(*given)
-            ]
-            received = [0] * len(taken)
-            for piece in taken[here]:
-                received[piece.part] += len(piece)
+        if self._shares is not None:
+            return self._shares
+        taken, here = self.pieces(), self.context.rank
 
-            fresh, lengths = self.past == 0, self.cu_seqlens.diff()
-            self._shares = Shares(
-                torch.cat([self.tokens[:0], *spans]),
-                [sum(map(len, pieces)) for pieces in given],
-                taken[here],
-                received,
-                fresh.repeat_interleave(lengths).nonzero().squeeze(1),
-                Sequences(F.pad(lengths[fresh].cumsum(0), (1, 0))),
-            )
+        # This part's pieces, by the process that attends them.
+        given = [[piece for piece in pieces if piece.part == here] for pieces in taken]
+        spans = [
+            torch.arange(piece.start, piece.end) + piece.row * self.size
+            for piece in itertools.chain(*given)
+        ]
+        received = [0] * len(taken)
+        for piece in taken[here]:
+            received[piece.part] += len(piece)
+
+        fresh, lengths = self.past == 0, self.cu_seqlens.diff()  # of each sequence here
+        self._shares = Shares(
+            tokens=torch.cat([self.tokens[:0], *spans]),
+            sent=[sum(map(len, pieces)) for pieces in given],
+            pieces=taken[here],
+            received=received,
+            rest=fresh.repeat_interleave(lengths).nonzero().squeeze(1),
+            sequences=Sequences(F.pad(lengths[fresh].cumsum(0), (1, 0))),
+        )
         return self._shares
 
     def whole(self, y: Tensor, x: Tensor, held: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -473,9 +478,9 @@ class _Incoming(torch.autograd.Function):
 def cut_recurrence(call: Call, options: Options, seq: Sequences) -> tuple[Tensor, Tensor]:
     """`ops.run_recurrence` over the sequences of `seq`, whose rows are cut: o of this part, and its final state.
 
-    The last part waits for its state and takes one pass. Every other part runs once from the state zero,
-    the first one from the carried state, and
-    then adds the contribution of its incoming state. Let F be the features and V the values of a head.
+    The last part waits for its state and takes one pass. Every other part runs once from zero, or the first one from
+    the carried state, and then adds the contribution of its incoming state. Let F be the features and V the values of
+    a head.
 
     A delta rule computes the contribution by a second pass, over the tokens of documents that began before
     the part. Its width is F where the state passes through to a next part, since it gives M too, else V.

@@ -54,29 +54,29 @@ def info(
     Raises InputError for a recipe that cannot be trained, or an unknown device.
     """
     config, model = describe_recipe(recipe, overrides)
-    parts = config.train.context_parallel
-    processes = processes or parts
+    train, seq_len = config.train, config.data.seq_len
+    processes = processes or train.context_parallel
     accumulation = config.accumulation(processes)
+
     model_config: Any = model.config
+    ours = isinstance(model_config, NalandaConfig)
+    stateful = ours and not is_encoder(model_config)
     parameters = model.num_parameters()
     embeddings = {  # tied ones count once
         id(m.weight): m.weight.numel()
         for m in (model.get_input_embeddings(), model.get_output_embeddings())
         if m
     }
-    train, seq_len = config.train, config.data.seq_len
-    flops, flops_source = flops_per_token(model, seq_len)
-    stages = [stage_figures(stage, model) for stage in config.in_stages()]
-    ours = isinstance(model_config, NalandaConfig)
-    stateful = ours and not is_encoder(model_config)
+
     on_cpu = device == "cpu" or (device == "here" and not torch.cuda.is_available())
     activations_of = ("cpu" if on_cpu else "cuda") if memory else None
     needs = needs_of(config, model, processes, device=activations_of)
     files = needs.files
     exchanged = None
     if ours and memory:
-        # A step has so many micro-batches.
+        # Each micro-batch of a step exchanges as much.
         exchanged = accumulation * exchanged_bytes(*micro_batch_of(config, model_config))
+
     share = None
     if tp is not None:
         if not ours:
@@ -85,8 +85,12 @@ def info(
             )
         with in_one_line(f"--tp {tp}"):
             share = tensor_parallel_share(model, seq_len, tp)
+
+    flops, flops_source = flops_per_token(model, seq_len)
+    stages = [stage_figures(stage, model) for stage in config.in_stages()]
     training_flops = sum(x["tokens"] * x["training_flops_per_token"] for x in stages)
     peak, peak_source = peak_of(device, train.precision) if device else (None, None)
+
     return {
         "recipe": recipe,
         "model": model_config.model_type,
@@ -120,7 +124,7 @@ def info(
         "accumulation": accumulation,
         "compile": train.compile,
         "processes": processes,
-        "context_parallel": parts,
+        "context_parallel": train.context_parallel,
         "context_bytes_per_step": exchanged,
         "steps": train.steps,
         "stages": stages[1:],
@@ -182,6 +186,7 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
     table.add_column(justify="right")
     table.add_column(style="dim")
     f = figures
+
     # The model.
     mixer = " + ".join(filter(None, [layers(f["mixer"] or ""), f["feature_map"]]))
     table.add_row("model", f["model"], mixer)
@@ -207,7 +212,8 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
         if share["state_bytes"] is not None:
             table.add_row("  state each", size(share["state_bytes"]), "of a sequence; bf16 model")
         table.add_row("  whole in each", "", ", ".join(share["whole"]))
-    # Memory of a process.
+
+    # Memory of a process, and its disk.
     held = size(f["weights_and_optimizer_bytes"])
     table.add_row(
         "weights and optimizer", held, "fp32 weights, gradients, moments; one process's share"
@@ -226,6 +232,7 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
     if f["context_parallel"] > 1:
         note = f"sent by a device and step, at most; each row on {f['context_parallel']} processes"
         table.add_row("context parallelism", size(f["context_bytes_per_step"] or 0), note)
+
     # The training.
     rows = f"{f['rows_per_step']} rows each, {f['accumulation']} micro-batches on {f['processes']} process(es)"
     table.add_row("steps", f"{f['steps']:,}", rows)
