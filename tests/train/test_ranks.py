@@ -1,5 +1,6 @@
 """What each process of a run waits for and computes: the slow one is named, and each can be traced."""
 
+import contextlib
 import gzip
 import json
 import platform
@@ -14,6 +15,7 @@ from nalanda.common.errors import InputError
 from nalanda.train import meters
 from nalanda.train.log import read_metrics
 from nalanda.train.loop import train
+from nalanda.train.profile import profiled
 
 SLOWED = """
 import os, sys, time
@@ -117,6 +119,25 @@ def test_a_profile_that_does_not_fit_is_refused(recipe, tmp_path):
     ):
         train(configured(recipe, tmp_path / "run", "train.steps=8"), profile=9)
     assert not [*read_metrics(tmp_path / "run" / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("ends", [4, 5])
+def test_a_run_that_ends_within_the_traced_steps_leaves_no_trace(tmp_path, ends):
+    said: list[str] = []
+    run = SimpleNamespace(
+        config=SimpleNamespace(train=SimpleNamespace(steps=9), output_dir=tmp_path),
+        at=SimpleNamespace(step=0),
+        accelerator=SimpleNamespace(process_index=0, device=torch.device("cpu")),
+        watchdog=SimpleNamespace(beat=lambda what: None),
+        log=SimpleNamespace(say=said.append),
+    )
+    with contextlib.suppress(SystemExit), profiled(run, 2) as end_step:
+        for _ in range(ends):
+            torch.ones(2).sum()
+            end_step()
+        raise SystemExit(143)
+    assert [*traces(tmp_path)] == ["steps-4-5/rank-0.json.gz"] * (ends == 5)
+    assert ("not written" in said[0]) == (ends == 4)
 
 
 @pytest.mark.slow

@@ -22,7 +22,9 @@ def profiled(run: Run, steps: int) -> Iterator[Callable[[], None]]:
     """Traces `steps` steps, after WARM_UP others. Yields a function to call after each step of the run.
 
     Each process writes profile/steps-FIRST-LAST/rank-R.json.gz into the run's folder, a trace for Perfetto or
-    chrome://tracing. The main process prints the ops that took longest. steps: 0 traces nothing.
+    chrome://tracing. The main process prints the ops that took longest. A run that ends before LAST writes none.
+
+    steps: 0 traces nothing.
 
     Raises:
         InputError: the run has fewer steps left.
@@ -42,6 +44,10 @@ def profiled(run: Run, steps: int) -> Iterator[Callable[[], None]]:
     on_card = run.accelerator.device.type == "cuda"
 
     def write(profiler: torch.profiler.profile) -> None:
+        # torch also comes here where an error or a signal ends the run.
+        if profiler.step_num < WARM_UP + steps:
+            run.log.say("profile    not written: the run ended before the last of its steps")
+            return
         run.watchdog.beat("writing the profile")
         file.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(file))
