@@ -367,6 +367,10 @@ def test_shards_part_the_runs(tmp_path, count):
             "model.initializer_range=0.05",
             "b begins with other weights than a: model.initializer_range.",
         ),
+        (
+            "stages={x: {after_step: 9, optim: {lr: 0.1}}}",
+            "b keeps the rates of its stages, whatever --rates tries: stages.x.optim.lr.",
+        ),
         ("optim.weight_decay=0", None),
     ],
 )
@@ -505,6 +509,13 @@ def test_more_seeds_join_a_study_and_fewer_do_not(tmp_path, capsys):
         (
             ["demo", "--arm", "a:", "--arm", "b: data.seq_len=256", "--from", "0.5"],
             "arm b: data.seq_len: a checkpoint of a, whose run --from leaves, has no other",
+        ),
+        (
+            [
+                *("demo", "--from", "0.5", "--arm", "a: stages={x: {after_step: 9}}"),
+                *("--arm", "b: stages={x: {after_step: 9, data: {seq_len: 256}}}"),
+            ],
+            "arm b: stages.x.data.seq_len: a checkpoint of a, whose run --from leaves, has no other",
         ),
         (
             ["demo", "--arm", "a:", "--arm", "b: optim.name=muon", "--from", "0.5"],

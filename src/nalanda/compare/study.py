@@ -293,9 +293,19 @@ def check_fork(study: Study, arm: str, configs: Mapping[str, RunConfig]) -> None
             f"arm {arm}: train.steps: its {config.train.steps} steps are over at step {fork}, where the arms "
             "part; set more"
         )
-    changed = differences(configs[study.first].to_dict(), config.to_dict())
+    first = configs[study.first]
+    stages = [*first.stages.items(), *config.stages.items()]
+    begun = {name for name, stage in stages if stage.after_step < fork}
+
+    def is_fixed(key: str) -> bool:
+        section, name, inner = (*key.split(".", 2), "", "")[:3]
+        if section == "stages":  # without `inner`, a stage that only one of the two has
+            return name in begun and inner.split(".")[0] in ("", "after_step", "data")
+        return section in ("data", "tokenizer") or key == "optim.name"
+
+    changed = differences(first.to_dict(), config.to_dict())
     for key in sorted(changed.keys() - {"data.workers"}):
-        if key.split(".")[0] in ("data", "tokenizer") or key == "optim.name":
+        if is_fixed(key):
             raise InputError(
                 f"arm {arm}: {key}: a checkpoint of {study.first}, whose run --from leaves, has no other; leave it out"
             )
@@ -316,7 +326,7 @@ def warn_about(study: Study, configs: Mapping[str, RunConfig]) -> list[str]:
         )
     for name, config in configs.items():
         changed = differences(first.to_dict(), config.to_dict())
-        if data := [key for key in changed if key.split(".")[0] == "data"]:
+        if data := [key for key in changed if re.match(r"(stages\.\w+\.)?data\.", key)]:
             notes.append(f"{name} reads other rows than {study.first}: {', '.join(data)}.")
         if any(key.startswith("tokenizer") for key in changed):
             notes.append(
@@ -325,6 +335,13 @@ def warn_about(study: Study, configs: Mapping[str, RunConfig]) -> list[str]:
         if begun := [key for key in changed if key in BEGINNINGS]:
             notes.append(
                 f"{name} begins with other weights than {study.first}: {', '.join(begun)}."
+            )
+        own = [
+            f"stages.{key}.optim.lr" for key, stage in config.stages.items() if "lr" in stage.optim
+        ]
+        if study.rates and own:
+            notes.append(
+                f"{name} keeps the rates of its stages, whatever --rates tries: {', '.join(own)}."
             )
     if not study.rates and study.fork_at is None:
         rates = {config.optim.lr for config in configs.values()}
