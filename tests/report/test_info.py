@@ -272,7 +272,7 @@ def test_weights_and_moments_by_how_they_are_shared():
     assert split < hybrid < 16 * n
     config = load_config("gla_340m", ["train.parallel=hybrid"])
     assert [shards(config, processes) for processes in (4, 32)] == [4, 8]  # a node's
-    assert shards(load_config("gla_340m"), 32, "fsdp") == 32
+    assert shards(load_config("gla_340m", ["train.parallel=fsdp"]), 32) == 32
 
 
 def test_the_memory_before_a_run(tmp_path):

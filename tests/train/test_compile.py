@@ -165,5 +165,5 @@ def test_a_kernel_that_does_not_fit_the_card_ends_a_run_in_one_line():
     from nalanda.train.needs import explain_out_of_memory
 
     line = r"^a kernel does not fit this card: .*shared memory.*; set NALANDA_BACKEND=torch$"
-    with pytest.raises(InputError, match=line), explain_out_of_memory(None, "ddp"):
+    with pytest.raises(InputError, match=line), explain_out_of_memory(None):
         raise OutOfResources(200_000, 101_376, "shared memory")

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiny_models import VARIANTS, main_rows, rows
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.text import size
 from nalanda.config.load import load_config
+from nalanda.config.schema import StageConfig
 from nalanda.model import chunk_forward
 from nalanda.model.sequences import Sequences
 from nalanda.train import estimate, memory, needs
@@ -199,8 +201,17 @@ def test_what_would_fit_is_counted_as_a_run_of_those_rows(monkeypatch):
         for rows in (8, 4)
     )
     needed = needs.needs_of(four, meta_model(four), 4).device
-    line = needs.would_fit(eight, "fsdp")
+    line = needs.would_fit(eight)
     assert line.startswith(f"train.micro_batch_size=4 needs {size(needed)} of ")
+
+    # Of the stage that needs most, whose rows may be its own.
+    more = {"data": {"seq_len": 128}, "train": {"micro_batch_size": 4}}
+    staged = replace(four, stages={"long": StageConfig(after_step=9, **more)})
+    rows, long = 2, staged.in_stages()[1].config
+    long = replace(long, train=replace(long.train, micro_batch_size=rows))
+    needed = needs.needs_of(long, meta_model(long), 4).device
+    line = needs.would_fit(staged)
+    assert line.startswith(f"stages.long.train.micro_batch_size={rows} needs {size(needed)} of ")
 
 
 @pytest.mark.parametrize(

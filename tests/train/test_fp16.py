@@ -340,9 +340,10 @@ def worker(recipe: Path, folder: Path) -> None:
         )
     config = load_config(recipe, [f"output_dir={folder / 'unused'}", FP16])
     accelerator = launch.launch(config)
-    chosen = TrainConfig(steps=1, tokens_per_step=1, micro_batch_size=1, precision="fp16")
+    sizes = {"steps": 1, "tokens_per_step": 1, "micro_batch_size": 1}
+    chosen = TrainConfig(**sizes, precision="fp16", parallel="fsdp")
     model = made(mixer="gated_deltanet")
-    sharing = parallel.Sharing(accelerator, "fsdp", chosen)
+    sharing = parallel.Sharing(accelerator, chosen)
     wrapped, optimizer = parallel.parallelize(
         accelerator, model, sharing, chosen, lambda: build_optimizer(model, OptimConfig())
     )

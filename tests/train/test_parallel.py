@@ -97,9 +97,13 @@ def prepared(name: str, kind: str, shard_size: int | None = None, **settings):
     settings = {"precision": "fp32"} | settings
     accelerator = Accelerator(mixed_precision="bf16" if settings["precision"] == "bf16" else "no")
     chosen = TrainConfig(
-        steps=1, tokens_per_step=1, micro_batch_size=1, shard_size=shard_size, **settings
+        steps=1,
+        tokens_per_step=1,
+        micro_batch_size=1,
+        shard_size=shard_size,
+        **settings | {"parallel": kind},
     )
-    model, sharing = build(name), parallel.Sharing(accelerator, kind, chosen)
+    model, sharing = build(name), parallel.Sharing(accelerator, chosen)
     made = parallel.parallelize(
         accelerator, model, sharing, chosen, lambda: build_optimizer(model, OptimConfig(lr=3e-3))
     )
@@ -521,8 +525,8 @@ def test_accelerate_takes_the_configs(monkeypatch):
         prefixes = ("ACCELERATE", "FSDP", "PARALLELISM_CONFIG")
         env = {key: value for key, value in env.items() if key.startswith(prefixes)}
         env["WORLD_SIZE"] = str(processes)  # torchrun's
-        followed = parallel.follow_parallelism_config(TRAIN, env)
-        assert parallel.choose_parallel(followed.parallel, env) == kind
+        followed = parallel.as_launched(TRAIN, env)
+        assert followed.parallel == kind
         assert followed.shard_size == (8 if kind == "hybrid" else None)
 
 
@@ -741,6 +745,14 @@ def test_parallelism_configs_that_cannot_be_followed_are_refused(sizes, keys, me
         parallel.follow_parallelism_config(
             dataclasses.replace(TRAIN, **keys), parallelism_config(8, **sizes)
         )
+
+
+def test_config_yaml_has_the_recipe_as_it_was_written(recipe, tmp_path, monkeypatch):
+    """So the run goes on from its config.yaml under another of accelerate's configs."""
+    for name, value in parallelism_config(1).items():
+        monkeypatch.setenv(name, value)
+    run = train(load_config(recipe, [f"output_dir={tmp_path}", "train.steps=1"]))
+    assert load_config(run / "config.yaml").train.parallel == "auto"
 
 
 def test_units_are_blocks():

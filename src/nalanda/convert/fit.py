@@ -144,7 +144,7 @@ def start_fit(
     tokenizer = prepare_tokenizer(config, accelerator, sources)
     check_tokenizer(tokenizer, str(teacher.folder), f"distill.teacher: {teacher.folder}")
     settings = replace(config, validation=replace(config.validation, every=0))
-    sharing = Sharing(accelerator, "ddp", config.train)
+    sharing = Sharing(accelerator, replace(config.train, parallel="ddp"))
     batches, _, sources = open_data(settings, accelerator, sharing, tokenizer, sources)
     sums = start_sums(settings, accelerator, [sources])
     stack.callback(batches.close)

@@ -113,8 +113,10 @@ def measured(config: RunConfig, folder: Path, before: int) -> dict[str, Any]:
     checkpoint = latest_checkpoint(folder / "checkpoints")
 
     facts = read_facts(folder) | {"step": 0}
-    launch = facts["processes"], facts["parallel"], facts["device"]
-    needs = needs_of(config, meta_model(config), *launch, saved_steps(config))
+    # With one process `parallel` is None, and counts for nothing.
+    launched = replace(config, train=replace(config.train, parallel=facts["parallel"]))
+    launch = facts["processes"], facts["device"]
+    needs = needs_of(launched, meta_model(config), *launch, saved_steps(config))
     files = needs.files
     # The run finds the room that these files take now.
     check_disk(files._replace(more=files.more - folder_bytes(folder)), folder.parent)

@@ -54,17 +54,14 @@ def set_up(
     recipe: RunConfig,
     stages: list[Stage],
     accelerator: Accelerator,
-    kind: parallel.Kind,
-    facts: dict,
-    changes: dict[str, list],
     resume: Path | None,
     mirror: Mirror | None = None,
     say: Callable[[str], None] = lambda what: None,
 ) -> Run:
-    """Builds the run, from the checkpoint `resume` if there is one. facts, changes: from `run_dir.claim`.
+    """Builds the run, from the checkpoint `resume` if there is one.
 
-    stages: those of `recipe`, which read local copies of a store's token sets. mirror: of a run in a store. say: gets
-    the name of the current step.
+    recipe: as it was launched. stages: its own, which read local copies of a store's token sets. mirror: of a run in a
+    store. say: gets the name of the current step.
 
     Raises:
         InputError: the data or the model cannot work, or no checkpoint is sound.
@@ -76,7 +73,7 @@ def set_up(
         check_shared(Path(config.output_dir), accelerator)
     check_blocks()
     sources = Sources(config.data, validation=config.validation.every != 0)
-    sharing = parallel.Sharing(accelerator, kind, config.train)
+    sharing = parallel.Sharing(accelerator, config.train)
 
     say("preparing the tokenizer")
     tokenizer = prepare_tokenizer(config, accelerator, sources, mirror)
@@ -85,7 +82,7 @@ def set_up(
     needs, encoder = check_machine(recipe, accelerator, sharing, tokenizer, resume)
 
     say("opening the data")
-    open_stage = StageOpener(accelerator, kind, tokenizer, encoder, sources, sharing)
+    open_stage = StageOpener(accelerator, tokenizer, encoder, sources, sharing)
     # Those of later stages too: what they lack is refused before the first step.
     opened = [open_stage(each) for each in stages[stages.index(stage) :]]
     sums = start_sums(config, accelerator, [data.sources for data in opened])
@@ -137,7 +134,6 @@ def set_up(
     if resume:
         restore(run, resume, say)
     run.facts |= describe(run, {"documents_kept_apart": kept_apart, **costs})
-    run.facts["changes"] = changes_so_far(facts, changes, run.at.step)
     return run
 
 
@@ -180,7 +176,7 @@ def check_machine(
     last = step_of(resume) if resume else 0
     steps = map(step_of, checkpoint_folders(run_dir / "checkpoints"))
     saved = [step for step in steps if step <= last]
-    needs = needs_of(config, model, processes, sharing.kind, device, saved)
+    needs = needs_of(config, model, processes, device, saved)
     if device == "cpu":
         check_step(needs)
     on_main_process(accelerator.is_main_process, lambda: check_disk(needs.files, run_dir))
@@ -190,20 +186,18 @@ def check_machine(
 class StageOpener:
     """Opens the data of stages. Stages that read the same rows share them, and a source is opened once.
 
-    kind: of `set_up`. encoder: of the model. sources, sharing: those of one stage, which are there already.
+    encoder: of the model. sources, sharing: those of one stage, which are there already.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
-        kind: parallel.Kind,
         tokenizer: Any,
         encoder: bool,
         sources: Sources,
         sharing: parallel.Sharing,
     ):
-        self.accelerator, self.kind = accelerator, kind
-        self.tokenizer, self.encoder = tokenizer, encoder
+        self.accelerator, self.tokenizer, self.encoder = accelerator, tokenizer, encoder
         self.hashes: FileHashes | None = None
         self.opened: list[tuple[Stage, StageData]] = []
         self.sources, self.sharings = [sources], {sharing.context_parallel: sharing}
@@ -226,7 +220,7 @@ class StageOpener:
     def open(self, stage: Stage) -> StageData:
         config, parts = stage.config, stage.config.train.context_parallel
         if parts not in self.sharings:
-            self.sharings[parts] = parallel.Sharing(self.accelerator, self.kind, config.train)
+            self.sharings[parts] = parallel.Sharing(self.accelerator, config.train)
         sharing = self.sharings[parts]
         sources = next((each for each in self.sources if each.data == config.data), None)
         if self.accelerator.is_main_process and self.hashes is None:
@@ -387,12 +381,6 @@ def describe(run: Run, measured: dict[str, Any]) -> dict[str, Any]:
         "compiled": parallel.compiles(config.train.compile, device),
         "versions": versions(),
     }
-
-
-def changes_so_far(facts: dict, changes: dict[str, list], step: int) -> list[dict[str, Any]]:
-    """The changes of earlier starts, which run.json keeps, and those of this one, each with its step."""
-    earlier = facts.get("changes", [])
-    return [*earlier, {"step": step, **changes}] if changes else list(earlier)
 
 
 def start_sums(config: RunConfig, accelerator: Accelerator, sources: Iterable[Sources]) -> SumCheck:

@@ -77,15 +77,14 @@ def train(config: RunConfig, profile: int = 0) -> Path:
             does a later signal of the same kind (`guards.Interruptions`).
     """
     # Callers from Python come without `load_config`. The checks need neither processes nor a folder.
-    config = at_home(config)
-    # accelerate's config may set how processes share the work.
-    followed = parallel.follow_parallelism_config(config.train, os.environ)
-    config = replace(config, train=followed)
-    config.check(training=True)
+    recipe = at_home(config)
+    launched = parallel.as_launched(recipe.train, os.environ)
+    replace(recipe, train=launched).check(training=True)
     transformers.logging.disable_progress_bar()  # saving a few files needs none
-    config, mirror = staged(config)
-    kind = parallel.choose_parallel(config.train.parallel, os.environ)
-    with explain_out_of_memory(config, kind):
+
+    recipe, mirror = staged(recipe)
+    config = replace(recipe, train=launched)
+    with explain_out_of_memory(config):
         accelerator = launch(config)
         with Interruptions() as signals:
             run_dir, main = Path(config.output_dir), accelerator.is_main_process
@@ -98,14 +97,16 @@ def train(config: RunConfig, profile: int = 0) -> Path:
                     stack.enter_context(lock_run_dir(run_dir))
                 stack.enter_context(mirrored(mirror))
                 # The main process claims it, and sends its claim to the others.
-                claimed = claim(run_dir, config) if main else None
-                return train_together(config, accelerator, kind, claimed, signals, profile, mirror)
+                claimed = claim(run_dir, recipe) if main else None
+                return train_together(
+                    recipe, config, accelerator, claimed, signals, profile, mirror
+                )
 
 
 def train_together(
+    recipe: RunConfig,
     config: RunConfig,
     accelerator: Accelerator,
-    kind: parallel.Kind,
     claimed: Any,
     signals: Interruptions,
     profile: int = 0,
@@ -113,8 +114,8 @@ def train_together(
 ) -> Path:
     """Sets the run up and trains it, on every process of the launch. The folder is locked.
 
-    claimed: the result of `claim` on the main process, None on others. mirror: of a run in a store.
-    profile: of `train`.
+    recipe: as it was written, for config.yaml. config: as it was launched. claimed: the result of `claim` on the main
+    process, None on others. profile: of `train`. mirror: of a run in a store.
     """
     main, run_dir = accelerator.is_main_process, Path(config.output_dir)
     # Refuses a number of processes that cannot share a step.
@@ -122,9 +123,7 @@ def train_together(
         with stage.named_in_errors():
             stage.config.accumulation(accelerator.num_processes)
 
-    # config.yaml gets the recipe as it was written.
-    recipe, config = config, with_precision(config, accelerator)
-
+    config = with_precision(config, accelerator)
     # The settings that changed, the contents of run.json, and the checkpoint to resume from.
     changes, facts, resume = from_main_process(claimed)
     if resume:
@@ -143,7 +142,8 @@ def train_together(
     watchdog = Watchdog(config.guard.hang_timeout, accelerator.process_index)
     with contextlib.closing(watchdog):
         with record_interruption(run_dir, facts, main), show_set_up(watchdog) as say:
-            run = set_up(config, stages, accelerator, kind, facts, changes, resume, mirror, say)
+            run = set_up(config, stages, accelerator, resume, mirror, say)
+        run.facts["changes"] = changes_so_far(facts, changes, run.at.step)
         run.signals, run.watchdog = signals, watchdog
         if main and accelerator.device.type == "cpu":
             advise_on_threads(config, accelerator.num_processes)
@@ -169,9 +169,7 @@ def train_steps(
         while run.at.step < run.config.train.steps:
             validate_if_due(run)  # after the step before, if there was one
             enter_stage_if_due(run)
-            step = forward_backward(
-                run
-            )  # loss and gradient norm, over all processes; gradients are clipped
+            step = forward_backward(run)  # loss and norm over all processes; clips gradients
             verdict = judge(run, step)  # good, skip or overflow, with a reason
             apply(run, step, verdict)  # updates the weights of a good step, counts every step
             unsound = check_soundness(run, step)  # None, or why no checkpoint may be saved
@@ -203,6 +201,12 @@ def name_precision(config: RunConfig, facts: dict, changes: dict[str, list]) -> 
     before = facts.get("precision", config.train.precision)
     if before != config.train.precision:
         changes["train.precision"] = [before, config.train.precision]
+
+
+def changes_so_far(facts: dict, changes: dict[str, list], step: int) -> list[dict[str, Any]]:
+    """The changes of earlier starts, which run.json keeps, and those of this one, each with its step."""
+    earlier = facts.get("changes", [])
+    return [*earlier, {"step": step, **changes}] if changes else list(earlier)
 
 
 def is_finished(config: RunConfig, facts: dict, resume: Path | None) -> bool:

@@ -19,7 +19,7 @@ from nalanda.common.errors import DiskFull, InputError, OutOfMemory, asked_for, 
 from nalanda.common.text import size
 from nalanda.config.model import in_one_line
 from nalanda.config.model_folder import check_hub
-from nalanda.config.schema import CheckpointConfig, DistillConfig, RunConfig
+from nalanda.config.schema import CheckpointConfig, DistillConfig, RunConfig, Stage
 from nalanda.model import NalandaConfig, chunk_forward
 from nalanda.train import memory, parallel
 from nalanda.train.checkpoint_dir import checkpoint_folders
@@ -86,18 +86,17 @@ def needs_of(
     config: RunConfig,
     model: PreTrainedModel,
     processes: int,
-    kind: str | None = None,
     device: str | None = "cpu",
     saved: Sequence[int] = (),
 ) -> Needs:
     """Counts what a run needs, in the stage that needs most. Lets a CPU save all chunks for the backward, if a step
     then takes at most half of the free memory.
 
-    model: it may lie on the meta device. kind: of `choose_parallel`; default: the recipe's. device: of
-    `activation_bytes`; None: activations are not counted, which takes seconds. saved: of `run_files`.
+    model: it may lie on the meta device. device: of `activation_bytes`; None: activations are not counted, which takes
+    seconds. saved: of `run_files`.
     """
     teacher, configs = teacher_bytes(config.distill), [x.config for x in config.in_stages()]
-    sharers = shards(config, processes, kind)
+    sharers = shards(config, processes)
     held = max(held_bytes(model, each, processes, sharers) for each in configs)
     files = run_files(config, model, saved)
 
@@ -118,14 +117,11 @@ def needs_of(
     return with_chunks(chunk_forward.FEW_TOKENS)
 
 
-def shards(config: RunConfig, processes: int, kind: str | None = None) -> int:
-    """Counts the processes that share one copy of the weights.
-
-    Without a launcher, a node is taken to have 8 processes. kind: of `choose_parallel`; default: the recipe's.
-    """
+def shards(config: RunConfig, processes: int) -> int:
+    """Counts the processes that share one copy of the weights. Without a launcher, a node is taken to have 8."""
     node = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
     shared = {"fsdp": processes, "hybrid": min(processes, config.train.shard_size or node)}
-    return shared.get(kind or config.train.parallel, 1)
+    return shared.get(config.train.parallel, 1)
 
 
 def held_bytes(
@@ -260,11 +256,8 @@ def check_disk(files: RunFiles, run_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(config: RunConfig, kind: str) -> Iterator[None]:
-    """Turns out-of-memory errors of a run into `OutOfMemory`: one line, with advice on what would fit.
-
-    kind: of `choose_parallel`.
-    """
+def explain_out_of_memory(config: RunConfig) -> Iterator[None]:
+    """Turns out-of-memory errors of a run into `OutOfMemory`: one line, with advice on what would fit."""
     try:
         yield
     except Exception as error:
@@ -281,7 +274,7 @@ def explain_out_of_memory(config: RunConfig, kind: str) -> Iterator[None]:
             torch.cuda.empty_cache()
         advice = f"lower train.micro_batch_size, {config.train.micro_batch_size} now"
         with contextlib.suppress(Exception):  # the estimate needs memory too
-            advice = would_fit(config, kind) or advice
+            advice = would_fit(config) or advice
         if (rows := config.validation.batch_size or 0) > config.train.micro_batch_size:
             advice += f", or lower validation.batch_size, {rows} now"
         saved = checkpoint_folders(Path(config.output_dir) / "checkpoints")
@@ -291,30 +284,32 @@ def explain_out_of_memory(config: RunConfig, kind: str) -> Iterator[None]:
         raise OutOfMemory(f"{asked_for(error)}; {advice}; {start}") from None
 
 
-def would_fit(config: RunConfig, kind: str) -> str | None:
-    """Names the largest `train.micro_batch_size` that fits in free memory; None where activations are not known.
-
-    kind: of `choose_parallel`.
-    """
-    train, model = config.train, meta_model(config)
+def would_fit(config: RunConfig) -> str | None:
+    """Names the largest micro-batch that fits in free memory, of the stage that needs most; None where activations are
+    not known."""
+    model = meta_model(config)
     if not isinstance(model.config, NalandaConfig):
         return None
     processes = int(os.environ.get("WORLD_SIZE", 1))
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def needed(rows: int) -> int:
-        smaller = replace(config, train=replace(train, micro_batch_size=rows))
-        return needs_of(smaller, model, processes, kind, device).device
+    def needed(stage: Stage, rows: int) -> int:
+        train = replace(stage.config.train, micro_batch_size=rows)
+        return needs_of(replace(stage.config, train=train), model, processes, device).device
+
+    stage = max(config.in_stages(), key=lambda x: needed(x, x.config.train.micro_batch_size))
+    train, seq_len = stage.config.train, stage.config.data.seq_len
+    key = f"stages.{stage.name}." * bool(stage.name) + "train.micro_batch_size"
 
     # Rows that divide a process's share of a step: accumulation then keeps the step as it is.
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else memory.host()
-    rows_a_step = train.tokens_per_step // config.data.seq_len
+    rows_a_step = train.tokens_per_step // seq_len
     rows_a_process = rows_a_step * train.context_parallel // processes
     for rows in range(train.micro_batch_size - 1, 0, -1):
-        if rows_a_process % rows == 0 and needed(rows) <= free:
-            return f"train.micro_batch_size={rows} needs {size(needed(rows))} of {size(free)} free"
+        if rows_a_process % rows == 0 and (bytes_needed := needed(stage, rows)) <= free:
+            return f"{key}={rows} needs {size(bytes_needed)} of {size(free)} free"
     less = "" if train.gradient_checkpointing else "train.gradient_checkpointing=true, "
     return (
-        f"one row needs {size(needed(1))} of {size(free)} free: take {less}a shorter data.seq_len or a "
+        f"one row needs {size(needed(stage, 1))} of {size(free)} free: take {less}a shorter data.seq_len or a "
         "smaller model"
     )

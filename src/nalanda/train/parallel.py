@@ -30,6 +30,16 @@ from nalanda.train.flops import DTYPES
 Kind = Literal["ddp", "fsdp", "hybrid"]
 
 
+def as_launched(train: TrainConfig, environ: MutableMapping[str, str]) -> TrainConfig:
+    """`train` as accelerate's config wants it, with "ddp", "fsdp" or "hybrid" for `parallel`.
+
+    Raises:
+        InputError: accelerate's config asks for something unsupported, or contradicts the recipe.
+    """
+    train = follow_parallelism_config(train, environ)
+    return replace(train, parallel=choose_parallel(train.parallel, environ))
+
+
 def follow_parallelism_config(train: TrainConfig, environ: MutableMapping[str, str]) -> TrainConfig:
     """`train` with `parallel`, `shard_size` and `context_parallel` as accelerate's `ParallelismConfig` has them.
 
@@ -112,12 +122,12 @@ def choose_parallel(asked: str, environ: MutableMapping[str, str]) -> Kind:
 
 
 class Sharing:
-    """How the processes share the work. train: `TrainConfig`.
+    """How the processes share the work, by the settings of `as_launched`.
 
     `train.context_parallel` processes, neighbours in rank, are a context: they read the same rows, and each
     computes a part of them. Weights are shared, and gradients summed, over all processes.
 
-    kind: of `choose_parallel`.
+    kind: "ddp", "fsdp" or "hybrid".
     mesh: of FSDP2, `[dp_shard · cp]` or for hybrid `[dp_replicate, dp_shard · cp]`; None without it.
     context: None if every process has whole rows.
     rank, world_size: this context among all, as the loader of the rows counts.
@@ -125,15 +135,15 @@ class Sharing:
     Raises InputError for a number of processes that cannot be split so.
     """
 
-    def __init__(self, accelerator: Accelerator, kind: Kind, train: TrainConfig):
+    def __init__(self, accelerator: Accelerator, train: TrainConfig):
         processes, parts = accelerator.num_processes, train.context_parallel
-        self.kind, self.context_parallel = kind, parts
+        self.kind, self.context_parallel = train.parallel, parts
         self.mesh, self.context = None, None
         # Neighbours in rank are one context, so these two count contexts.
         self.rank, self.world_size = accelerator.process_index // parts, processes // parts
-        self.sharded = kind != "ddp" and processes > 1
+        self.sharded = self.kind != "ddp" and processes > 1
         if self.sharded:
-            self.mesh = mesh(kind, accelerator, train)
+            self.mesh = mesh(accelerator, train)
         if parts > 1:
             axes = init_device_mesh(
                 accelerator.device.type, (self.world_size, parts), mesh_dim_names=("dp", "cp")
@@ -150,12 +160,10 @@ def parallelize(
     accelerator: Accelerator,
     model: nn.Module,
     sharing: Sharing,
-    train: Any,
+    train: TrainConfig,
     build: Callable[[], torch.optim.Optimizer],
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Returns (the model to call in training, the optimizer).
-
-    train: `TrainConfig`. build: makes the optimizer.
+    """Returns (the model to call in training, the optimizer), which `build` makes.
 
     The order is activation checkpointing, sharding, compilation, then optimizer and autocast: sharding replaces the
     parameters and the blocks' classes. `model` stays the bare model; under FSDP2 it is what is called.
@@ -212,10 +220,10 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
         block.forward = compiled(block)
 
 
-def mesh(kind: Kind, accelerator: Accelerator, train: TrainConfig) -> DeviceMesh:
+def mesh(accelerator: Accelerator, train: TrainConfig) -> DeviceMesh:
     """`[processes]`, or for hybrid `[replicas, processes of a replica]`; by default a node has one replica."""
     processes, device = accelerator.num_processes, accelerator.device.type
-    if kind != "hybrid":
+    if train.parallel != "hybrid":
         return init_device_mesh(device, (processes,), mesh_dim_names=("dp_shard_cp",))
     size = train.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(processes)))
     if processes % size:
