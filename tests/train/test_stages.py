@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import yaml
 from accelerate.state import AcceleratorState
 from training import configured, contents, launched, outcome, write_recipe, write_texts
+from transformers import AutoTokenizer
 
 from nalanda.common.errors import InputError
 from nalanda.config.load import load_config
@@ -19,6 +21,7 @@ from nalanda.data.make_set import make_token_set
 from nalanda.data.options import TokenizerOptions
 from nalanda.train import loop
 from nalanda.train import step as training_step
+from nalanda.train.build import open_batches
 from nalanda.train.checkpoint_dir import checkpoint_folders, step_of
 from nalanda.train.log import read_facts, read_metrics
 from nalanda.train.tensor_files import read_weights
@@ -228,6 +231,17 @@ def test_a_stage_changes_what_it_names_and_no_more(staged, tmp_path):
     assert (long.config.optim.betas, long.config.optim.weight_decay) == ((0.9, 0.95), 0.5)
 
 
+def test_data_that_begin_anew_come_in_another_order(staged, undisturbed):
+    config = configured(staged, undisturbed)
+    tokenizer = AutoTokenizer.from_pretrained(undisturbed / "tokenizer")
+    rows = []
+    for order in ("", "long", "long"):
+        batches, _ = open_batches(config, tokenizer, order=order)
+        rows.append(next(batches)["input_ids"].tolist())
+        batches.close()
+    assert rows[0] != rows[1] == rows[2]
+
+
 @pytest.mark.slow
 def test_optimizer_and_guard_begin_anew(staged, undisturbed, tmp_path, monkeypatch):
     decays, windows = [], []
@@ -245,14 +259,13 @@ def test_optimizer_and_guard_begin_anew(staged, undisturbed, tmp_path, monkeypat
     assert windows == [1, 2, 3, 1]
 
 
-def rolled_back(staged, folder, bad, monkeypatch, *overrides):
-    """A run whose steps `bad` are bad at their first try, and the rows of every step as they were tried."""
-    tried, rows = set(), []
+def rolled_back(staged, folder, bad, monkeypatch):
+    """The rows of every step of a run as they were tried. bad: of a step, how many of its first tries are bad."""
+    left, rows = Counter(bad), []
 
     def judged(run, step):
-        again, _ = step.number in tried, tried.add(step.number)
-        kind = "skip" if step.number in bad and not again else "good"
-        return loop.Judgement(kind, "for the test")
+        left[step.number] -= 1
+        return loop.Judgement("skip" if left[step.number] >= 0 else "good", "for the test")
 
     take = training_step.take_batches
 
@@ -264,14 +277,14 @@ def rolled_back(staged, folder, bad, monkeypatch, *overrides):
     with monkeypatch.context() as patch:
         patch.setattr(loop, "judge", judged)
         patch.setattr(training_step, "take_batches", taken)
-        loop.train(configured(staged, folder, "guard.max_bad_steps=2", *overrides))
+        loop.train(configured(staged, folder, "guard.max_bad_steps=2"))
     return rows
 
 
 @pytest.mark.slow
 def test_a_rollback_to_the_border_stays_in_the_stage(staged, tmp_path, monkeypatch):
     run = tmp_path / "run"
-    rows = rolled_back(staged, run, {9, 10}, monkeypatch)
+    rows = rolled_back(staged, run, {9: 1, 10: 1}, monkeypatch)
     lines = list(read_metrics(run / "metrics.jsonl"))
     assert [(e["to"], e["at"]) for e in lines if e.get("event") == "rollback"] == [(8, 10)]
     # Steps 9 and 10 are made twice, and no row of theirs is read again.
@@ -284,24 +297,18 @@ def test_a_rollback_to_the_border_stays_in_the_stage(staged, tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_a_rollback_goes_back_over_a_border(staged, tmp_path, monkeypatch):
-    """Without the checkpoint of the border, the run makes the steps before it again, of their own stage."""
-
-    def unsound(run):
-        # The first save of step 8 is refused, so that the last good checkpoint is of step 5.
-        return (
-            "for the test"
-            if run.at.step == 8 and not refused.append(8) and len(refused) == 1
-            else None
-        )
-
-    refused: list[int] = []
-    monkeypatch.setattr(loop, "check_soundness", lambda run, step: unsound(run))
+    """The checkpoint of the border did not help: the steps before it are made again, of their own stages."""
     run = tmp_path / "run"
-    rows = rolled_back(staged, run, set(), monkeypatch)
+    rows = rolled_back(staged, run, {9: 2, 10: 2}, monkeypatch)
     lines = list(read_metrics(run / "metrics.jsonl"))
-    assert [(e["to"], e["at"]) for e in lines if e.get("event") == "rollback"] == [(5, 8)]
-    assert {len(row) for step in rows[:11] for row in step} == {32}
-    assert {len(row) for step in rows[11:] for row in step} == {64}
+    events = [(e["to"], e["at"]) for e in lines if e.get("event") == "rollback"]
+    assert events == [(8, 10), (5, 10)]
+    lengths = [{len(row) for row in step} for step in rows]
+    assert lengths == [{32}] * 8 + [{64}] * 4 + [{32}] * 3 + [{64}] * 6
+    assert rows[12:15] == rows[5:8]
+    # The rows of the bad steps are not read again.
+    long = [tuple(row) for step in (*rows[8:12], *rows[15:]) for row in step]
+    assert len(set(long)) == len(long)
 
 
 @pytest.mark.slow
