@@ -10,13 +10,14 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import buckets
 import torch
 import zstandard
 from harness import (
+    PATIENCE,
     Torn,
     Trainer,
     checkpoints,
@@ -1025,6 +1027,121 @@ def dying_store(work: Work) -> str:
     return f"stopped at step {stopped} with code 75, then resumed on two machines, {equal}"
 
 
+class FailingStore:
+    """Stands before the S3 server: refuses every tenth request of the trainers, and can stop an upload half-way."""
+
+    def __init__(self, server: buckets.Buckets):
+        self.server, self.answer = server, server.server._server.app
+        self.asked = self.refused = 0
+        self.hold = ""  # pattern of the path whose next upload stops
+        self.held, self.released = threading.Event(), threading.Event()
+        server.server._server.app = self
+
+    def __call__(self, request: dict, start_response: Callable) -> Iterable[bytes]:
+        ours = "aiobotocore" not in request["HTTP_USER_AGENT"]
+        uploaded = request["PATH_INFO"] if request["REQUEST_METHOD"] == "PUT" else ""
+        if self.hold and re.search(self.hold, uploaded):
+            self.hold = ""
+            request["wsgi.input"].read(int(request["CONTENT_LENGTH"]) // 2)
+            self.held.set()
+            self.released.wait(PATIENCE)  # the client is dead then
+            start_response("400 Bad Request", [])
+            return []
+
+        self.asked += not ours
+        if ours or self.asked % 10:
+            return self.answer(request, start_response)
+        self.refused += 1
+        start_response("503 Slow Down", [("Content-Length", "0")])
+        return []
+
+    def newest(self) -> int:
+        """The newest step whose checkpoint has a manifest."""
+        found = re.findall(r"/step-(\d+)/manifest\.json", "\n".join(self.server.names()))
+        return max(map(int, found), default=0)
+
+    def check_whole(self) -> int:
+        """Each checkpoint with a manifest has all its files. Returns their number."""
+        manifests = [
+            n for n in self.server.names("run/checkpoints/") if n.endswith("manifest.json")
+        ]
+        for name in manifests:
+            for file, entry in json.loads(self.server.get(name))["files"].items():
+                path = name.replace("manifest.json", file)
+                need(path in self.server.names(path), f"{path} is missing")
+                content = self.server.get(path)
+                need(hashlib.sha256(content).hexdigest() == entry["sha256"], f"{path}: other bytes")
+        return len(manifests)
+
+
+def machines(work: Work) -> str:
+    """Two machines without a shared disk save a sharded run in S3, whose server refuses every tenth request. They
+    are killed while the second one uploads its part, and while the first one uploads a manifest. The second one
+    loses its disk, then the first one does.
+
+    A checkpoint with a manifest has all its files. Each start goes on from the newest of them, and the finished
+    run equals one on a shared disk.
+    """
+    run, settings = work.run("machines"), ("output_dir=s3://bucket/run", "train.parallel=fsdp")
+
+    def start(stack: contextlib.ExitStack, names: str, **orders: object) -> list[Trainer]:
+        """A process on each machine, with a cache of its own."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        group = buckets.environment(server.endpoint) | {
+            "ACCELERATE_USE_CPU": "true",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+        }
+        trainers = []
+        for rank, name in enumerate(names):
+            env = {**group, "RANK": str(rank), "NALANDA_CACHE": str(work.folder / f"disk-{name}")}
+            trainer = Trainer(work.recipe, run, *settings, env=env, **orders)
+            trainers.append(stack.enter_context(trainer))
+        return trainers
+
+    text, back = "", []
+    with buckets.buckets() as server:
+        store = FailingStore(server)
+        for names, after, hold, lost in (
+            ("AB", 16, r"/step-\d+/model/shard-00002", "B"),
+            ("AC", 37, r"/step-\d+/manifest", "A"),
+        ):
+            before, pause = store.newest(), {"at": "forward", "after_step": after, "rank": 1}
+            with contextlib.ExitStack() as stack:
+                first, _ = start(stack, names, pause=pause)
+                first.paused()
+                first.until(lambda: store.newest() > before, "a checkpoint in the store")  # noqa: B023
+                store.hold = hold
+                first.go()
+                first.until(store.held.is_set, "the upload")
+                first.kill()
+                store.released.set()
+                text += first.text
+            store.held.clear()
+            store.released.clear()
+            store.check_whole()
+            back.append(store.newest())
+            shutil.rmtree(work.folder / f"disk-{lost}")
+
+        with contextlib.ExitStack() as stack:
+            first, second = start(stack, "DC")
+            text += first.end()
+            second.end()
+        found = [int(step) for step in re.findall(r"resumes from step-(\d+)", text)]
+        need(found == back, f"resumed from {found}, newest were {back}: {text[-800:]}")
+        need("run/final/model.safetensors" in server.names(), "no final model in the store")
+        kept = store.check_whole()
+        shutil.copytree(next((work.folder / "disk-D" / "output").glob("*-run")), run)
+    equal = same(run, work.whole("train.parallel=fsdp", processes=2))
+    kills = f"2 kills, back from steps {back[0]} and {back[1]}; {store.refused} requests refused"
+    return f"{kills}; {kept} whole checkpoints in the store; {equal}"
+
+
 # ------------------------------ settings
 
 
@@ -1917,6 +2034,7 @@ CASES = (
     clock,
     servers,
     dying_store,
+    machines,
     changed,
     accumulation,
     hostile_checkpoint,
