@@ -749,9 +749,15 @@ def test_parallelism_configs_that_cannot_be_followed_are_refused(sizes, keys, me
 
 def test_config_yaml_has_the_recipe_as_it_was_written(recipe, tmp_path, monkeypatch):
     """So the run goes on from its config.yaml under another of accelerate's configs."""
-    for name, value in parallelism_config(1).items():
-        monkeypatch.setenv(name, value)
-    run = train(load_config(recipe, [f"output_dir={tmp_path}", "train.steps=1"]))
+
+    def run_under_config(*more: str) -> Path:
+        for name, value in parallelism_config(1).items():
+            monkeypatch.setenv(name, value)
+        return train(load_config(recipe, [f"output_dir={tmp_path}", "train.steps=1", *more]))
+
+    with pytest.raises(InputError, match="the recipe has hybrid, but"):
+        run_under_config("train.parallel=hybrid")
+    run = run_under_config()
     assert load_config(run / "config.yaml").train.parallel == "auto"
 
 
