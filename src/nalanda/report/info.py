@@ -12,7 +12,7 @@ from nalanda.common.number_formats import TORCH_NAMES
 from nalanda.common.text import size, suggest
 from nalanda.config.load import load_config
 from nalanda.config.model import in_one_line, is_encoder
-from nalanda.config.schema import RunConfig, Stage
+from nalanda.config.schema import RunConfig
 from nalanda.model import NalandaConfig, NalandaForCausalLM
 from nalanda.report.runs import layers
 from nalanda.train.estimate import (
@@ -20,6 +20,7 @@ from nalanda.train.estimate import (
     meta_model,
     micro_batch_of,
     run_time,
+    stage_figures,
     tensor_parallel_share,
     time_range,
 )
@@ -133,21 +134,6 @@ def info(
         "peak_flops_per_device": peak,
         "peak_source": peak_source,
         "seconds": list(run_time(training_flops, peak * processes)) if peak else None,
-    }
-
-
-def stage_figures(stage: Stage, model: Any) -> dict[str, Any]:
-    """The figures of a stage that others may not share."""
-    data, train = stage.config.data, stage.config.train
-    return {
-        "name": stage.name,
-        "after_step": stage.begin,
-        "steps": stage.end - stage.begin,
-        "seq_len": data.seq_len,
-        "tokens_per_step": train.tokens_per_step,
-        "tokens": stage.tokens_after(),
-        "training_flops_per_token": flops_per_token(model, data.seq_len)[0],
-        "changes": stage.changes,
     }
 
 

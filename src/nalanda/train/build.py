@@ -39,7 +39,7 @@ from nalanda.train.checkpoint_dir import (
 from nalanda.train.checks import check_causal, keeps_documents_apart
 from nalanda.train.distill import load_teacher
 from nalanda.train.ema import Averages
-from nalanda.train.estimate import meta_model
+from nalanda.train.estimate import meta_model, stage_figures
 from nalanda.train.flops import flops_per_token, peak_flops
 from nalanda.train.guards import SpikeDetector
 from nalanda.train.launch import check_shared, on_main_process, patience
@@ -93,8 +93,12 @@ def set_up(
     set_seed(config.seed)
     model = build_model(recipe, tokenizer, weights=resume is None)
     teacher = load_teacher(config.distill, tokenizer, model.config, accelerator.device)
+
     # Of the bare model, before it is sharded.
-    costs = count_flops(config, accelerator, model) | describe_stages(stages, model)
+    costs = count_flops(config, accelerator, model)
+    if len(stages) > 1:
+        costs["stages"] = [stage_figures(each, model) for each in stages]
+
     build = partial(build_optimizer, model, config.optim)
     wrapped, optimizer = parallel.parallelize(accelerator, model, sharing, config.train, build)
     # Before the first step: otherwise the first save would fail, and its steps be lost.
@@ -104,6 +108,7 @@ def set_up(
     say("checking the model")
     carries = any(each.config.data.long_documents == "carry" for each in stages)
     kept_apart = verify_model(accelerator, model, carries)
+
     run = Run(
         stages=stages,
         stage=stage,
@@ -130,6 +135,7 @@ def set_up(
         ),
         mirror=mirror,
     )
+
     # Last, since it fills all that was built: weights, moments, positions, random states.
     if resume:
         restore(run, resume, say)
@@ -293,25 +299,6 @@ def count_flops(config: RunConfig, accelerator: Accelerator, model: Any) -> dict
         "peak_flops": peak,
         "peak": peak_source,
     }
-
-
-def describe_stages(stages: list[Stage], model: Any) -> dict[str, Any]:
-    """Returns the facts about the stages of a run that has several."""
-    if len(stages) == 1:
-        return {}
-    rows = []
-    for stage in stages:
-        data, train = stage.config.data, stage.config.train
-        rows.append(
-            {
-                "name": stage.name or None,
-                "after_step": stage.begin,
-                "seq_len": data.seq_len,
-                "tokens_per_step": train.tokens_per_step,
-                "training_flops_per_token": flops_per_token(model, data.seq_len)[0],
-            }
-        )
-    return {"stages": rows}
 
 
 def verify_model(accelerator: Accelerator, model: Any, carries: bool) -> bool:

@@ -31,7 +31,7 @@ from nalanda.model.layers import RMSNorm
 from nalanda.model.loss import linear_cross_entropy
 from nalanda.model.plans import is_cut
 from nalanda.model.sequences import Sequences
-from nalanda.train.flops import DTYPES
+from nalanda.train.flops import DTYPES, flops_per_token
 from nalanda.train.log import UTILISATION
 
 SHORT = 64
@@ -50,6 +50,21 @@ def time_left(stages: list[Stage], facts: dict) -> tuple[float, float]:
     left = [stage.tokens_after(facts["step"]) for stage in stages]
     flops = sum(tokens * cost for tokens, cost in zip(left, costs, strict=True))
     return run_time(flops, facts["peak_flops"])
+
+
+def stage_figures(stage: Stage, model: Any) -> dict[str, Any]:
+    """The figures of a stage that others may not share."""
+    data, train = stage.config.data, stage.config.train
+    return {
+        "name": stage.name or None,
+        "after_step": stage.begin,
+        "steps": stage.end - stage.begin,
+        "seq_len": data.seq_len,
+        "tokens_per_step": train.tokens_per_step,
+        "tokens": stage.tokens_after(),
+        "training_flops_per_token": flops_per_token(model, data.seq_len)[0],
+        "changes": stage.changes,
+    }
 
 
 def micro_batch_of(
