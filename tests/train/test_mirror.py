@@ -262,6 +262,18 @@ def test_the_manifest_goes_there_once_all_machines_have_uploaded(bucket, tmp_pat
     assert "run/checkpoints/step-5/part-1.json" not in bucket.names()
 
 
+def test_a_start_puts_together_the_parts_that_the_last_one_left(bucket, tmp_path):
+    folders, main, other = two_mirrors(tmp_path)
+    save_parts(folders, 5)
+    main.copy(1)
+    other.copy(1)  # killed here
+    assert steps(bucket) == []
+    again = mirror(folders[0])
+    again.several = True
+    again.fetch()
+    assert steps(bucket) == [5]
+
+
 @pytest.mark.slow
 def test_parts_of_another_checkpoint_of_the_step_do_not_count(bucket, tmp_path):
     folders, main, other = two_mirrors(tmp_path)
