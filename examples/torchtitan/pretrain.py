@@ -10,6 +10,7 @@ checkpoint as a transformers model folder, RUN/final.
 
 import json
 import math
+import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -186,6 +187,32 @@ def settings(recipe: RunConfig) -> Trainer.Config:
     )
 
 
+METADATA = {
+    *("pathlib.PosixPath", "torch.Size", "torch.serialization._get_layout"),
+    *map(str, (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool)),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    *(f"torch.distributed.checkpoint.metadata.{kind}Metadata" for kind in ("", "BytesStorage")),
+    *(
+        f"torch.distributed.checkpoint.metadata.{kind}StorageMetadata"
+        for kind in ("Chunk", "Tensor")
+    ),
+    "torch.distributed.checkpoint.metadata.MetadataIndex",
+    "torch.distributed.checkpoint.metadata.StorageMeta",
+    "torch.distributed.checkpoint.metadata.TensorProperties",
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+}
+"""The names in a checkpoint's `.metadata`, which is a pickle. torch loads whatever it names."""
+
+
+class Metadata(pickle.Unpickler):
+    """Loads a `.metadata`; raises `InputError` at a name that is not of `METADATA`."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in METADATA:
+            raise InputError(f".metadata: names {module}.{name}; take a checkpoint of torchtitan's")
+        return super().find_class(module, name)
+
+
 def export_newest(run_dir: Path, out: Path) -> Path:
     """Writes the newest of torchtitan's checkpoints as a transformers model folder."""
     recipe = load_config(run_dir / "config.yaml")
@@ -193,6 +220,9 @@ def export_newest(run_dir: Path, out: Path) -> Path:
     if not steps:
         raise InputError(f"{run_dir}/checkpoint: no checkpoint of torchtitan; name a run's folder")
     newest = max(steps, key=step_of)
+    with (newest / ".metadata").open("rb") as file:
+        Metadata(file).load()
+
     model = meta_model(
         recipe, build_tokenizer(recipe.tokenizer, recipe.data, run_dir / "tokenizer")
     )

@@ -2,15 +2,16 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training import ROOT, launched, start, tiny_recipe, write_recipe, write_texts
+from training import ROOT, environment, launched, start, tiny_recipe, write_recipe, write_texts
 from transformers import AutoModelForCausalLM
-
-from nalanda.model.configuration import NalandaConfig
 
 FOLDER = ROOT / "examples" / "torchtitan"
 SCRIPT = str(FOLDER / "pretrain.py")
@@ -78,23 +79,20 @@ def expected(run: Path) -> dict[str, torch.Tensor]:
     return {name: torch.tensor([line[name] for line in lines]) for name in ("loss", "grad_norm")}
 
 
-HAS_PLAN = bool(NalandaConfig().base_model_tp_plan)
 WAYS = {
-    "one process": (1, []),
-    "FSDP2": (2, ["train.micro_batch_size=2"]),
     "replicas": (2, ["train.micro_batch_size=2", "--parallelism.data_parallel_replicate_degree=2"]),
-    "recomputed": (1, ["train.gradient_checkpointing=true"]),
-    "pipeline": (2, ["--parallelism.pipeline_parallel_degree=2"]),
-    "heads": (2, ["--parallelism.tensor_parallel_degree=2"]),
+    "pipeline, recomputed": (
+        2,
+        ["train.gradient_checkpointing=true", "--parallelism.pipeline_parallel_degree=2"],
+    ),
     "heads and FSDP2": (4, ["train.micro_batch_size=2", "--parallelism.tensor_parallel_degree=2"]),
 }
+"""Beside FSDP2 and one process, which the next test has."""
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_it_follows_nalanda_train(way, recipe, ours, tmp_path):
     processes, words = WAYS[way]
-    if way.startswith("heads") and not HAS_PLAN:
-        pytest.skip("NalandaConfig has no plan of tensor parallelism")
     train(recipe, tmp_path / "run", *words, processes=processes)
     found, right = curves(tmp_path / "run"), expected(ours)
     assert len(found["loss"]) == STEPS
@@ -121,17 +119,57 @@ def test_it_resumes_and_its_weights_are_a_model_folder(recipe, ours, tmp_path):
     assert f"{STEPS} steps" in (run / "final" / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["--parallelism.context_parallel_degree=2"], "train.context_parallel: "),
-        (
-            ["model.tie_word_embeddings=true", "--parallelism.pipeline_parallel_degree=2"],
-            "model.tie_word_embeddings: ",
-        ),
-        (["train.stepz=3"], "train.stepz"),
-    ],
-)
-def test_what_it_refuses(words, problem, recipe, tmp_path):
-    printed = train(recipe, tmp_path / "run", *words, processes=2, fails=True)
-    assert any(line.startswith(problem) for line in printed.splitlines()), printed[-3000:]
+def test_a_wrong_key_is_one_line(recipe, tmp_path):
+    printed = train(recipe, tmp_path / "run", "train.stepz=3", processes=1, fails=True)
+    assert any(line.startswith("train.stepz") for line in printed.splitlines()), printed[-3000:]
+
+
+CHECKS = """
+import io, pickle, sys
+from types import SimpleNamespace
+from pretrain import InputError, Metadata, load_config
+from titan_model import check
+from nalanda.config.model import build_model_config
+
+def line(call, *arguments):
+    try:
+        call(*arguments)
+    except InputError as error:
+        print(error)
+
+def refused(*keys, **degrees):
+    none = dict.fromkeys(["pipeline", "tensor", "context"], 1)
+    degrees = {f"{name}_parallel_degree": n for name, n in (none | degrees).items()}
+    recipe = load_config(sys.argv[1], [*keys])
+    training = SimpleNamespace(seq_len=recipe.data.seq_len)
+    titan = SimpleNamespace(parallelism=SimpleNamespace(**degrees), training=training)
+    line(check, recipe, build_model_config(recipe), titan)
+
+refused(context=2)
+refused("model.tie_word_embeddings=true", pipeline=2)
+refused(tensor=3)
+refused(tensor=2, pipeline=2)
+
+class Harm:
+    def __reduce__(self):
+        return print, ("harm",)
+
+line(Metadata(io.BytesIO(pickle.dumps(Harm()))).load)
+"""
+
+
+def test_what_it_refuses(recipe, tmp_path):
+    (tmp_path / "checks.py").write_text(CHECKS)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "checks.py"), str(recipe)],
+        env=environment(PYTHONPATH=os.pathsep.join([str(FOLDER), os.environ["PYTHONPATH"]])),
+        capture_output=True,
+        text=True,
+    )
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[")]
+    assert done.returncode == 0, done.stderr[-3000:]
+    context, tied, heads, pickled = lines
+    assert context.startswith("train.context_parallel: ")
+    assert tied.startswith("model.tie_word_embeddings: ")
+    assert "3" in heads
+    assert pickled == ".metadata: names builtins.print; take a checkpoint of torchtitan's"
