@@ -747,7 +747,7 @@ def test_parallelism_configs_that_cannot_be_followed_are_refused(sizes, keys, me
         )
 
 
-def test_config_yaml_has_the_recipe_as_it_was_written(recipe, tmp_path, monkeypatch):
+def test_config_yaml_has_the_recipe_as_it_was_written(recipe, tmp_path, monkeypatch, capsys):
     """So the run goes on from its config.yaml under another of accelerate's configs."""
 
     def run_under_config(*more: str) -> Path:
@@ -759,6 +759,8 @@ def test_config_yaml_has_the_recipe_as_it_was_written(recipe, tmp_path, monkeypa
         run_under_config("train.parallel=hybrid")
     run = run_under_config()
     assert load_config(run / "config.yaml").train.parallel == "auto"
+    run_under_config("train.steps=2")
+    assert "train.parallel" not in capsys.readouterr().out
 
 
 def test_units_are_blocks():
