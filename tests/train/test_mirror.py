@@ -250,6 +250,7 @@ def test_the_manifest_goes_there_once_all_machines_have_uploaded(bucket, tmp_pat
     assert other.copy(1) == []
     assert "run/checkpoints/step-5/part-1.json" in bucket.names()
     assert steps(bucket) == []
+    assert not other.complete(part)
     assert main.copy(1) == []
     assert steps(bucket) == [5]
     assert "run/run.json" in bucket.names()
