@@ -17,7 +17,7 @@ from transformers.distributed import DistributedConfig
 
 from nalanda import NalandaConfig, NalandaForCausalLM, NalandaForMaskedLM
 from nalanda.model import MIXERS
-from nalanda.model.plans import is_cut, style_of
+from nalanda.model.plans import ROWS, is_cut, style_of
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64}
 VARIANTS = {
@@ -217,6 +217,10 @@ def test_plan_splits_or_shares_every_parameter(mixer):
     assert not {"lm_head.weight", "model.embed_tokens.weight"} & {*outside}
     known = {name for name, _ in model.named_modules()} | {n for n, _ in model.named_parameters()}
     assert {name.replace("*", "0") for name in plan} <= known
+
+    # Rows where heads and channels are summed.
+    rows = {name.removeprefix("model.layers.*.") for name, style in plan.items() if style == ROWS}
+    assert rows == {"mixer.o_proj", "mlp.down_proj"}
 
 
 def test_pipeline_plan_names_the_decoder_s_modules():
