@@ -173,11 +173,10 @@ def test_the_slow_one_of_two_processes_is_named_and_both_are_traced(recipe, tmp_
     assert f"profile    {run}/profile/steps-4-5/rank-0.json.gz" in said
     assert said.count(" calls  ") == 8  # the longest ops, of the first process alone
 
-    if parallel == "ddp":
-        before = contents(run / "profile")
-        launched(*command, "train.steps=30")
-        after = contents(run / "profile")
-        assert after.keys() - before.keys() == {
-            Path(f"steps-24-25/rank-{rank}.json.gz") for rank in (0, 1)
-        }
-        assert after.items() >= before.items()
+    before = contents(run / "profile")
+    launched(*command, "train.steps=30")
+    after = contents(run / "profile")
+    assert after.keys() - before.keys() == {
+        Path(f"steps-24-25/rank-{rank}.json.gz") for rank in (0, 1)
+    }
+    assert after.items() >= before.items()
