@@ -395,8 +395,12 @@ _CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 
 def _by_device(chosen: Callable, plain: Callable) -> Callable:
     def call(x, *args, **kwargs):
-        function = plain if x.device.type == "cpu" else chosen
-        return function(x, *args, **kwargs)
+        if x.device.type != "cpu":
+            return chosen(x, *args, **kwargs)
+        if any(kwargs.get(name) is not None for name in ("cu_seqlens", "seq_idx")):
+            # The function in torch ignores both. transformers refuses them around it.
+            raise ValueError(f"{plain.__name__}: packed rows need a GPU; pass one document a row")
+        return plain(x, *args, **kwargs)
 
     return call
 

@@ -93,9 +93,13 @@ def test_a_model_that_would_take_kernels_of_a_gpu_is_given_torchs(recipe, tmp_pa
     model = "model={auto: qwen3_next, hidden_size: 32, num_hidden_layers: 1, num_experts: 0}"
     config = configured(recipe, tmp_path / "run", model)
     tokenizer = build_tokenizer(config.tokenizer, config.data, tmp_path / "tokenizer")
-    module = sys.modules[type(build_model(config, tokenizer)).__module__]
+    model = build_model(config, tokenizer)
+    module = sys.modules[type(model).__module__]
     assert module.__name__.startswith("transformers.models.qwen3_next")
     assert not keep_fla_off_cpus(module), "nothing is left to change"
+    document = torch.tensor([[0, 0, 0, 1, 1]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="packed"):  # torch's functions ignore it
+        model(torch.tensor([[5, 6, 7, 8, 9]]), seq_idx=document, use_cache=False)
 
 
 def test_a_model_type_needs_no_path(recipe, tmp_path, capsys):
