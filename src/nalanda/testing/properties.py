@@ -211,9 +211,12 @@ def reordered_cache(model, ids):
 
 def cropped_cache(model, ids):
     """A cache without its last three tokens goes on as one that never had them."""
-    _, cache = goes_on(model, ids[:1, :60])
+    _, cache = goes_on(model, ids[:1, :50])
     if not getattr(cache, "is_croppable", True):
         raise NotImplementedError("this cache cannot be cropped")
+    if hasattr(cache, "activate_past_recording"):  # else convolutions keep their last tokens alone
+        cache.activate_past_recording()
+    _, cache = goes_on(model, ids[:1, 50:60], cache)
     cache.crop(-3)
     return goes_on(model, ids[:1, 57:58], cache)[0], uncached(model, ids[:1])[:, 57:58]
 
