@@ -456,6 +456,27 @@ def linearize(folder: Annotated[str, Argument(help="folder with the unpacked rec
     """
 
 
+@calls("field:make_table")
+def field(
+    names: Annotated[
+        list[str] | None, Argument(help="classes of field.yaml; by default all of them")
+    ] = None,
+    records: Annotated[
+        str, Option(help="directory for a record a class; classes that have one are kept")
+    ] = "lab/records/field",
+    minutes: Annotated[int, Option(min=1, help="time for each class")] = 30,
+    again: Annotated[bool, Option("--again", help="check classes that have a record")] = False,
+) -> None:
+    """Check public classes, and write the table of docs/field.md.
+
+    \b
+    nalanda-lab field mamba --again
+
+    Each class in a process of its own, by `nalanda check`. A difference enters the table once it was verified
+    by hand and is listed in lab/nalanda_lab/field.yaml.
+    """
+
+
 @app.command()
 def kernels(
     what: Annotated[str, Argument(metavar="static|traffic", help="compile, or count bytes moved")],
