@@ -52,7 +52,11 @@ def make_table(names: list[str] | None, records: str, minutes: int, again: bool)
 
     Raises InputError for a name that is not listed, and for a difference that nobody verified.
     """
-    names, folder, listed = names or [], Path(records), yaml.safe_load(LIST.read_text(encoding="utf-8"))
+    names, folder, listed = (
+        names or [],
+        Path(records),
+        yaml.safe_load(LIST.read_text(encoding="utf-8")),
+    )
     folder.mkdir(parents=True, exist_ok=True)
     if unknown := set(names) - listed["classes"].keys():
         raise InputError(f"{min(unknown)}: not a class of {LIST.name}; add it there")

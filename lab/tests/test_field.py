@@ -47,5 +47,5 @@ def test_every_property_has_a_column():
 
 
 def test_a_class_that_is_not_listed_is_one_line(tmp_path):
-    with pytest.raises(InputError, match="mambo: not a class of field.yaml"):
+    with pytest.raises(InputError, match="mambo: not a class of field"):
         field.make_table(["mambo"], str(tmp_path), 1, False)
