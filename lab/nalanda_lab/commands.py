@@ -217,7 +217,7 @@ def decode(
     """
 
 
-speed = typer.Typer(help="Compare this release's speed to its aims.", no_args_is_help=True)
+speed = typer.Typer(help="Compare this release's speed to its peers.", no_args_is_help=True)
 app.add_typer(speed, name="speed")
 
 

@@ -1,4 +1,4 @@
-"""The speed of this release on a CPU as one table: every ratio beside its aim.
+"""The speed of this release on a CPU as one table: every ratio beside its peer.
 
 A row is measured in one process, in rounds that call each side once. Its file keeps the seconds of every round, and
 the table is printed from the files alone. So a killed command goes on with the next row.
@@ -84,25 +84,25 @@ SLOWEST = 5
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the table: the ratio of two sides' seconds, and how far it should be."""
+    """A line of the table: the ratio of two sides' seconds."""
 
     name: str
     numerator: str
     denominator: str
-    aim: float
     before: tuple[str, str]
     """The numerator and the denominator without this release's parts."""
-    at_most: bool = False
+    ours_above: bool = False
+    """Whether the ratio is our time by another of ours, and not a peer's by ours."""
     floor: str | None = None
-    """A side that ours cannot pass: its share explains a missed aim."""
+    """A side that ours cannot pass: its share of our time stands below the table."""
 
     @property
     def ours(self) -> str:
-        return self.numerator if self.at_most else self.denominator
+        return self.numerator if self.ours_above else self.denominator
 
     @property
     def ours_before(self) -> str:
-        return self.before[0 if self.at_most else 1]
+        return self.before[0 if self.ours_above else 1]
 
     @property
     def sides(self) -> set[str]:
@@ -317,97 +317,91 @@ def write_gguf_of(model: NalandaForCausalLM, folder: Path, dtype: str) -> Path:
 # ------------------------------ rows
 
 
-def against_itself(name: str, what: str, aim: float) -> Line:
+def against_itself(name: str, what: str) -> Line:
     floor = f"{what}, products alone" if name.startswith("token") else None
     before = f"{what}, before"
-    return Line(name, before, f"{what}, now", aim, (before, before), floor=floor)
+    return Line(name, before, f"{what}, now", (before, before), floor=floor)
 
 
-def against_llama(name: str, what: str, aim: float, route: str = "before") -> Line:
+def against_llama(name: str, what: str, route: str = "before") -> Line:
     """route: of Llama, that of `before` or `now`; ours has its own in both."""
     ours = f"{what}, before" if route == "before" else f"{what}, torch on our route"
     peer = f"Llama, {route}"
-    return Line(name, peer, f"{what}, now", aim, (peer, ours))
+    return Line(name, peer, f"{what}, now", (peer, ours))
 
 
-def against_qwen(size: str, aim: float) -> Line:
+def against_qwen(size: str) -> Line:
     ours = "Gated DeltaNet"
     before = ("Qwen3-Next", f"{ours}, before")
     name, floor = f"token, {size}: Qwen3-Next's layers", f"{ours}, products alone"
-    return Line(name, before[0], f"{ours}, now", aim, before, floor=floor)
+    return Line(name, before[0], f"{ours}, now", before, floor=floor)
 
 
-def against_llama_cpp(dtype: str, aim: float) -> Line:
+def against_llama_cpp(dtype: str) -> Line:
     peer = f"{dtype}, llama.cpp"
     before = (peer, f"{dtype}, before")
     name, floor = f"token, 30 M, {dtype}: llama.cpp", f"{dtype}, products alone"
-    return Line(name, peer, f"{dtype}, now", aim, before, floor=floor)
+    return Line(name, peer, f"{dtype}, now", before, floor=floor)
 
 
-def against_scalar(case: str, sizes: str, aim: float) -> Line:
+def against_scalar(case: str, sizes: str) -> Line:
     scalar = recurrences.CASES[0]
     before = (f"{case}, {sizes}, before", f"{scalar}, {sizes}, before")
     now = (f"{case}, {sizes}, now", f"{scalar}, {sizes}, now")
-    return Line(f"{case} / {scalar}, {sizes}", *now, aim, before, at_most=True)
+    return Line(f"{case} / {scalar}, {sizes}", *now, before, ours_above=True)
 
 
-def training_row(length: int, aims: dict[str, float], same_route: float | None = None) -> Row:
-    """aims: by mixer. same_route: the aim of Gated DeltaNet beside a Llama on our route, in fp32."""
-    dtype = torch.bfloat16 if same_route is None else torch.float32
-    title = f"training, {'fp32' if same_route else 'bf16'}, T = {length}"
-    lines = [against_llama(f"{title}: {name}", name, aim) for name, aim in aims.items()]
-    if same_route is not None:
+def training_row(length: int, dtype: torch.dtype) -> Row:
+    """In fp32 Gated DeltaNet stands beside a Llama on our route, too."""
+    title = f"training, {'fp32' if dtype == torch.float32 else 'bf16'}, T = {length}"
+    lines = [against_llama(f"{title}: {name}", name) for name in MIXERS]
+    if dtype == torch.float32:
         name = "Gated DeltaNet"
-        title = f"{title}: {name}, Llama on our route"
-        lines.append(against_llama(title, name, same_route, "now"))
+        lines.append(against_llama(f"{title}: {name}, Llama on our route", name, "now"))
     repeats = (
         5 if length == 4096 and dtype == torch.float32 else 11
     )  # three minutes with two threads
     return Row(partial(train_sides, length, dtype), tuple(lines), repeats, trains=True)
 
 
-def token_row(size: str, aims: dict[str, float], peer: float | None, repeats: int) -> Row:
-    """aims: against before, by mixer. peer: the aim against Qwen3-Next's layers."""
-    lines = [against_itself(f"token, {size}: {name}", name, aim) for name, aim in aims.items()]
-    if peer is not None:
-        lines.append(against_qwen(size, peer))
-    build = partial(token_sides, size, tuple(aims), peer is not None)
-    return Row(build, tuple(lines), repeats)
+def token_row(size: str, mixers: tuple[str, ...], repeats: int, peer: bool = True) -> Row:
+    """peer: whether Qwen3-Next's layers stand beside Gated DeltaNet."""
+    lines = [against_itself(f"token, {size}: {name}", name) for name in mixers]
+    if peer:
+        lines.append(against_qwen(size))
+    return Row(partial(token_sides, size, mixers, peer), tuple(lines), repeats)
 
 
 ROWS: dict[str, Row] = {
-    "train_512": training_row(512, {"Gated DeltaNet": 1.7, "NaLa": 1.55}, 1.0),
-    "train_4096": training_row(4096, {"Gated DeltaNet": 2.5, "NaLa": 2.35}, 1.5),
-    "train_bf16_512": training_row(512, {"Gated DeltaNet": 1.1, "NaLa": 1.0}),
-    "train_bf16_4096": training_row(4096, {"Gated DeltaNet": 2.0, "NaLa": 1.8}),
+    "train_512": training_row(512, torch.float32),
+    "train_4096": training_row(4096, torch.float32),
+    "train_bf16_512": training_row(512, torch.bfloat16),
+    "train_bf16_4096": training_row(4096, torch.bfloat16),
     "evaluation": Row(
         evaluation_sides,
-        tuple(against_itself(f"evaluation, forward: {name}", name, 1.9) for name in MIXERS),
+        tuple(against_itself(f"evaluation, forward: {name}", name) for name in MIXERS),
         repeats=11,
     ),
-    "token_2m": token_row("2.4 M", {"Gated DeltaNet": 8.0, "NaLa": 8.0}, None, 20),
-    "token_30m": token_row("30 M", {"Gated DeltaNet": 3.3, "NaLa": 3.3}, 4.0, 20),
-    "token_340m": token_row("340 M", {"Gated DeltaNet": 2.0}, 2.4, 15),
+    "token_2m": token_row("2.4 M", tuple(MIXERS), repeats=20, peer=False),
+    "token_30m": token_row("30 M", tuple(MIXERS), repeats=20),
+    "token_340m": token_row("340 M", ("Gated DeltaNet",), repeats=15),
     "llama_cpp": Row(
         llama_sides,
-        (against_llama_cpp("f32", 1.1), against_llama_cpp("bf16", 0.9)),
+        (against_llama_cpp("f32"), against_llama_cpp("bf16")),
         repeats=10,
         needs=("xllamacpp", "gguf"),
     ),
     "softmax": Row(
-        softmax_sides, (against_itself("softmax token at 32 k", "softmax", 4.0),), repeats=15
+        softmax_sides, (against_itself("softmax token at 32 k", "softmax"),), repeats=15
     ),
     "map": Row(
-        map_sides,
-        (against_itself("NaLa's map with its norm", "map", 6.0),),
-        repeats=30,
-        trains=True,
+        map_sides, (against_itself("NaLa's map with its norm", "map"),), repeats=30, trains=True
     ),
     "channels": Row(
         channel_sides,
         tuple(
-            against_scalar(case, sizes, aim)
-            for case, aim in zip(recurrences.CHANNEL_CASES, (1.5, 1.6), strict=True)
+            against_scalar(case, sizes)
+            for case in recurrences.CHANNEL_CASES
             for sizes in ROWS_OF_HEADS
         ),
         repeats=9,
@@ -523,9 +517,9 @@ def profiled(call: Side) -> dict[str, float]:
 
 def table_of(folder: Path, names: list[str]) -> str:
     """The table in Markdown, from the records in the folder."""
-    lines = ["| | before | now | ratio before | ratio, 25–75 % | aim | |"]
-    lines.append("|---|---:|---:|---:|---:|---:|---|")
-    records, profiles = [], []
+    lines = ["| | before | now | ratio before | ratio, 25–75 % |"]
+    lines.append("|---|---:|---:|---:|---:|")
+    records, profiles = [], {}
     for name in names:
         row, file = ROWS[name], folder / f"{name}.json"
         record = json.loads(file.read_text()) if file.is_file() else None
@@ -533,12 +527,10 @@ def table_of(folder: Path, names: list[str]) -> str:
             if record is None:
                 missing = missing_module(row)
                 reason = f"{missing} is not installed" if missing else "not measured"
-                lines.append(f"| {line.name} | | | | | {aim_of(line)} | {reason} |")
+                lines.append(f"| {line.name} | | | | {reason} |")
                 continue
-            figures = figures_of(line, record["seconds"])
-            lines.append(line_of(line, figures))
-            if not figures["reached"]:
-                profiles.append(profile_of(line, record))
+            lines.append(line_of(line, figures_of(line, record["seconds"])))
+            profiles[profile_of(line, record)] = None  # two lines may share ours
         records += [record] if record else []
     return "\n".join([*lines, "", *captions_of(records), *profiles])
 
@@ -557,7 +549,6 @@ def figures_of(line: Line, seconds: Measured) -> dict[str, Any]:
         "ratio": median,
         "low": quartiles[0],
         "high": quartiles[2],
-        "reached": median <= line.aim if line.at_most else median >= line.aim,
     }
 
 
@@ -568,18 +559,13 @@ def ratios_of(seconds: Measured, numerator: str, denominator: str) -> list[float
 def line_of(line: Line, figures: dict[str, Any]) -> str:
     before, now = (milliseconds(figures[name]) for name in ("before", "now"))
     ratio = f"{figures['ratio']:.2f} ({figures['low']:.2f} to {figures['high']:.2f})"
-    verdict = "reached" if figures["reached"] else "missed"
     ratio_before = f"{figures['ratio_before']:.2f}"
-    columns = (line.name, before, now, ratio_before, ratio, aim_of(line), verdict)
+    columns = (line.name, before, now, ratio_before, ratio)
     return f"| {' | '.join(columns)} |"
 
 
 def milliseconds(ms: float) -> str:
     return f"{ms:.{0 if ms >= 100 else 1 if ms >= 10 else 2}f} ms"
-
-
-def aim_of(line: Line) -> str:
-    return f"{'≤' if line.at_most else '≥'} {line.aim:g}"
 
 
 def captions_of(records: list[dict[str, Any]]) -> list[str]:
@@ -602,11 +588,11 @@ def captions_of(records: list[dict[str, Any]]) -> list[str]:
 
 
 def profile_of(line: Line, record: dict[str, Any]) -> str:
-    """Where the time of a missed line goes."""
+    """Where the time of our side of a line goes."""
     shares = {}
     if line.floor is not None:
         share = ratios_of(record["seconds"], line.floor, line.ours)
         shares[line.floor] = statistics.median(share)
     shares |= record["profiles"][line.ours]
     listed = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.01)
-    return f"\nMissed: {line.name}. Time of ours: {listed}."
+    return f"\nTime of {line.ours} in {record['settings']['row']}: {listed}."
