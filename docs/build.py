@@ -151,7 +151,8 @@ def build(site: Path) -> None:
         work = Path(folder)
         stage(ROOT, pages_of(tomllib.loads(config.read_text())["project"]["nav"]), work / "pages")
         shutil.copyfile(ROOT / "docs" / "site.css", work / "pages" / "docs" / "site.css")
-        shutil.copyfile(config, work / config.name)
+        version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+        (work / config.name).write_text(config.read_text().replace("VERSION", version))
         for code in ("src", "kernels", "eval"):
             (work / code).symlink_to(ROOT / code)
         done = subprocess.run(

@@ -46,7 +46,8 @@ def test_a_broken_link_is_found(tmp_path):
 
 
 def test_every_page_is_in_the_navigation():
-    pages = {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")}
+    folders = (ROOT / "docs", ROOT / "lab" / "pages")
+    pages = {str(page.relative_to(ROOT)) for folder in folders for page in folder.rglob("*.md")}
     assert pages - set(NAVIGATION) == set(), "zensical.toml: add them to nav"
     assert len(NAVIGATION) == len(set(NAVIGATION))
 
@@ -105,6 +106,9 @@ def test_the_site_builds_without_a_warning(tmp_path):
         ), page
     math = (tmp_path / "site" / "docs" / "formulas.html").read_text(encoding="utf-8")
     assert math.count("<math") > 90
+    home = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"Nalanda {version}" in home
     models = (tmp_path / "site" / "docs" / "api" / "models.html").read_text(encoding="utf-8")
     assert 'id="nalanda.NalandaForCausalLM.read"' in models
 
