@@ -28,14 +28,14 @@ def pytest_collection():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Every tenth case of a function that is marked `sampled` is fast, and the others are slow.
+    """Every fifteenth case of a function that is marked `sampled` is fast, and the others are slow.
 
     Steps of the golden ratio spread over all parameters, however many values each has.
     """
     seen: Counter[Any] = Counter()
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
-            if seen[item.function] * GOLDEN % 1 >= 1 / 10:
+            if seen[item.function] * GOLDEN % 1 >= 1 / 15:
                 item.add_marker(pytest.mark.slow)
             seen[item.function] += 1
 

@@ -1,6 +1,6 @@
 """Few cases of a large product that hold every pair of its values.
 
-Under the mark `sampled` (tests/conftest.py) a tenth of them is fast, and the others are slow.
+Under the mark `sampled` (tests/conftest.py) a fifteenth of them is fast, and the others are slow.
 """
 
 import collections
