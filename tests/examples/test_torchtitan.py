@@ -160,9 +160,11 @@ line(Metadata(io.BytesIO(pickle.dumps(Harm()))).load)
 
 def test_what_it_refuses(recipe, tmp_path):
     (tmp_path / "checks.py").write_text(CHECKS)
+    child = environment()
+    child["PYTHONPATH"] += os.pathsep + str(FOLDER)
     done = subprocess.run(
         [sys.executable, str(tmp_path / "checks.py"), str(recipe)],
-        env=environment(PYTHONPATH=os.pathsep.join([str(FOLDER), os.environ["PYTHONPATH"]])),
+        env=child,
         capture_output=True,
         text=True,
     )
