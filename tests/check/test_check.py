@@ -383,6 +383,7 @@ def test_a_run_of_ours_is_checked_as_it_is(tmp_path, capsys):
         (["lfm2_moe"], "lfm2_moe: the model cannot be made"),
         (["llama", "--only", "casual"], "--only casual: no such property; did you mean causal"),
         (["llama", *TINY, *ONE, "--against", "jax"], "--against jax: no such library; take"),
+        (["no_such_model", "--against", "jax"], "--against jax: no such library; take"),
         (["llama", "hidden_size=33"], "llama: the model cannot be made"),
         (["llama", "hidden_size"], "each needs FIELD=VALUE"),
     ],

@@ -37,9 +37,13 @@ def check_named(name: str, changes: dict, options: CheckOptions) -> tuple[Subjec
     """Makes the model `name` and judges it. changes: fields of its config.
 
     Raises:
-        InputError: the model cannot be made, or an option names no property.
+        InputError: the model cannot be made, or an option names no property or library.
     """
     chosen = choose_properties(options)
+    for library in options.against or []:
+        if library not in [*LIBRARIES, "vllm"]:
+            known = ", ".join(LIBRARIES)
+            raise InputError(f"--against {library}: no such library; take {known}, vllm")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()  # of saving and loading
     subject = make(
@@ -73,18 +77,11 @@ def choose_properties(options: CheckOptions) -> Sequence[Property]:
 
 
 def against(subject: Subject, library: str) -> Finding:
-    """Converts the model to another library's format, and compares what both compute.
-
-    Raises:
-        InputError: no such library.
-    """
+    """Converts the model to another library's format, and compares what both compute."""
     name, says = f"against {library}", "The model, converted to another library, computes the same."
     if library == "vllm":
         why = "vLLM computes the model itself by our plugin, see docs/deploying.md"
         return Finding(name, says, "not offered", note=why)
-    if library not in LIBRARIES:
-        raise InputError(f"--against {library}: no such library; take {', '.join(LIBRARIES)}, vllm")
-
     formats = LIBRARIES[library]
     if library == "transformers" and not isinstance(subject.model, NalandaForCausalLM):
         formats = ["nalanda"]  # the model is transformers' own

@@ -72,9 +72,9 @@ def judge_property(subject: Subject, holds: Property, allowed: float) -> Finding
     """allowed: the largest difference that rounding explains, as a share of the largest value."""
     name, says = holds.__name__.replace("_", " "), inspect.getdoc(holds) or ""
     ignored: set[str] = set()
+    missing = DOORS - accepted(subject.model)
     hook = subject.model.register_forward_pre_hook(
-        lambda module, _, inputs: ignored.update(inputs.keys() & DOORS - accepted(module)),
-        with_kwargs=True,
+        lambda _, __, inputs: ignored.update(inputs.keys() & missing), with_kwargs=True
     )
     try:
         found, expected = both_ways(holds, subject.model, subject.ids)
