@@ -57,7 +57,7 @@ from nalanda.common.products import product_route
 from nalanda.common.progress import Progress
 from nalanda.common.text import without_infinities
 from nalanda.common.versions import versions
-from nalanda.inference.load import choose_device, load_model
+from nalanda.inference.load import choose_device, load_model, number_format
 from nalanda.inference.options import LoadOptions
 from nalanda.train.resolve import resolve, resolve_all
 from nalanda_eval import report
@@ -253,7 +253,7 @@ def _score_model(
             "fingerprint": scorer.identity["weights"],
             "parameters": model.num_parameters(),
             "state_bytes": _state_bytes(model),
-            "dtype": str(model.dtype).removeprefix("torch."),
+            "dtype": number_format(model),
             "device": str(model.device),
             "products": product_route(),
             "max_length": None if in_one_pass else scorer.max_length,

@@ -40,6 +40,7 @@ from nalanda.inference.load import (
     is_ours,
     launched_context,
     load_model,
+    number_format,
 )
 from nalanda.inference.options import LoadOptions
 from nalanda.model.context import Context
@@ -137,7 +138,7 @@ def _model_facts(name: str, model: PreTrainedModel) -> dict[str, Any]:
         "fingerprint": fingerprint(model),
         "device": str(model.device),
         "products": product_route(),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": number_format(model),
     }
 
 

@@ -14,7 +14,8 @@ from nalanda_kernels.cpu.structures import FP32, Operation, Step
 from nalanda_kernels.maps import describe
 from nalanda_kernels.one_token import Token
 
-ROWS = {torch.float32: 8, torch.bfloat16: 4}  # of a product; more are faster in torch
+# Rows of a product, by the dtype of its weights; more are faster in torch.
+ROWS = {torch.float32: 8, torch.bfloat16: 4, torch.int8: 2**31}
 KINDS = ("product", "step", "norm", "wide_norm", "swiglu")
 SCORES = (None, "softmax", "relu")
 ACTIVATIONS = ("silu", "sigmoid", "plain")
@@ -131,12 +132,20 @@ def threads_for(entries: int, units: int) -> int:
     return max(1, min(torch.get_num_threads(), units, entries // ENTRIES_A_THREAD))
 
 
-def linear_rows(x: Tensor, weight: Tensor) -> Tensor | None:
-    """x Wᵀ for x `[…, K]` of few rows, with sums in fp32; None for more rows or other dtypes."""
+def linear_rows(
+    x: Tensor, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor | None:
+    """x Wᵀ for x `[…, K]` of few rows, with sums in fp32; None for more rows or other dtypes.
+
+    scale: `[M]`, for W in int8, whose rows it multiplies. bias: `[M]`.
+    """
     M, K = weight.shape
     N = x.numel() // K
-    readable = weight.dtype == x.dtype and weight.is_cpu and weight.is_contiguous()
-    if not (readable and 0 < N <= ROWS.get(x.dtype, 0)):
+    codes = torch.int8 if scale is not None else x.dtype
+    others = [y for y in (scale, bias) if y is not None]
+    fit = x.dtype in DTYPES and weight.dtype == codes and 0 < N <= ROWS.get(codes, 0)
+    fit &= all(y.dtype == x.dtype for y in others)
+    if not (fit and all(y.is_cpu and y.is_contiguous() for y in (weight, *others))):
         return None
     x = x.contiguous()
     y = x.new_empty(*x.shape[:-1], M)
@@ -146,6 +155,8 @@ def linear_rows(x: Tensor, weight: Tensor) -> Tensor | None:
         "product",
         x=x.data_ptr(),
         weight=weight.data_ptr(),
+        scale=0 if scale is None else scale.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
         y=y.data_ptr(),
         N=N,
         K=K,

@@ -44,8 +44,8 @@ STEP = (
     ("Settings", "query key"),
 )
 OPERATION = (
-    # arrays of T, but for x of a wide norm, in fp32
-    ("const void*", "x weight bias added step"),
+    # arrays of T, but for x of a wide norm, in fp32, and a weight with scales of its rows, in int8
+    ("const void*", "x weight scale bias added step"),
     ("void*", "y"),
     # waits: all threads wait behind it for each other
     ("int32_t", "kind N K M waits"),

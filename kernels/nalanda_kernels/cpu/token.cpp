@@ -3,18 +3,35 @@
 
 enum Action { PRODUCT, STEP, NORM, WIDE_NORM, SWIGLU };
 
-// y [N, M] = x [N, K] times the transpose of W [M, K], plus a bias [M] and what y is added to, which may be null.
+constexpr int ROWS = 64;
+
+// y [N, M] = x [N, K] times the transpose of W [M, K], plus a bias [M] and what y is added to, which may be null. W
+// with scales of its rows [M] is in int8.
 template <class T>
 void run_product(const Operation& op, Part part) {
     static thread_local std::vector<float> memory;
-    const T *bias = (const T*)op.bias, *added = (const T*)op.added;
+    static thread_local CodeMemory codes;
+    const T *scale = (const T*)op.scale, *bias = (const T*)op.bias, *added = (const T*)op.added;
+    const T* x = (const T*)op.x;
     long M = op.M;
-    const float* x = arrange<T>((const T*)op.x, op.N, op.K, memory);
-    multiply_all((const T*)op.weight, x, op.N, op.K, part.first(M), part.end(M), [&](int n, long m, float sum) {
-        float y = sum + (bias ? load(bias + m) : 0);
-        if (added) y = load(added + n * M + m) + rounded<T>(y);
-        store((T*)op.y + n * M + m, y);
-    });
+    long before = 0;  // rows of x in earlier blocks
+    auto take = [&](int n, long m, float sum) {
+        long at = (before + n) * M + m;
+        float y = sum * (scale ? load(scale + m) : 1) + (bias ? load(bias + m) : 0);
+        if (added) y = load(added + at) + rounded<T>(y);
+        store((T*)op.y + at, y);
+    };
+    long first = part.first(M), end = part.end(M);
+    if (!scale) {
+        multiply_all((const T*)op.weight, arrange<T>(x, op.N, op.K, memory), op.N, op.K, first, end, take);
+        return;
+    }
+    // So many rows of x stay in a processor's nearest memory while all of W passes.
+    for (; before < op.N; before += ROWS) {
+        int N = op.N - before < ROWS ? op.N - before : ROWS;
+        Codes block = encode(x + before * op.K, N, op.K, codes);
+        multiply_all((const int8_t*)op.weight, block, N, op.K, first, end, take);
+    }
 }
 
 // SiLU(a) ⊙ b

@@ -15,9 +15,15 @@ from nalanda_kernels.cpu.structures import Operation, Step
 from nalanda_kernels.one_token import Token
 
 
-def begin_token(batch: int, dtype: torch.dtype) -> "Program | None":
-    """An empty program; None for other dtypes or more rows. Raises Unsupported where the library cannot be built."""
-    return Program(batch, dtype) if batch <= ROWS.get(dtype, 0) else None
+def begin_token(
+    batch: int, dtype: torch.dtype, weights: torch.dtype | None = None
+) -> "Program | None":
+    """An empty program; None for other dtypes or more rows. Raises Unsupported where the library cannot be built.
+
+    weights: their dtype, if it is not the model's.
+    """
+    served = dtype in DTYPES and batch <= ROWS.get(weights or dtype, 0)
+    return Program(batch, dtype) if served else None
 
 
 class Program:
@@ -83,12 +89,15 @@ class Program:
         self, x: Tensor, layer: nn.Module, y: Tensor | str, added: Tensor | None = None
     ) -> Tensor:
         """y = W x + bias (+ added, which may be y). y: an array, or the name of one."""
-        if type(layer) is not nn.Linear:
+        scale = getattr(layer, "weight_scale", None)  # of weights in int8
+        if type(layer) is not nn.Linear and scale is None:
             raise Unsupported(f"a layer of the class {type(layer).__name__}")
+        if layer.weight.dtype != (self.dtype if scale is None else torch.int8):
+            raise Unsupported(f"weights in {layer.weight.dtype} beside {self.dtype}")
         if isinstance(y, str):
             y = self.array(y, layer.out_features)
         self.entries += layer.weight.numel()
-        weights = {"weight": layer.weight, "bias": layer.bias}
+        weights = {"weight": layer.weight, "scale": scale, "bias": layer.bias}
         self.add("product", x, y, added=added, weights=weights, M=layer.out_features)
         return y
 
@@ -122,6 +131,7 @@ class Program:
         self.run_all(start, end - first, threads_for(self.entries, self.entries))
 
     def _address(self, weight: Tensor) -> int:
-        if weight.dtype != self.dtype or not (weight.is_contiguous() and weight.is_cpu):
+        readable = weight.dtype in (self.dtype, torch.int8)
+        if not (readable and weight.is_contiguous() and weight.is_cpu):
             raise Unsupported(f"weights in {weight.dtype} beside {self.dtype}")
         return weight.data_ptr()

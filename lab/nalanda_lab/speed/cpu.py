@@ -35,7 +35,14 @@ from nalanda.common.files import write_atomically
 from nalanda.common.products import choose_product_route, product_route, set_product_route
 from nalanda.common.text import suggest
 from nalanda.common.versions import versions
-from nalanda.model import NalandaCache, NalandaConfig, NalandaForCausalLM, ops, sequences
+from nalanda.model import (
+    Int8Config,
+    NalandaCache,
+    NalandaConfig,
+    NalandaForCausalLM,
+    ops,
+    sequences,
+)
 from nalanda.model.feature_maps import build_feature_map
 from nalanda.train.loss import summed_loss
 from nalanda_lab.paired import cpu_model
@@ -71,8 +78,10 @@ SOFTMAX |= {"intermediate_size": 1024, "vocab_size": 1000}
 MIXERS: dict[str, Shape] = {"Gated DeltaNet": {}, "NaLa": {"feature_map": "nala", "expand_k": 0.5}}
 BATCHES = {512: (4, 512), 4096: (1, 4096)}
 """Rows and tokens of a row in a training step, by its name in the table."""
-TOKENS = {"2.4 M": 128, "30 M": 16, "340 M": 4, "softmax": 4, "llama.cpp": 128}
+TOKENS = {"2.4 M": 128, "30 M": 16, "340 M": 8, "softmax": 4, "llama.cpp": 128}
 """Tokens of a measurement."""
+TEXTS = (4, 16)
+"""Texts that are decoded at once."""
 CONTEXT = 32768
 ROWS_OF_HEADS = {f"{T} × {H}": (T, H) for T, H in recurrences.SHAPES}
 """Tokens and heads of the delta rules, by their name in the table."""
@@ -189,9 +198,9 @@ def evaluation_sides() -> dict[str, Side]:
     return sides
 
 
-def read_prompt(model: NalandaForCausalLM) -> NalandaCache:
+def read_prompt(model: NalandaForCausalLM, texts: int = 1) -> NalandaCache:
     with torch.inference_mode():
-        return model(torch.zeros(1, 16, dtype=torch.int64), logits_to_keep=1).past_key_values
+        return model(torch.zeros(texts, 16, dtype=torch.int64), logits_to_keep=1).past_key_values
 
 
 def token_sides(size: str, mixers: tuple[str, ...], peer: bool = True) -> dict[str, Side]:
@@ -261,18 +270,51 @@ def llama_sides() -> dict[str, Side]:
     sides: dict[str, Side] = {}
     model = build_ours(SHAPES["30 M"], bos_token_id=0, eos_token_id=0).eval()
     for name, dtype in (("f32", torch.float32), ("bf16", torch.bfloat16)):
-        ours: Any = copy.deepcopy(model)
-        ours.to(dtype)
+        ours = model if dtype == torch.float32 else in_bf16(model)
         decode = partial(timed_tokens, ours, read_prompt(ours), TOKENS["llama.cpp"])
         sides[f"{name}, before"] = side(partial(decode, as_generate=False), new=False)
         sides[f"{name}, now"] = side(decode, new=True)
         products = partial(timed_calls, products_of(ours), TOKENS["llama.cpp"])
         sides[f"{name}, products alone"] = side(products, new=True)
-        sides[f"{name}, llama.cpp"] = llama_token(model, name)
+        sides[f"{name}, llama.cpp"] = llama_token(model, name, TOKENS["llama.cpp"])
     return sides
 
 
-def llama_token(model: NalandaForCausalLM, dtype: str) -> Side:
+def int8_sides(size: str) -> dict[str, Side]:
+    """One token with weights in int8 beside wider ones and llama.cpp's Q8_0; and of several texts at once."""
+    sides: dict[str, Side] = {}
+    model = build_ours(SHAPES[size], bos_token_id=0, eos_token_id=0).eval()
+    for name, ours in (("bf16", in_bf16(model)), ("fp32", model), ("int8", in_int8(model))):
+        decode = partial(timed_tokens, ours, read_prompt(ours), TOKENS[size])
+        sides[name] = side(decode, new=True)
+        products = partial(timed_calls, products_of(ours), TOKENS[size])
+        sides[f"{name}, products alone"] = side(products, new=True)
+    for texts in TEXTS:
+        decode_all = partial(timed_tokens, ours, read_prompt(ours, texts), TOKENS[size])
+        sides[f"{texts} texts"] = side(decode_all, new=True)
+        sides[f"{texts} texts, one by one"] = partial(times, texts, sides["int8"])
+    sides["llama.cpp"] = llama_token(model, "q8_0", TOKENS[size])
+    return sides
+
+
+def times(count: int, call: Side) -> float:
+    return count * call()
+
+
+def in_bf16(model: NalandaForCausalLM) -> Any:
+    ours: Any = copy.deepcopy(model)
+    return ours.to(torch.bfloat16)
+
+
+def in_int8(model: NalandaForCausalLM) -> Any:
+    """The model as `from_pretrained` rounds its weights."""
+    with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):
+        model.save_pretrained(folder)
+        loaded = NalandaForCausalLM.from_pretrained(folder, quantization_config=Int8Config())
+    return loaded.eval()
+
+
+def llama_token(model: NalandaForCausalLM, dtype: str, tokens: int) -> Side:
     """Seconds a token: a long answer's less a short one's, which has the cost of a request."""
     xllamacpp: Any = importlib.import_module("xllamacpp")  # an extra
 
@@ -290,7 +332,7 @@ def llama_token(model: NalandaForCausalLM, dtype: str) -> Side:
         server.handle_completions(request | {"ignore_eos": True, "cache_prompt": False})
         return time.perf_counter() - start
 
-    short, long = 8, 8 + TOKENS["llama.cpp"]
+    short, long = 8, 8 + tokens
     return lambda: (answer(long) - answer(short)) / (long - short)
 
 
@@ -344,6 +386,21 @@ def against_llama_cpp(dtype: str) -> Line:
     return Line(name, peer, f"{dtype}, now", before, floor=floor)
 
 
+def int8_row(size: str, repeats: int) -> Row:
+    """Weights in int8 beside wider ones."""
+    name, floor = f"token, {size}, int8", "int8, products alone"
+
+    def line(what: str, peer: str, ours: str = "int8", floor: str | None = None) -> Line:
+        return Line(f"{name}{what}", peer, ours, (peer, ours), floor=floor)
+
+    peers = {"llama.cpp, Q8_0": "llama.cpp", "bf16": "bf16", "fp32": "fp32"}
+    lines = [line(f": {label}", peer, floor=floor) for label, peer in peers.items()]
+    for texts in TEXTS:
+        one_by_one = f"{texts} texts, one by one"
+        lines.append(line(f", {one_by_one}", one_by_one, f"{texts} texts"))
+    return Row(partial(int8_sides, size), tuple(lines), repeats, needs=("xllamacpp", "gguf"))
+
+
 def against_scalar(case: str, sizes: str) -> Line:
     scalar = recurrences.CASES[0]
     before = (f"{case}, {sizes}, before", f"{scalar}, {sizes}, before")
@@ -391,6 +448,8 @@ ROWS: dict[str, Row] = {
         repeats=10,
         needs=("xllamacpp", "gguf"),
     ),
+    "int8_30m": int8_row("30 M", repeats=15),
+    "int8_340m": int8_row("340 M", repeats=9),
     "softmax": Row(
         softmax_sides, (against_itself("softmax token at 32 k", "softmax"),), repeats=15
     ),

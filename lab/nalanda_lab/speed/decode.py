@@ -162,7 +162,8 @@ def _products() -> tuple[Step, int]:
 def products_of(model: NalandaForCausalLM) -> Callable[[], None]:
     """A model's matrix products alone, for one token: one program where kernels serve it."""
     layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    program = by_kernel("token", "auto", layers[-1].weight, 1, model.dtype)
+    weight = layers[-1].weight
+    program = by_kernel("token", "auto", weight, 1, model.dtype, weight.dtype)
     if program is not None:
         for layer in layers:
             program.linear(program.array("x", layer.in_features).zero_(), layer, "y")
@@ -208,11 +209,11 @@ def random_keys(context: int, layers: int, heads: int, head_dim: int) -> list[di
 def timed_tokens(
     model: NalandaForCausalLM, cache: NalandaCache, tokens: int, as_generate: bool = True
 ) -> float:
-    """Seconds a token, in a fork of the cache. One token before, untimed, gives the fork its memory.
+    """Seconds a token of all texts, in a fork of the cache. One token before, untimed, gives the fork its memory.
 
     as_generate: in the context that `generate` opens, where a token is one program.
     """
-    token, fork = torch.zeros(1, 1, dtype=torch.int64), cache.fork()
+    token, fork = torch.zeros(cache.batch_size, 1, dtype=torch.int64), cache.fork()
     with torch.inference_mode(), choose_decoder(model) if as_generate else nullcontext():
         return timed_calls(lambda: model(token, past_key_values=fork), tokens)
 

@@ -16,6 +16,9 @@ SPELLINGS = {torch_name: name for name, torch_name in TORCH_NAMES.items()} | {
 LOADED = ("auto", "fp32", "bf16", "fp16", "fp64")
 """Formats in which a model may be loaded; auto: the one in which it was saved."""
 
+WEIGHTS = ("int8",)
+"""Narrower formats that matrices may be rounded to as a model is loaded."""
+
 STATES = ("fp32", "bf16", "int8", "fp8")
 """Formats that a state may be kept in."""
 

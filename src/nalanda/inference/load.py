@@ -20,16 +20,22 @@ from transformers import (
 )
 
 from nalanda.common.errors import InputError, explained, first_line, out_of_memory
-from nalanda.common.number_formats import LOADED, TORCH_NAMES, choose_format
+from nalanda.common.number_formats import LOADED, TORCH_NAMES, WEIGHTS, choose_format
 from nalanda.common.products import choose_product_route, set_product_route
 from nalanda.config.model import silence_transformers
 from nalanda.config.model_folder import tokenizer_files
+from nalanda.model import Int8Config
 from nalanda.model.context import Context
 from nalanda.train.resolve import resolve
 
 
 def load_model(
-    name: str, *, device: str | None = None, dtype: str = "auto", trust_remote_code: bool = False
+    name: str,
+    *,
+    device: str | None = None,
+    dtype: str = "auto",
+    weights: str | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model and its tokenizer, ready for inference.
 
@@ -37,6 +43,7 @@ def load_model(
         name: a run, a checkpoint directory or an id on the Hugging Face hub, as `resolve` reads it.
         device: device for the model; by default a GPU if there is one, else the CPU.
         dtype: one of `number_formats.LOADED`, or torch's name of it; `auto` is the checkpoint's own.
+        weights: one of `number_formats.WEIGHTS`, which the matrices are rounded to; None: as saved.
         trust_remote_code: run the modeling files of the checkpoint. Not needed for our own checkpoints.
 
     Raises:
@@ -50,6 +57,10 @@ def load_model(
         set_product_route(choose_product_route())
     dtype = choose_format(dtype, LOADED, "--dtype")
     dtype = TORCH_NAMES.get(dtype, dtype)
+    options = {}
+    if weights is not None:
+        choose_format(weights, WEIGHTS, "--weights")
+        options["quantization_config"] = Int8Config()
 
     keep_model_types()
     with silence_transformers():
@@ -58,7 +69,11 @@ def load_model(
                 resolved.tokenizer, trust_remote_code=trust_remote_code
             )
             model, report = AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+                name,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **options,
             )
             if keep_fla_off_cpus(sys.modules[type(model).__module__]) and device == "cpu":
                 print(
@@ -94,6 +109,13 @@ def _loading_error(name: str, error: Exception) -> InputError:
         advice = "copy its files there, or make a model of a run's step with `nalanda export`"
         return InputError(f"{name} has no tokenizer; {advice}")
     return InputError(f"cannot load {name}: {first_line(error)}")
+
+
+def number_format(model: PreTrainedModel) -> str:
+    """The formats of a model's weights: "bfloat16", or "int8 and bfloat16"."""
+    dtypes = {str(weight.dtype).removeprefix("torch.") for weight in model.parameters()}
+    rest = str(model.dtype).removeprefix("torch.")
+    return f"int8 and {rest}" if "int8" in dtypes else rest
 
 
 def _vocabulary_size(model: PreTrainedModel) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nalanda.common.errors import InputError
-from nalanda.common.number_formats import LOADED, STATES, TORCH_NAMES, choose_format
+from nalanda.common.number_formats import LOADED, STATES, TORCH_NAMES, WEIGHTS, choose_format
 from nalanda.config.bounds import check_seed
 
 
@@ -19,6 +19,8 @@ class LoadOptions:
     """cpu, cuda, cuda:1, …; by default a GPU if there is one."""
     dtype: str = "auto"
     """auto (as saved), fp32, bf16, fp16 or fp64."""
+    weights: str | None = None
+    """int8: matrices in a byte a weight, for speed on a CPU; by default as saved."""
     trust_remote_code: bool = False
     """Run code from the checkpoint."""
 
@@ -88,6 +90,8 @@ CARDS = ("nvidia*", "nvhost*", "kfd", "dxg")
 def check_loading(loading: LoadOptions) -> None:
     """Raises `InputError` for an unknown format, and for CUDA on a machine without any GPU."""
     choose_format(loading.dtype, LOADED, "--dtype")
+    if loading.weights is not None:
+        choose_format(loading.weights, WEIGHTS, "--weights")
     device = loading.device or ""
     if sys.platform == "linux" and device.startswith("cuda"):
         if not any(any(Path("/dev").glob(pattern)) for pattern in CARDS):

@@ -18,6 +18,7 @@ from .heads import (
     NalandaForSequenceClassification,
     NalandaForTokenClassification,
 )
+from .int8 import Int8Config
 from .language import NalandaForCausalLM
 from .mixers import MIXERS, register_mixer
 from .state import State
@@ -37,6 +38,7 @@ __all__ = [
     "MIXERS",
     "Decoder",
     "FeatureMap",
+    "Int8Config",
     "Mixer",
     "NalandaCache",
     "NalandaConfig",

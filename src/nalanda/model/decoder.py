@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from . import int8  # noqa: F401 (transformers then knows its `quantization_config`)
 from .base import CarriedState, LayerState
 from .cache import NalandaCache
 from .configuration import NalandaConfig

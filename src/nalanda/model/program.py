@@ -33,14 +33,14 @@ class NotServed(Exception):
 
 def build_program(model: Any, cache: NalandaCache) -> "ProgramDecoder":
     """The program of a model for the cache's batch size. Raises `NotServed` for a module that it does not know."""
-    # Its dtype is that of the model.
-    table = model.model.embed_tokens.weight
+    table, dtype = model.model.embed_tokens.weight, model.dtype
     assert ops._kernels is not None  # whose "token" makes the program
     with ops._kernels.watch() as attempts:
-        program = by_kernel("token", "auto", table, cache.batch_size, table.dtype)
+        # Weights in int8 serve more rows than others.
+        program = by_kernel("token", "auto", table, cache.batch_size, dtype, table.dtype)
     if program is None:
         refusals = [attempt.refusal for attempt in attempts if attempt.refusal]
-        raise NotServed((*refusals, f"{cache.batch_size} text(s) in {table.dtype}")[0])
+        raise NotServed((*refusals, f"{cache.batch_size} text(s) in {dtype}")[0])
     try:
         return ProgramDecoder(model, cache, program)
     except ops._kernels.Unsupported as error:

@@ -1,0 +1,137 @@
+"""Weights in eight bits, through transformers' `quantization_config`: a matrix is int8 times a scale for each row.
+
+    W ≈ s ⊙ C,   s_m = max_k |W_mk| / 127,   C = round(W / s)
+
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=Int8Config())
+    model.save_pretrained(other_folder)  # loads in int8
+
+On a CPU the C++ kernels read C as it lies in memory, a byte a weight. They round x to int16 by groups of 64 numbers.
+Elsewhere, and with gradients, torch multiplies by C in the dtype of x.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from .ops import by_kernel
+
+METHOD = "nalanda_int8"
+LARGEST = 127
+TINY = torch.finfo(torch.float32).tiny
+LEAST_ROWS = 64
+"""Matrices of fewer rows stay as they are: gates and decays, a small part of the bytes."""
+
+
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes `[M, K]` in int8 and scales `[M]` in the dtype of `weight [M, K]`."""
+    # Rounded to bfloat16 first, so that a cast of the model changes no scale.
+    scale = (weight.float().abs().amax(1) / LARGEST).bfloat16()
+    codes = (weight.float() / scale.float().clamp_min(TINY)[:, None]).round()
+    return codes.clamp(-LARGEST, LARGEST).to(torch.int8), scale.to(weight.dtype)
+
+
+class Int8Linear(nn.Linear):
+    """x ↦ (x Cᵀ) ⊙ s + bias."""
+
+    def __init__(self, layer: nn.Linear):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        codes = torch.empty_like(layer.weight, dtype=torch.int8)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.weight_scale = nn.Parameter(layer.weight.new_empty(len(codes)), requires_grad=False)
+        self.bias = layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            weights = self.weight, self.weight_scale, self.bias
+            served = by_kernel("linear_rows", "auto", x, x, *weights)
+            if served is not None:
+                return served
+        y = F.linear(x, self.weight.to(x.dtype)) * self.weight_scale.to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+class Int8Embedding(nn.Embedding):
+    """id ↦ C_id s_id."""
+
+    def __init__(self, table: nn.Embedding):
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
+        codes = torch.empty_like(table.weight, dtype=torch.int8)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.weight_scale = nn.Parameter(table.weight.new_empty(len(codes)), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scale = self.weight_scale[ids]
+        return self.weight[ids].to(scale.dtype) * scale[..., None]
+
+
+REPLACED: dict[type, Any] = {nn.Linear: Int8Linear, nn.Embedding: Int8Embedding}
+
+
+class Int8Config(QuantizationConfigMixin):
+    """Says that weights are kept in eight bits. modules_to_not_convert: names of modules that are not."""
+
+    def __init__(self, modules_to_not_convert: list[str] | None = None, **_: Any):
+        self.quant_method: Any = METHOD
+        self.modules_to_not_convert = modules_to_not_convert
+
+
+class Int8Quantizer(HfQuantizer):
+    """Puts the classes of this file in the place of Linear and Embedding, and fills them from a checkpoint."""
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+        left = self.quantization_config.modules_to_not_convert or ()
+        for name, module in list(model.named_modules()):
+            made = REPLACED.get(type(module))
+            if made is None or len(module.weight) < LEAST_ROWS or name in left:
+                continue
+            model.set_submodule(name, made(module))
+        if model.config.tie_word_embeddings:
+            # The scales are tied as the matrices are.
+            pairs = {f"{k}_scale": f"{v}_scale" for k, v in model.all_tied_weights_keys.items()}
+            model.all_tied_weights_keys |= pairs
+        return model
+
+    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+        module, name = get_module_from_name(model, param_name)
+        return not self.pre_quantized and name == "weight" and type(module) in REPLACED.values()
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return QuantizeRows(self)
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+class QuantizeRows(ConversionOps):
+    """A weight of the checkpoint to codes and scales."""
+
+    def __init__(self, hf_quantizer: HfQuantizer):
+        self.hf_quantizer = hf_quantizer
+
+    def convert(
+        self, input_dict: dict[str, list[Tensor]], full_layer_name: str = "", **_: Any
+    ) -> dict[str, Tensor]:
+        ((weight,),) = input_dict.values()
+        codes, scale = quantize_rows(weight)
+        return {full_layer_name: codes, f"{full_layer_name}_scale": scale}
+
+
+# A copy of this file in a checkpoint registers nothing anew.
+AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, Int8Config)
+AUTO_QUANTIZER_MAPPING.setdefault(METHOD, Int8Quantizer)
