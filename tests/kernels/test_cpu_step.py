@@ -1,6 +1,7 @@
 """One token in C++: every rule with every map against float64, and products of few rows."""
 
 import copy
+import ctypes
 
 import nalanda_kernels
 import pytest
@@ -203,18 +204,71 @@ def test_products_of_few_rows(N, K, M, dtype, monkeypatch):
         assert torch.equal(step.linear_rows(x[n : n + 1], weight), y[n : n + 1])
 
 
+@pytest.mark.parametrize(
+    ("N", "K", "M"), [(1, 3, 5), (2, 64, 6), (3, 100, 33), (8, 257, 9), (65, 511, 7), (130, 600, 5)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_with_weights_in_int8(N, K, M, dtype, monkeypatch):
+    torch.manual_seed(0)
+    x, scale, bias = (y.to(dtype) for y in (torch.randn(N, K), torch.rand(M), torch.randn(M)))
+    codes = torch.randint(-127, 128, (M, K), dtype=torch.int8)
+    exact = F.linear(x.double(), codes.double() * scale.double()[:, None], bias.double())
+    y = step.linear_rows(x, codes, scale, bias)
+    # x is rounded to int16.
+    assert distance(y, exact) <= (1e-4 if dtype == torch.float32 else 2**-8)
+    monkeypatch.setattr(step, "ENTRIES_A_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for n in range(N):
+        assert torch.equal(step.linear_rows(x[n : n + 1], codes, scale, bias), y[n : n + 1])
+
+
+HARNESS = """
+#include "rows.h"
+extern "C" void product(const int8_t* w, const float* x, int N, int K, int M, float* y) {
+    CodeMemory memory;
+    multiply_all(w, encode(x, N, K, memory), N, K, 0, M, [=](int n, long m, float sum) { y[n * M + m] = sum; });
+}
+"""
+
+
+@pytest.mark.parametrize("processor", ["x86-64", "haswell", "skylake-avx512"])
+def test_int8_on_other_processors(processor, tmp_path):
+    """Each form of the product gives the same numbers: its sums of integers are exact."""
+    needed = {"haswell": "avx2", "skylake-avx512": "avx512bw"}.get(processor, "sse2")
+    if f" {needed} " not in build.processor() + " ":
+        pytest.skip(f"needs {needed}")
+    source, library = tmp_path / "product.cpp", tmp_path / "product.so"
+    source.write_text(HARNESS)
+    flags = [flag for flag in build.FLAGS if not flag.startswith("-march")]
+    command = [build._find_compiler(), *flags, f"-march={processor}", f"-I{build.SOURCES}"]
+    build._run([*command, str(source), "-o", str(library)])
+
+    torch.manual_seed(0)
+    N, K, M = 5, 700, 6
+    x, y = torch.randn(N, K), torch.empty(N, M)
+    codes = torch.randint(-127, 128, (M, K), dtype=torch.int8)
+    run = ctypes.CDLL(str(library)).product
+    addresses = [ctypes.c_void_p(z.data_ptr()) for z in (codes, x, y)]
+    run(*addresses[:2], N, K, M, addresses[2])
+    torch.testing.assert_close(y, step.linear_rows(x, codes, torch.ones(M)), rtol=1e-5, atol=1e-3)
+
+
 def test_a_bad_number_is_not_hidden_by_a_product():
     x, weight = torch.ones(2, 33), torch.ones(5, 33)
     weight[1, 32], weight[3, 0] = float("nan"), float("inf")
     assert torch.equal(step.linear_rows(x, weight).isfinite(), F.linear(x, weight).isfinite())
+    # Codes have no such number: the scale of the group says it.
+    x[0, 32], x[1, 0] = float("nan"), float("inf")
+    y = step.linear_rows(x, torch.ones(5, 33, dtype=torch.int8), torch.ones(5))
+    assert bool(y.isnan().all())
 
 
 @torch.no_grad()
 def test_which_products_are_left_to_torch(monkeypatch):
     served = []
 
-    def recorded(x, weight, run=step.linear_rows):
-        y = run(x, weight)
+    def recorded(*inputs, run=step.linear_rows):
+        y = run(*inputs)
         served.append(y is not None)
         return y
 

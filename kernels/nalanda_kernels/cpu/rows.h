@@ -1,5 +1,6 @@
 // Few rows times a matrix, y = x Wᵀ: each weight is read once, so memory is the limit.
 #pragma once
+#include <cmath>
 #include <vector>
 #if defined(__FMA__)
 #include <immintrin.h>

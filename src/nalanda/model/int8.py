@@ -15,10 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    AUTO_QUANTIZER_MAPPING,
-)
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -52,7 +49,8 @@ class Int8Linear(nn.Linear):
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        in_torch = torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
+        if not (in_torch or torch.compiler.is_compiling()):
             weights = self.weight, self.weight_scale, self.bias
             served = by_kernel("linear_rows", "auto", x, x, *weights)
             if served is not None:
@@ -65,10 +63,8 @@ class Int8Embedding(nn.Embedding):
     """id ↦ C_id s_id."""
 
     def __init__(self, table: nn.Embedding):
-        nn.Module.__init__(self)
-        self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
         codes = torch.empty_like(table.weight, dtype=torch.int8)
-        self.weight = nn.Parameter(codes, requires_grad=False)
+        super().__init__(*codes.shape, table.padding_idx, _weight=codes, _freeze=True)
         self.weight_scale = nn.Parameter(table.weight.new_empty(len(codes)), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -82,8 +78,8 @@ REPLACED: dict[type, Any] = {nn.Linear: Int8Linear, nn.Embedding: Int8Embedding}
 class Int8Config(QuantizationConfigMixin):
     """Says that weights are kept in eight bits. modules_to_not_convert: names of modules that are not."""
 
-    def __init__(self, modules_to_not_convert: list[str] | None = None, **_: Any):
-        self.quant_method: Any = METHOD
+    def __init__(self, modules_to_not_convert: list[str] | None = None, quant_method: str = METHOD):
+        self.quant_method: Any = quant_method
         self.modules_to_not_convert = modules_to_not_convert
 
 
@@ -91,16 +87,20 @@ class Int8Quantizer(HfQuantizer):
     """Puts the classes of this file in the place of Linear and Embedding, and fills them from a checkpoint."""
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+        """Raises ValueError for a name in `modules_to_not_convert` that no module has."""
+        modules = dict(model.named_modules())
         left = self.quantization_config.modules_to_not_convert or ()
-        for name, module in list(model.named_modules()):
+        for name in left:
+            if name not in modules:
+                raise ValueError(f"modules_to_not_convert: the model has no module {name!r}")
+
+        for name, module in modules.items():
             made = REPLACED.get(type(module))
-            if made is None or len(module.weight) < LEAST_ROWS or name in left:
-                continue
-            model.set_submodule(name, made(module))
-        if model.config.tie_word_embeddings:
-            # The scales are tied as the matrices are.
-            pairs = {f"{k}_scale": f"{v}_scale" for k, v in model.all_tied_weights_keys.items()}
-            model.all_tied_weights_keys |= pairs
+            if made is not None and len(module.weight) >= LEAST_ROWS and name not in left:
+                model.set_submodule(name, made(module))
+        # Scales are tied as their matrices are.
+        pairs = model.all_tied_weights_keys.items()
+        model.all_tied_weights_keys |= {f"{to}_scale": f"{of}_scale" for to, of in pairs}
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
