@@ -85,9 +85,7 @@ class Program:
         sizes = {"N": self.batch, "K": x.shape[-1]}
         self.operations.append(Operation(kind=KINDS.index(kind), **addresses, **sizes, **numbers))
 
-    def linear(
-        self, x: Tensor, layer: nn.Module, y: Tensor | str, added: Tensor | None = None
-    ) -> Tensor:
+    def linear(self, x: Tensor, layer: Any, y: Tensor | str, added: Tensor | None = None) -> Tensor:
         """y = W x + bias (+ added, which may be y). y: an array, or the name of one."""
         scale = getattr(layer, "weight_scale", None)  # of weights in int8
         if type(layer) is not nn.Linear and scale is None:

@@ -15,7 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -64,7 +68,8 @@ class Int8Embedding(nn.Embedding):
 
     def __init__(self, table: nn.Embedding):
         codes = torch.empty_like(table.weight, dtype=torch.int8)
-        super().__init__(*codes.shape, table.padding_idx, _weight=codes, _freeze=True)
+        count, width = codes.shape
+        super().__init__(count, width, table.padding_idx, _weight=codes, _freeze=True)
         self.weight_scale = nn.Parameter(table.weight.new_empty(len(codes)), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -85,6 +90,8 @@ class Int8Config(QuantizationConfigMixin):
 
 class Int8Quantizer(HfQuantizer):
     """Puts the classes of this file in the place of Linear and Embedding, and fills them from a checkpoint."""
+
+    quantization_config: Int8Config
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
         """Raises ValueError for a name in `modules_to_not_convert` that no module has."""
@@ -133,5 +140,6 @@ class QuantizeRows(ConversionOps):
 
 
 # A copy of this file in a checkpoint registers nothing anew.
-AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, Int8Config)
-AUTO_QUANTIZER_MAPPING.setdefault(METHOD, Int8Quantizer)
+if METHOD not in AUTO_QUANTIZER_MAPPING:
+    register_quantization_config(METHOD)(Int8Config)
+    register_quantizer(METHOD)(Int8Quantizer)
