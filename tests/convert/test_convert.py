@@ -753,6 +753,13 @@ def test_options_that_we_lack(kind, changes, tmp_path):
     assert next(iter(changes)) in refused(source, tmp_path)
 
 
+def test_rounded_weights_are_refused(tmp_path):
+    """Codes without their scales would be taken for weights."""
+    config = config_of("gated_deltanet", quantization_config={"quant_method": "nalanda_int8"})
+    source = write(tmp_path / "theirs", config, {"x": torch.zeros(1)})
+    assert "convert the folder that they came from" in refused(source, tmp_path)
+
+
 def test_another_kind_of_rope_is_refused(tmp_path):
     config = LLAMA | {"model_type": "llama", "rope_scaling": {"type": "yarn", "factor": 8.0}}
     source = write(tmp_path / "theirs", config, {"x": torch.zeros(1)})

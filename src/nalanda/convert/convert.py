@@ -379,6 +379,10 @@ def read_config(folder: Path) -> Config:
         raise InputError(f"{folder}: no readable config.json ({error})") from None
     if not isinstance(config, dict):
         raise InputError(f"{folder}: config.json is not a table of settings")
+    if config.get("quantization_config"):
+        raise InputError(
+            f"{folder}: its weights are rounded (quantization_config); convert the folder that they came from"
+        )
     return config
 
 

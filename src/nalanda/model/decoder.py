@@ -14,12 +14,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from . import int8  # noqa: F401 (transformers then knows its `quantization_config`)
 from .base import CarriedState, LayerState
 from .cache import NalandaCache
 from .configuration import NalandaConfig
 from .context import Context, Parts
 from .epilogues import add_norm, glu_of_few_rows, swiglu
+from .int8 import Int8Config  # noqa: F401 (its import tells transformers of the class)
 from .layers import PatchEmbedding, RMSNorm, ShortConv, any_observed, rotary_angles
 from .mixers import build_mixer, uncut_mixers
 from .plugins import load_copies

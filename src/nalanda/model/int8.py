@@ -5,7 +5,7 @@
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=Int8Config())
     model.save_pretrained(other_folder)  # loads in int8
 
-On a CPU the C++ kernels read C as it lies in memory, a byte a weight. They round x to int16 by groups of 64 numbers.
+On a CPU the C++ kernels read C as it lies in memory, a byte a weight. They round x to int16 by groups of 256 numbers.
 Elsewhere, and with gradients, torch multiplies by C in the dtype of x.
 """
 
