@@ -55,10 +55,13 @@ from nalanda.common.errors import DiskFull, InputError, first_line, no_room, out
 from nalanda.common.files import write_atomically
 from nalanda.common.products import product_route
 from nalanda.common.progress import Progress
+from nalanda.common.scores import PERPLEXITIES, find_results, read_scores
 from nalanda.common.text import without_infinities
 from nalanda.common.versions import versions
 from nalanda.inference.load import choose_device, load_model, number_format
 from nalanda.inference.options import LoadOptions
+from nalanda.train.card import update_card
+from nalanda.train.log import read_facts
 from nalanda.train.resolve import resolve, resolve_all
 from nalanda_eval import report
 from nalanda_eval.cache import AnswerCache
@@ -152,6 +155,8 @@ def evaluate(
             results["left_out"].setdefault(task, reason)
     if directory is not None and _writes(processes):
         _write_results(directory, results)
+        for record in results["models"]:
+            _add_to_card(record, directory / "results.json")
     return results
 
 
@@ -251,6 +256,7 @@ def _score_model(
             "name": name,
             "place": _full_path(name),
             "fingerprint": scorer.identity["weights"],
+            "step": _read_step(name),
             "parameters": model.num_parameters(),
             "state_bytes": _state_bytes(model),
             "dtype": number_format(model),
@@ -335,6 +341,30 @@ def _write_results(directory: Path, results: dict[str, Any]) -> None:
         write_atomically(directory / "results.csv", rows.getvalue())
         write_atomically(directory / "results.md", report.results_markdown(results))
         write_atomically(directory / "results.json", text + "\n")
+
+
+def _add_to_card(record: dict[str, Any], file: Path) -> None:
+    """Puts a model's scores, in `file` and in its run, into the card that lies in its folder.
+
+    The card is of the weights as they are stored, so scores in another dtype are left out.
+    """
+    folder, run = Path(record["place"]), resolve(record["place"]).run
+    config = folder / "config.json"
+    if not (folder / "README.md").is_file() or not config.is_file():
+        return
+    if json.loads(config.read_text(encoding="utf-8")).get("dtype") != record["dtype"]:
+        return
+    files = {each.resolve(): None for each in [*(find_results(run) if run else []), file]}
+    scores = read_scores(files, lambda other: other["fingerprint"] == record["fingerprint"])
+    with _explain_write_errors(file.parent):
+        update_card(folder, scores)
+
+
+def _read_step(name: str) -> int | None:
+    """The step of a model folder that a run has written; None for any other model."""
+    with contextlib.suppress(InputError):
+        return read_facts(Path(name)).get("step")
+    return None
 
 
 def _open_output(path: Path) -> Path:
@@ -564,7 +594,7 @@ def _task_scores(task: str, raw: dict[str, Any]) -> dict[str, Any]:
             sample["bits_per_byte"] = (sample["perplexity"], size)
 
     if len(samples) > 1:
-        for metric in report.PERPLEXITIES:
+        for metric in PERPLEXITIES:
             if metric in metrics:
                 values = [sample[metric] for sample in samples]
                 stderr[metric] = _perplexity_stderr(metric, values, metrics[metric])

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nalanda.common.progress import first_process
+from nalanda.common.scores import PERPLEXITIES, SHARES, percent_factor
 from nalanda.common.text import beside_least, markdown_table, si, size
 from nalanda_eval.needles import NEEDLES, short_length
 
@@ -35,11 +36,6 @@ RECALL = (
     ("based_nq", "contains", "NQ"),
     ("based_drop", "contains", "DROP"),
 )
-PERPLEXITIES = ("word_perplexity", "byte_perplexity", "perplexity", "bits_per_byte")
-SHARES = ("acc", "contains", "em", "exact_match", "f1")
-"""Metrics from 0 to 1, or their first letters; they are shown in percent."""
-IN_PERCENT = {"squadv2": ("f1",), "scrolls": ("em", "f1")}
-"""Tasks of the harness, or their first letters, that give these metrics in percent already."""
 
 
 @dataclass(frozen=True)
@@ -333,13 +329,9 @@ def _read_figure(
     scores = model["tasks"].get(task, {"metrics": {}, kind: {}})
     figure = scores[kind].get(metric)
     score = scores["metrics"].get(metric)
-    if figure is None or score is None or not metric.startswith(SHARES):
+    if figure is None or score is None:
         return figure
-    # The score decides for its error too, which may be below 1.
-    in_percent = score > 1  # no share is above 1
-    for name, metrics in IN_PERCENT.items():
-        in_percent |= task.startswith(name) and metric.startswith(metrics)
-    return figure if in_percent else 100 * figure
+    return percent_factor(task, metric, score) * figure
 
 
 def _format_cell(metric: str, value: float | None) -> str:

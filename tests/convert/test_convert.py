@@ -1030,8 +1030,12 @@ def test_only_scores_of_all_documents_are_in_the_card(evaluated, tmp_path, capsy
     assert "| piqa | acc | 0.5000 |  | read whole |" in card
     assert "| sciq | perplexity | inf | inf | windows of 64 tokens |" in card
     said = capsys.readouterr().err
-    for name, option in (("some", "limit"), ("shots", "num-fewshot"), ("chat", "apply-chat-temp")):
-        assert f"{name}/results.json: the card lacks its scores, which are with --{option}" in said
+    for name, option in (
+        ("some", "limit"),
+        ("shots", "num-fewshot"),
+        ("chat", "apply-chat-template"),
+    ):
+        assert f"{name}/results.json: its scores are with --{option}, and left out" in said
 
 
 def test_a_run_is_pushed_with_its_card(hub, evaluated, tmp_path, capsys):

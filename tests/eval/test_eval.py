@@ -17,6 +17,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from nalanda_eval import fetch, report
 from nalanda_eval import harness as harness_module
 from nalanda_eval.cache import AnswerCache, model_identity
@@ -35,6 +36,7 @@ from nalanda.config.schema import DataConfig
 from nalanda.inference.generate import generate
 from nalanda.inference.load import load_model
 from nalanda.inference.options import LoadOptions, Sampling
+from nalanda.train.card import front_matter, scores_table
 
 SENTENCE = "a river runs under the old stone bridge and the miller counts his sacks before dusk"
 WORDS = SENTENCE.split()
@@ -1094,6 +1096,39 @@ def test_results_as_json_and_csv(checkpoint, data, tmp_path):
     prints = [task["fingerprint"] for task in kept["models"][0]["tasks"].values()]
     assert len(set(prints)) == 2
     assert kept["models"][1]["found"] == kept["models"][1]["log_likelihoods"]
+
+
+def test_scores_stand_in_the_card_of_their_model(checkpoint, data, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    own = front_matter("mine", False, []).replace("pipeline_tag", "license: mit\npipeline_tag")
+    parts = [own, "# My words", scores_table([]), "More of mine: `results: []`", ""]
+    card = folder / "README.md"
+    card.write_text("\n\n".join(parts))
+
+    options = EvalOptions(data=str(data), output=str(tmp_path / "scores"))
+    score = evaluate([str(folder)], ["piqa"], options)["models"][0]["tasks"]["piqa"]
+    first = card.read_text()
+    row = f"| piqa | acc | {score['metrics']['acc']:.4f} | {score['stderr']['acc']:.4f} |"
+    assert row in first
+    (named,) = ModelCard(first).data.eval_results[:1]
+    assert (named.task_type, named.metric_value) == ("text-generation", score["metrics"]["acc"])
+    # Nothing else has changed.
+    assert [first.count(part) for part in parts[1::2]] == [1, 1]
+    assert "license: mit\n" in first
+    evaluate([str(folder)], ["arc_easy"], options)
+    both = card.read_text()
+    assert row in both
+    assert "| arc_easy | acc | " in both
+    evaluate([str(folder)], ["piqa", "arc_easy"], options)
+    assert card.read_text() == both
+
+    # Scores of rounded weights, and a card without the place.
+    rounded = dataclasses.replace(options, output=str(tmp_path / "rounded"))
+    evaluate([str(folder)], ["piqa"], rounded, LoadOptions(dtype="bf16"))
+    assert card.read_text() == both
+    card.write_text("# All mine")
+    evaluate([str(folder)], ["piqa", "arc_easy"], options)
+    assert card.read_text() == "# All mine"
 
 
 def test_the_data_fingerprint_is_what_is_asked(checkpoint, data, tmp_path):

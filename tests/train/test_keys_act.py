@@ -21,7 +21,7 @@ from nalanda.train import step as training_step
 from nalanda.train.build import build_model, open_batches
 from nalanda.train.carried_states import CarriedStates
 from nalanda.train.guards import SpikeDetector
-from nalanda.train.log import read_facts, read_metrics
+from nalanda.train.log import describe_perplexity, read_facts, read_metrics
 from nalanda.train.optim import build_optimizer
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -190,6 +190,6 @@ def test_validation_has_the_figures_of_each_source(monkeypatch):
         }
     )
     assert model.training
-    assert loss.describe_perplexity(found) == (
+    assert describe_perplexity(found) == (
         "perplexity 9.31 (web 7.39, code 20.09), bits per byte 0.910 (web 0.721, code 2.164)"
     )

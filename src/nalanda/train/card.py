@@ -1,18 +1,21 @@
 """The model card of an exported checkpoint, README.md."""
 
+import contextlib
 import json
 import math
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
+import yaml
 
-from nalanda.common.files import stored_recipe
+from nalanda.common.files import stored_recipe, write_atomically
+from nalanda.common.scores import Score
 from nalanda.common.text import duration
 from nalanda.common.versions import list_versions
-from nalanda.train.log import read_metrics, with_hours
-from nalanda.train.loss import describe_perplexity
+from nalanda.train.log import describe_perplexity, read_metrics, with_hours
 
 SHAPE_KEYS = (
     "model_type",
@@ -26,15 +29,8 @@ SHAPE_KEYS = (
 """Fields of a model's config that its card shows."""
 
 
-class Score(NamedTuple):
-    """One task's value of one metric."""
-
-    task: str
-    metric: str
-    value: float
-    error: float | None
-    texts: str
-    """How the model read the task's texts."""
+SCORES = "<!-- `nalanda eval` writes the scores between these two lines. -->"
+END = "<!-- end of the scores -->"
 
 
 def model_card(
@@ -42,19 +38,18 @@ def model_card(
     path: Path,
     facts: dict[str, Any],
     title: str,
-    tasks: dict[str, Any] | None = None,
+    scores: Sequence[Score] = (),
     source: str = ".",
 ) -> str:
     """Returns the model card of the checkpoint `path`.
 
-    It has sizes, training data, losses and scores of `tasks`, and says how to train the model again and how to
+    It has sizes, training data, losses and scores, and says how to train the model again and how to
     load it from `source`. facts: of run.json.
     """
     recipe = stored_recipe(run_dir)
     shape = json.loads((path / "config.json").read_text())
     ours = shape.get("model_type") == "nalanda"
     masked = ours and not shape.get("is_decoder", True)
-    scores = list_scores(tasks or {})
 
     rows = [
         *size_rows(shape, facts),
@@ -73,30 +68,50 @@ def model_card(
     return "\n\n".join(filter(None, sections)) + "\n"
 
 
-def list_scores(tasks: dict[str, Any]) -> list[Score]:
-    """The scores of `export.find_scores`, one for each task and metric."""
-    scores = []
-    for task, results in tasks.items():
-        errors = results.get("stderr", {})
-        for metric, value in results["metrics"].items():
-            if value is not None:
-                score = Score(task, metric, float(value), errors.get(metric), results["texts"])
-                scores.append(score)
-    return scores
+def update_card(folder: Path, scores: Sequence[Score]) -> bool:
+    """Puts scores into the card of the model in `folder`, in the place of those there. Returns whether it has changed.
+
+    Nothing else in the card changes. A README.md without the place for scores is the user's own, and stays.
+    """
+    file = folder / "README.md"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    place = re.compile(f"{re.escape(SCORES)}.*?{re.escape(END)}", re.DOTALL)
+    if not place.search(text):
+        return False
+    changed = place.sub(lambda _: scores_table(scores), text, count=1)
+
+    # The hub reads the same scores in the metadata.
+    head = re.match(r"---\n(.*?\n)---\n", changed, re.DOTALL)
+    index = head and re.search(r"^model-index:\n(?:[ -].*\n)*", head[1], re.MULTILINE)
+    if head and index:
+        with contextlib.suppress(yaml.YAMLError, LookupError, TypeError):  # edited by hand
+            title = yaml.safe_load(index[0])["model-index"][0]["name"]
+            begin = head.start(1) + index.start()
+            end = begin + len(index[0])
+            changed = changed[:begin] + model_index(title, scores) + changed[end:]
+
+    if changed == text:
+        return False
+    write_atomically(file, changed)
+    return True
 
 
-def front_matter(title: str, masked: bool, scores: list[Score]) -> str:
+def front_matter(title: str, masked: bool, scores: Sequence[Score]) -> str:
     """The card's metadata, which the hub reads."""
-    about = ModelCardData(
-        library_name="transformers",
-        pipeline_tag="fill-mask" if masked else "text-generation",
-        model_name=title,
-        eval_results=[
-            EvalResult("text-generation", score.task, score.task, score.metric, score.value)
-            for score in scores
-        ],
-    )
-    return f"---\n{about.to_yaml()}\n---"
+    task = "fill-mask" if masked else "text-generation"
+    about = f"library_name: transformers\npipeline_tag: {task}\n"
+    return f"---\n{about}{model_index(title, scores)}---"
+
+
+def model_index(title: str, scores: Sequence[Score]) -> str:
+    """The scores as the hub's metadata, which have no place for standard errors."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    results = [
+        EvalResult("text-generation", score.task, score.task, score.metric, score.value)
+        for score in scores
+    ]
+    return f"{ModelCardData(model_name=title, eval_results=results).to_yaml()}\n"
 
 
 def introduction(masked: bool, has_recipe: bool) -> str:
@@ -178,15 +193,15 @@ def figures_table(rows: list[tuple[str, Any]]) -> str:
     return "\n".join(["| | |", "|---|---|", *lines])
 
 
-def scores_table(scores: list[Score]) -> str:
-    """The table of zero-shot scores; "" without any."""
-    if not scores:
-        return ""
-    lines = ["| zero-shot | | | standard error | texts |", "|---|---|---:|---:|---|"]
+def scores_table(scores: Sequence[Score]) -> str:
+    """The table of zero-shot scores, between the lines that mark its place."""
+    lines = [SCORES]
+    if scores:
+        lines += ["", "| zero-shot | | | standard error | texts |", "|---|---|---:|---:|---|"]
     for task, metric, value, error, texts in scores:
-        shown_error = "" if error is None else f"{float(error):.4f}"
+        shown_error = "" if error is None else f"{error:.4f}"
         lines.append(f"| {task} | {metric} | {value:.4f} | {shown_error} | {texts} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *[""] * bool(scores), END])
 
 
 def usage(source: str, masked: bool, ours: bool, has_tokenizer: bool) -> str:

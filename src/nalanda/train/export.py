@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from nalanda.common.errors import InputError, SourceUnavailable, first_line
 from nalanda.common.files import new_folder, refuse_existing, update_json
+from nalanda.common.scores import Score, find_results, read_scores
 from nalanda.common.text import redact
 from nalanda.config.load import load_config
 from nalanda.config.model import in_one_line, is_encoder, language_model
@@ -80,7 +81,7 @@ def export(
             shutil.copy(run_dir / "config.yaml", folder)
 
         facts = facts if facts is not None else read_facts(run_dir)
-        private = ("host", "pid")  # and of no use in a copy
+        private = ("host", "pid", "command")  # and of no use in a copy
         facts = {key: value for key, value in facts.items() if key not in private}
         facts["step"] = step_of(checkpoint)
         write_facts(folder, facts)
@@ -208,38 +209,14 @@ def load_model_config(path: Path) -> Any:
         return AutoConfig.from_pretrained(path)
 
 
-def find_scores(run_dir: Path, folder: Path) -> dict[str, Any]:
-    """Collects the results of `nalanda eval` for the model in `folder`, by task.
+def find_scores(run_dir: Path, folder: Path) -> list[Score]:
+    """Collects the results of `nalanda eval` in the run for the model in `folder`.
 
-    It reads every results.json in the run or a folder of it. A fingerprint of the weights, not a name, decides
-    whether results belong to the model. `texts` says how the model read them. Results of a part of the
-    documents, or with other prompts than zero-shot ones, are left out, and a line on stderr says so.
+    A fingerprint of the weights, not a name, decides whether results belong to the model.
     """
-    files = [*run_dir.glob("results.json"), *run_dir.glob("*/results.json")]
+    files = find_results(run_dir)
     if not files:
-        return {}
+        return []
     model = language_model(load_model_config(folder)).from_pretrained(folder, dtype="auto")
     weights = fingerprint(model)
-
-    tasks: dict[str, Any] = {}
-    # The oldest first: newer results of a task replace them.
-    for file in sorted(files, key=lambda file: file.stat().st_mtime):
-        try:
-            results = json.loads(file.read_text(encoding="utf-8"))
-            records = [record for record in results["models"] if record["fingerprint"] == weights]
-            options = ("limit", "num_fewshot", "apply_chat_template", "system_instruction")
-            others = [option for option in options if results.get(option)]
-            if records and others:
-                reason = (
-                    f"the card lacks its scores, which are with --{others[0].replace('_', '-')}"
-                )
-                print(f"{file}: {reason}", file=sys.stderr)
-                continue
-            for record in records:
-                window = record.get("max_length", "")
-                texts = {None: "read whole", "": ""}.get(window, f"windows of {window} tokens")
-                for task, scores in record["tasks"].items():
-                    tasks[task] = scores | {"texts": texts}
-        except (ValueError, KeyError, TypeError) as error:  # the model matters more than its scores
-            print(f"{file}: unreadable; the card lacks its scores: {error!r}", file=sys.stderr)
-    return tasks
+    return read_scores(files, lambda record: record["fingerprint"] == weights)

@@ -338,6 +338,22 @@ def _values(line: bytes) -> dict | None:
     return {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in values.items()}
 
 
+def describe_perplexity(values: dict[str, float]) -> str:
+    """`perplexity 12.34 (web 11.20, code 5.31), bits per byte 0.912 (web 0.950, code 0.641)`."""
+    texts = []
+    for title, key, digits in (("perplexity", "val_ppl", 2), ("bits per byte", "val_bpb", 3)):
+        if key not in values:
+            continue
+        text = f"{title} {values[key]:.{digits}f}"
+        by_source = [
+            f"{name.partition('/')[2]} {value:.{digits}f}"
+            for name, value in values.items()
+            if name.startswith(f"{key}/")
+        ]
+        texts.append(f"{text} ({', '.join(by_source)})" if by_source else text)
+    return ", ".join(texts)
+
+
 def measured_time(
     steps: int, shortest: float, longest: float, taken: list[float], step: int
 ) -> str:

@@ -35,8 +35,8 @@ from nalanda.train.estimate import time_left
 from nalanda.train.export import export
 from nalanda.train.guards import Interruptions, Watchdog
 from nalanda.train.launch import advise_on_threads, from_main_process, launch
-from nalanda.train.log import RunLog, last_metrics, write_facts
-from nalanda.train.loss import describe_perplexity, mixer_metrics, validate
+from nalanda.train.log import RunLog, describe_perplexity, last_metrics, write_facts
+from nalanda.train.loss import mixer_metrics, validate
 from nalanda.train.meters import RankTimes, ReadingLog, TrainingSpeed
 from nalanda.train.mirror import Mirror, mirrored, staged
 from nalanda.train.needs import explain_out_of_memory

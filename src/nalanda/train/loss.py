@@ -150,22 +150,6 @@ def bits_per_byte(total: float, size: float) -> float:
     return total / math.log(2) / size
 
 
-def describe_perplexity(values: dict[str, float]) -> str:
-    """`perplexity 12.34 (web 11.20, code 5.31), bits per byte 0.912 (web 0.950, code 0.641)`."""
-    texts = []
-    for title, key, digits in (("perplexity", "val_ppl", 2), ("bits per byte", "val_bpb", 3)):
-        if key not in values:
-            continue
-        text = f"{title} {values[key]:.{digits}f}"
-        by_source = [
-            f"{name.partition('/')[2]} {value:.{digits}f}"
-            for name, value in values.items()
-            if name.startswith(f"{key}/")
-        ]
-        texts.append(f"{text} ({', '.join(by_source)})" if by_source else text)
-    return ", ".join(texts)
-
-
 @torch.no_grad()
 def loss_sums(
     model: Any,
