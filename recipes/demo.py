@@ -8,6 +8,7 @@ settings of the recipe:
 """
 
 import itertools
+import json
 import math
 import os
 import shlex
@@ -137,16 +138,33 @@ def compare(run_dir: Path) -> Panel:
     seen = itertools.islice(batches, config.train.steps * config.accumulation(processes=1))
     rows = list(itertools.chain(*validation.values()))
     tokens = config.train.steps * config.train.tokens_per_step
-    figures = {
-        f"the model, {model.num_parameters() / 1e6:.1f} M parameters": measure_perplexity(
-            model, rows
-        ),
-        f"bigrams of the {tokens:,} tokens it saw": Bigram(seen, len(tokenizer)).perplexity(rows),
-    }
+    own = measure_perplexity(model, rows)
+    bigrams = Bigram(seen, len(tokenizer)).perplexity(rows)
     with zeroed_mixers(model):
-        figures["the model, token mixers zeroed"] = measure_perplexity(model, rows)
+        zeroed = measure_perplexity(model, rows)
 
-    return summary(run_dir, figures, _tokens_per_byte(rows, text_bytes(tokenizer)))
+    tokens_per_byte = _tokens_per_byte(rows, text_bytes(tokenizer))
+    _write_baselines(run_dir, {"bigrams": bigrams, "mixers zeroed": zeroed}, tokens_per_byte)
+    figures = {
+        f"the model, {model.num_parameters() / 1e6:.1f} M parameters": own,
+        f"bigrams of the {tokens:,} tokens it saw": bigrams,
+        "the model, token mixers zeroed": zeroed,
+    }
+    return summary(run_dir, figures, tokens_per_byte)
+
+
+def _write_baselines(
+    run_dir: Path, perplexities: dict[str, float], tokens_per_byte: float | None
+) -> None:
+    """Writes the baselines to baselines.json, for the run's page; figures as in metrics.jsonl."""
+    from nalanda.common.files import write_atomically
+
+    baselines = {}
+    for name, perplexity in perplexities.items():
+        baselines[name] = {"val_ppl": perplexity, "val_loss": math.log(perplexity)}
+        if tokens_per_byte:
+            baselines[name]["val_bpb"] = math.log2(perplexity) * tokens_per_byte
+    write_atomically(run_dir / "baselines.json", json.dumps(baselines, indent=1) + "\n")
 
 
 def _tokens_per_byte(rows: list[dict], sizes: Any) -> float | None:

@@ -1,5 +1,6 @@
 """The demo's baselines and its recipe; the demo itself at small size."""
 
+import json
 import math
 import re
 import runpy
@@ -173,6 +174,13 @@ def test_the_demo_runs(tmp_path):
     model, bigrams, zeroed = map(float, rows)
     assert 1 < bigrams < model < 600
     assert model != zeroed
+
+    # For the run's page, and the scores for the model's card.
+    baselines = json.loads((tmp_path / "run" / "baselines.json").read_text())
+    assert baselines["bigrams"]["val_ppl"] == pytest.approx(bigrams, abs=0.06)
+    assert baselines["mixers zeroed"]["val_ppl"] == pytest.approx(zeroed, abs=0.06)
+    card = (tmp_path / "run" / "final" / "README.md").read_text()
+    assert "| python_docs_cloze | acc | 0." in card
     for file in ("final/model.safetensors", "metrics.jsonl", "eval/results.md", "loss.png"):
         assert (tmp_path / "run" / file).is_file()
 

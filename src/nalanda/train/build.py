@@ -40,7 +40,7 @@ from nalanda.train.checks import check_causal, keeps_documents_apart
 from nalanda.train.distill import load_teacher
 from nalanda.train.ema import Averages
 from nalanda.train.estimate import meta_model, stage_figures
-from nalanda.train.flops import flops_per_token, peak_flops
+from nalanda.train.flops import flops_per_token, hardware_name, peak_flops
 from nalanda.train.guards import SpikeDetector
 from nalanda.train.launch import check_shared, on_main_process, patience
 from nalanda.train.mirror import Mirror
@@ -360,6 +360,7 @@ def describe(run: Run, measured: dict[str, Any]) -> dict[str, Any]:
         **measured,
         "executors": None,  # by recurrence, once a step has run
         "device": str(device.type),
+        "hardware": hardware_name(device),
         "products": product_route(),
         "processes": processes,
         "parallel": run.sharing.kind if processes > 1 else None,

@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import datetime
 import itertools
 import json
 import os
 import platform
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,7 @@ def record_state(run_dir: Path, facts: dict) -> Iterator[None]:
     The state is running, then finished, interrupted or failed; `finished` is set within.
     """
     facts |= {"state": "running", "host": platform.node(), "pid": os.getpid()}
+    facts["command"] = shlex.join([Path(sys.argv[0]).name, *map(redact, sys.argv[1:])])
     write_facts(run_dir, facts)
     try:
         yield
@@ -149,6 +152,7 @@ def record_state(run_dir: Path, facts: dict) -> Iterator[None]:
             facts["diverged"] = isinstance(error, Diverged)
         raise
     finally:
+        facts["ended"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         write_facts(run_dir, facts)
 
 
