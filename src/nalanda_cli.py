@@ -15,6 +15,7 @@ try:
         command,
         group,
         loading_torch,
+        page_sample,
         print_json,
         resolve_models,
         resolve_runs,
@@ -547,21 +548,54 @@ Page = Annotated[
 Samples = Annotated[
     int, Option(min=0, max=20, help="texts that each run's model continues for the page")
 ]
+SamplesOrOne = Annotated[
+    int | None,
+    Option(
+        min=0,
+        max=20,
+        help="texts that each run's model continues for the page; by default one for a finished run "
+        "that stands alone",
+    ),
+]
+Follow = Annotated[
+    bool, Option("--follow", help="write the page again every 30 s while a run goes on")
+]
+Price = Annotated[
+    str | None, Option(help="price of an hour of all devices, such as $2.49, for the run's cost")
+]
 
 
 @command(app)
-def report(folders: Runs, output: Page = None, samples: Samples = 0) -> None:
-    """Write a page about runs: curves, events, recipes.
+def report(
+    folders: Runs,
+    output: Page = None,
+    samples: SamplesOrOne = None,
+    follow: Follow = False,
+    cost_per_hour: Price = None,
+) -> None:
+    """Write a page about runs: figures, scores, curves.
 
-    nalanda report runs/demo --samples 3
+    nalanda report runs/demo
+    nalanda report runs/demo --follow
     nalanda report runs/demo runs/lr --output compared.html
 
     One HTML file that needs no network. Several runs share its panels; a table has what differs.
     """
-    from nalanda.report.page import write_page
+    from nalanda.report import page
 
     runs = resolve_runs(folders)
-    print(write_page(runs, output, sample_texts(runs, samples)))
+
+    def write(refresh: int | None, texts: Any = ()) -> Path:
+        return page.write_page(runs, output, texts, price=cost_per_hour, refresh=refresh)
+
+    # Mistakes are reported before anything is loaded.
+    file = write(None)
+    if follow:
+        page.follow(runs, write)
+    texts = sample_texts(runs, samples) if samples else page_sample(runs, samples)
+    if follow or texts:
+        file = write(None, texts)
+    print(file)
 
 
 Picture = Annotated[

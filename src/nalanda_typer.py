@@ -298,6 +298,20 @@ def sample_texts(runs: list[Path], count: int) -> list[list[tuple[str, str]]]:
     return samples
 
 
+def page_sample(runs: list[Path], count: int | None) -> list[list[tuple[str, str]]]:
+    """One sample of a finished run that stands alone, if nobody asked for another `count`; else none.
+
+    A model that cannot continue a text, such as an encoder, loses the page no more than its sample.
+    """
+    if count is not None or len(runs) > 1 or not (runs[0] / "final" / "config.json").is_file():
+        return []
+    try:
+        return sample_texts(runs, 1)
+    except InputError as error:
+        print(f"the page has no sample: {error}", file=sys.stderr)
+        return []
+
+
 def print_versions(wanted: bool) -> None:
     if not wanted:
         return

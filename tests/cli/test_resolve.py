@@ -126,7 +126,7 @@ def test_commands_on_runs(name, place, tmp_path, capsys):
     nalanda_cli.main(["plot", name, "--output", str(tmp_path / "loss.png")])
     page = tmp_path / "report.html"
     nalanda_cli.main(["report", name, "--samples", "1", "--output", str(page)])
-    assert re.search("seed 0</p>\n<pre><b>.+</b>", page.read_text(encoding="utf-8"))
+    assert re.search("What it writes .+</h2>\n<pre><b>.+</b>", page.read_text(encoding="utf-8"))
     nalanda_cli.main(["verify", name])
     nalanda_cli.main(["export", name, str(tmp_path / "made")])
     assert capsys.readouterr().out.count(": whole, finite, loadable") == 3

@@ -1,6 +1,8 @@
 """The page of a run: its text, what it holds back, and how a browser shows it."""
 
 import json
+import os
+import platform
 import re
 import shutil
 import subprocess
@@ -13,7 +15,10 @@ import yaml
 
 import nalanda_cli
 from nalanda.common.errors import InputError
-from nalanda.report.page import CURVES, draw_panels, read_page_run, read_points, write_page
+from nalanda.report import page as pages
+from nalanda.report.page import write_page
+from nalanda.report.page_run import read_page_run
+from nalanda.report.panels import TITLES, draw_panels, read_points
 
 ZOO = Path(__file__).parents[2] / "docs" / "zoo"
 EVIL = "<script>console.error('run')</script>"
@@ -94,12 +99,13 @@ def test_the_page_is_one_file_with_all_that_a_run_has(runs):
     assert not re.search(r"@import|url\(\s*['\"]?http|fetch\(['\"]http", page)
     assert "default-src 'none'" in page
 
+    # Bits a byte are the validation loss in another unit.
     titles = re.findall("<figcaption>(.*?)</figcaption>", page)
-    assert titles == list(CURVES.values())
-    assert page.count('data-root-id="') == len(CURVES)
+    assert titles == [title for key, title in TITLES.items() if key not in ("val_loss", "kl")]
+    assert page.count('data-root-id="') == len(titles)
     for part in (
         "state",
-        "2,366,984",
+        "2.37 M",
         "× skipped",
         "▼ rollback",
         "◆ loss scale",
@@ -110,7 +116,8 @@ def test_the_page_is_one_file_with_all_that_a_run_has(runs):
     assert "optim.lr 0.006 0.123" in texts.text
     assert "output_dir 0" not in texts.text
     assert "hidden_size: 256" in texts.text  # of the recipe, folded away
-    assert page.count("<details>") == 2
+    assert page.count("<details>") == 3
+    assert 'http-equiv="refresh"' not in page
 
 
 def test_foreign_text_is_escaped_and_passwords_are_left_out(runs):
@@ -125,14 +132,148 @@ def test_foreign_text_is_escaped_and_passwords_are_left_out(runs):
     assert "https://***@server" in texts.text
 
 
+@pytest.fixture
+def posted(runs) -> Path:
+    """A finished run with its model's folder, evaluations of it and of another model, and baselines."""
+    run = runs[0]
+    (run / "final").mkdir()
+    (run / "final" / "config.json").write_text('{"model_type": "nalanda", "is_decoder": true}')
+    (run / "final" / "run.json").write_text('{"step": 512}')
+    facts = json.loads((run / "run.json").read_text())
+    facts |= {
+        "command": "nalanda train demo optim.lr=0.123 model.conv_size=3",
+        "hardware": "NVIDIA H200",
+        "pid": 3651,
+    }
+    (run / "run.json").write_text(json.dumps(facts))
+
+    scores = {"metrics": {"acc": 0.325}, "stderr": {"acc": 0.0332}}
+    own = {"place": "/before/it/was/moved/whole/final", "step": 512, "tasks": {"arc_easy": scores}}
+    others = [
+        own | {"place": "/runs/other/final", "tasks": {"piqa": scores}},
+        own | {"step": 256, "tasks": {"sciq": scores}},
+    ]
+    (run / "eval").mkdir()
+    (run / "eval" / "results.json").write_text(json.dumps({"models": [own, *others]}))
+    bigrams = {"bigrams": {"val_ppl": 105.2, "val_loss": 4.656, "val_bpb": 1.853}}
+    (run / "baselines.json").write_text(json.dumps(bigrams))
+    return run
+
+
+def test_the_first_screen_of_a_run(posted):
+    page = write_page([posted], samples=[[("def <x>", " 1 & 2"), ("other", "text")]], price="$3")
+    page = page.read_text(encoding="utf-8")
+    text = Texts(page).text
+    first, _, rest = text.partition("Events")
+    assert "Bits a byte 1.717 in validation bigrams 1.853 perplexity 74.68" in first
+    assert "ARC easy, accuracy 32.5 ± 3.3 %" in first
+    assert "PIQA" not in text  # another model's
+    assert "SciQ" not in text  # an earlier step's
+    # 1,048,576 tokens of 16.37 MFLOPs in 195 s are 42.7 % of the peak.
+    assert (
+        "Speed 5,366 tokens a second time of all steps 3 min MFU 42.7 % of 205.7 GFLOP/s" in first
+    )
+    assert "device NVIDIA H200" in first
+    assert "cost $0.16, at $3 an hour" in first
+    assert "def <x> 1 & 2" in first
+    assert 'AutoModelForCausalLM.from_pretrained("' in first
+    # The other sample is below, and nothing of use to nobody is anywhere.
+    assert "other text" in rest
+    assert not re.search("val_|tokens_per_second|3,?651|pid", text)
+    assert '"bigrams 1.853"' in page  # beside its line on the curve
+
+
+def test_settings_that_differ_from_the_recipe(posted):
+    config = yaml.safe_load((posted / "config.yaml").read_text())
+    config["optim"]["lr"] = 0.123
+    config["model"] |= {"num_heads": 4, "conv_size": 3}
+    (posted / "config.yaml").write_text(yaml.safe_dump(config))
+    text = Texts(write_page([posted]).read_text(encoding="utf-8")).text
+    own = text.partition("Settings that differ from the recipe demo")[2]
+    rows = own.partition("this run")[2].split("Recipe, data and versions")[0].split()
+    # The run has written out its model's defaults, of which the recipe says nothing.
+    assert rows[:6] == ["model.conv_size", "–", "3", "model.num_heads", "2", "4"]
+    assert rows[-3:] == ["optim.lr", "0.006", "0.123"]
+    assert not {"model.norm_eps", "output_dir"} & set(rows)
+
+
+@pytest.mark.parametrize(
+    ("price", "cost"),
+    [
+        ("2.5", "5.00, at 2.5 an hour"),
+        ("$2.50", "$5.00, at $2.50 an hour"),
+        ("3 €", "6.00 €, at 3 € an hour"),
+    ],
+)
+def test_a_price_has_any_currency(price, cost):
+    assert pages.cost_of(price, hours=2) == cost
+    with pytest.raises(InputError, match="--cost-per-hour cheap: not a price; write it as"):
+        pages.cost_of("cheap", hours=2)
+
+
+def test_a_page_follows_its_run(runs, capsys):
+    run, file = runs[0], runs[0] / "report.html"
+    facts = json.loads((run / "run.json").read_text())
+    here = {"state": "running", "host": platform.node(), "pid": os.getpid(), "step": 300}
+    (run / "run.json").write_text(json.dumps(facts | here))
+    seen = []
+
+    def write(refresh):
+        return write_page([run], refresh=refresh)
+
+    def end(seconds):
+        seen.append(file.read_text(encoding="utf-8"))
+        (run / "run.json").write_text(json.dumps(facts))
+
+    pages.follow([run], write, end)
+    assert len(seen) == 1
+    assert '<meta http-equiv="refresh" content="30">' in seen[0]
+    assert "<progress" in seen[0]
+    assert "report.html: written every 30 s while " in capsys.readouterr().err
+    pages.follow([run], write, end)  # it has ended, so nothing is left to follow
+    assert len(seen) == 1
+
+    # Ctrl-C leaves a page that no longer loads itself again.
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    (run / "run.json").write_text(json.dumps(facts | here))
+    with pytest.raises(KeyboardInterrupt):
+        pages.follow([run], write, interrupt)
+    assert "refresh" not in file.read_text(encoding="utf-8").partition("<style>")[0]
+
+
+def test_losses_by_source_share_a_panel(runs):
+    lines = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
+    extra = {"val_bpb/web": 1.5, "val_bpb/code": 1.2, "val_ppl/web": 9.0, "negative_weights": 0.1}
+    lines = [line | extra if "val_loss" in line else line for line in lines]
+    (runs[0] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    alone = draw_panels([read_page_run(runs[0], 0)])
+    assert next(iter(alone)) == "val_bpb"
+    assert [name for name, _ in alone["sources"].legend] == ["code", "web"]
+    assert alone["negative_weights"].title == "Negative weights, mean over layers"
+    both = draw_panels([read_page_run(folder, i) for i, folder in enumerate(runs)])
+    assert "sources" not in both  # whose colours are the runs'
+    assert both["val_bpb/web"].title == "Validation on web, bits a byte"
+    assert {"mfu", "tokens_per_second"} < both.keys()  # of two models they differ
+
+
 def test_curves_of_an_interrupted_run(runs):
     run = read_page_run(runs[1], 0)
     points = read_points(run, "loss")
     assert points["step"] == list(range(10, 301, 10))  # without the torn line and the events
     assert [str(value) for value in points["value"]].count("nan") == 1
     page = write_page([runs[1]]).read_text(encoding="utf-8")
-    assert page.count("<p>No values.</p>") == 2
-    assert page.count('data-root-id="') == 5
+    titles = [
+        "loss",
+        "grad_norm",
+        "lr",
+        "mfu",
+        "data_seconds",
+    ]  # the speed is the MFU in another unit
+    assert re.findall("<figcaption>(.*?)</figcaption>", page) == [TITLES[key] for key in titles]
+    assert "interrupted" in page
+    assert "at step 300 of 512" in page
     assert "Settings that differ" not in page
     assert "one seed each" not in page
 
@@ -142,15 +283,15 @@ def test_a_stage_begins_at_a_line(runs):
 
     panels = draw_panels([read_page_run(folder, i) for i, folder in enumerate(runs)])
     for panel in panels.values():
-        names = [(x.x, x.text) for x in panel.center if isinstance(x, Label)]
-        lines = [x.location for x in panel.center if isinstance(x, Span) and x.location]
+        names = [(x.x, x.text) for x in panel.figure.center if isinstance(x, Label)]
+        lines = [x.location for x in panel.figure.center if isinstance(x, Span) and x.location]
         assert (names, lines) == ([(65, "anneal")], [65])
 
     # Steps of different sizes do not compare: the axis is that of tokens.
     config = yaml.safe_load((runs[1] / "config.yaml").read_text())
     config["stages"] = {"anneal": {"after_step": 65, "train": {"tokens_per_step": 4096}}}
     (runs[1] / "config.yaml").write_text(yaml.safe_dump(config))
-    panel = draw_panels([read_page_run(runs[1], 0)])["loss"]
+    panel = draw_panels([read_page_run(runs[1], 0)])["loss"].figure
     assert [x.x for x in panel.center if isinstance(x, Label)] == [65 * 2048]
 
 
@@ -158,7 +299,9 @@ def test_runs_without_records(tmp_path, runs, capsys):
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "metrics.jsonl").touch()
     page = write_page([tmp_path / "begun"]).read_text(encoding="utf-8")
-    assert page.count("<p>No values.</p>") == len(CURVES)
+    assert "No step is logged yet." in page
+    assert "<section>" not in page
+    assert "<figure" not in page
 
     (tmp_path / "other").mkdir()
     with pytest.raises(SystemExit) as stop:
@@ -213,11 +356,23 @@ def test_a_browser_draws_the_page_without_an_error(runs, tmp_path, width):
     command = [str(BROWSER), *FLAGS, profile, f"--window-size={width},900", file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     texts = Texts(done.stdout)
-    assert "<title>6 drawn, 0 cut off</title>" in done.stdout
-    assert all(title in texts.text for title in CURVES.values())
+    assert "<title>7 drawn, 0 cut off</title>" in done.stdout
+    assert all(TITLES[key] in texts.text for key in ("val_bpb", "mfu", "data_seconds"))
     assert EVIL in texts.text
 
     # Bokeh says its level; the observer's line is of a layout that the browser repeats.
     harmless = "setting log level|ResizeObserver loop completed"
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert not [line for line in console if not re.search(harmless, line)]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on PATH")
+@pytest.mark.slow
+def test_a_run_is_printed_on_two_sheets(posted, tmp_path):
+    file = write_page([posted], samples=[[("def <x>", "\n    return" * 30)]])
+    paper = tmp_path / "paper.pdf"
+    flags = [flag for flag in FLAGS if flag != "--dump-dom"]
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    command = [str(BROWSER), *flags, profile, f"--print-to-pdf={paper}", file.as_uri()]
+    subprocess.run(command, capture_output=True, timeout=120, check=True)
+    assert len(re.findall(rb"/Type\s*/Page\b", paper.read_bytes())) == 2

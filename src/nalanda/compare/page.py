@@ -21,7 +21,9 @@ from nalanda.compare.tasks import TaskScore
 from nalanda.compare.verdict import LEVEL, StudyVerdict, write_interval
 from nalanda.compare.widths import CLOSE, KEYS
 from nalanda.report.figures import COLOURS
-from nalanda.report.page import DASHES, make_panel, render
+from nalanda.report.page import render
+from nalanda.report.page_run import DASHES
+from nalanda.report.panels import INK, RULE, make_panel
 from nalanda.report.runs import narrowed, stdout
 
 HEADINGS = (
@@ -241,7 +243,7 @@ def draw_curves(runs: Sequence[StudyRun], results: Mapping[str, Result]) -> Any:
         hover.tooltips = "<b>$name</b> @y{%.5g}"
         hover.formatters = {"@y": "printf"}
         panel.add_tools(hover)
-    panel.legend.background_fill_alpha = 0.6
+    panel.legend.background_fill_alpha, panel.legend.label_text_color = 0, INK
     return panel
 
 
@@ -265,8 +267,12 @@ def draw_gaps(verdict: StudyVerdict) -> Any:
         x_axis_label=f"difference in {verdict.unit}",
         toolbar_location=None,
         outline_line_color=None,
+        background_fill_color=None,
+        border_fill_color=None,
     )
-    panel.grid.grid_line_color = "#e5e5e5"
+    panel.grid.grid_line_color = RULE
+    panel.axis.axis_line_color = panel.axis.major_tick_line_color = INK
+    panel.axis.axis_label_text_color = panel.axis.major_label_text_color = INK
     panel.ygrid.grid_line_color = None
     panel.axis.axis_label_text_font_style = "normal"
     panel.add_layout(
@@ -274,7 +280,7 @@ def draw_gaps(verdict: StudyVerdict) -> Any:
             left=-verdict.margin, right=verdict.margin, fill_color="#999999", fill_alpha=0.12
         )
     )
-    panel.add_layout(Span(location=0, dimension="height", line_color="#666666"))
+    panel.add_layout(Span(location=0, dimension="height", line_color=INK))
 
     colours = [COLOURS[1] if gap.told else COLOURS[0] for gap in values]
     source = Columns(
@@ -291,7 +297,5 @@ def draw_gaps(verdict: StudyVerdict) -> Any:
     panel.add_layout(whisker)
     panel.scatter("mean", "name", source=source, size=8, color="colour")
     for name, gap in zip(names, values, strict=True):
-        panel.scatter(
-            gap.differences, [name] * len(gap.differences), size=4, color="#222222", alpha=0.35
-        )
+        panel.scatter(gap.differences, [name] * len(gap.differences), size=4, color=INK, alpha=0.6)
     return panel

@@ -1,0 +1,247 @@
+"""The curves of a page, drawn by Bokeh in colours for light and dark pages."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nalanda.report.figures import COLOURS
+from nalanda.report.page_run import PageRun
+from nalanda.report.plot import smoothed
+
+TITLES = {
+    "val_bpb": "Validation, bits a byte",
+    "val_loss": "Validation loss, nats a token",
+    "loss": "Training loss, nats a token",
+    "kl": "Divergence from the teacher, nats a token",
+    "grad_norm": "Gradient norm",
+    "lr": "Learning rate",
+    "mfu": "MFU, % of the peak",
+    "tokens_per_second": "Tokens a second",
+    "data_seconds": "Wait for data, seconds a step",
+}
+"""Title of each panel, by its key in metrics.jsonl."""
+
+MAIN = ("val_bpb", "val_loss", "loss")
+"""The large panel is the first of these that all runs with a later one have."""
+
+EVENTS = {
+    "skipped": ("x", "×"),
+    "rollback": ("inverted_triangle", "▼"),
+    "loss scale": ("diamond", "◆"),
+    "unsound": ("square", "■"),
+    "slow rank": ("circle", "●"),
+}
+"""Events of the guards, and slow processes: the marker of Bokeh on the curves, and the sign in the list."""
+
+INK, RULE = "#757a82", "#80808040"
+"""Axes and grids, which can be read on white and on black."""
+
+
+@dataclass
+class Panel:
+    """A figure of Bokeh with its title. It draws one or several keys of metrics.jsonl."""
+
+    title: str
+    keys: list[str]
+    figure: Any = None
+    legend: list[tuple[str, str]] = field(default_factory=list)
+    """The name and colour of each key, if there are several."""
+
+
+def draw_panels(runs: Sequence[PageRun]) -> dict[str, Panel]:
+    """The panels of some runs by key, with one x axis; the large one comes first."""
+    from bokeh.models import CrosshairTool, Span
+
+    # Steps of different sizes do not compare, tokens do.
+    sizes = {size for run in runs for size in step_sizes(run)}
+    axis = "tokens" if len(sizes) > 1 else "step"
+    crosshair = CrosshairTool(overlay=Span(dimension="height", line_color="#999999"))
+
+    panels = choose_panels(runs)
+    x_range = None
+    for number, (name, panel) in enumerate(panels.items()):
+        series = [(run, key, read_points(run, key)) for run in runs for key in panel.keys]
+        values = [v for _, _, points in series for v in points["value"] if math.isfinite(v)]
+
+        # On a linear axis the initial fall from ln(vocabulary) would flatten the rest.
+        steep = name == "loss" and max(values) > 2 * min(values) > 0
+        panel.figure = figure = make_panel(axis, "log" if steep else "linear")
+        figure.height = 250 if number else 430
+        # All panels share the line under the pointer, and the zoom.
+        figure.add_tools(crosshair)
+        figure.x_range = x_range = x_range or figure.x_range
+
+        if len(panel.keys) > 1:
+            colours = [COLOURS[i % len(COLOURS)] for i in range(len(panel.keys))]
+            names = [key.partition("/")[2] for key in panel.keys]
+            panel.legend = list(zip(names, colours, strict=True))
+        for run, key, points in series:
+            if points["step"]:
+                place = panel.keys.index(key)
+                colour = panel.legend[place][1] if panel.legend else run.colour
+                label = panel.legend[place][0] if panel.legend else run.name
+                draw_run(figure, key, run, points, axis, colour, label)
+        if len(runs) == 1:
+            draw_baselines(figure, name, runs[0], series[0][2][axis])
+        borders = {(event[axis] - (axis == "step"), event["name"]) for event in stages_of(runs)}
+        for at, stage in sorted(borders):
+            draw_border(figure, at, stage)
+    return panels
+
+
+def choose_panels(runs: Sequence[PageRun]) -> dict[str, Panel]:
+    """The panels that have values, without their figures. No two have the same curve."""
+    found = [
+        {key for line in run.lines for key, v in line.items() if _is_finite(v)} for run in runs
+    ]
+    every = set().union(*found)
+    validated = [keys for keys in found if "val_loss" in keys]
+    bits = bool(validated) and all("val_bpb" in keys for keys in validated)
+
+    keys = [key for key in TITLES if key in every]
+    # Bits a byte are the loss in another unit, and the speed of one run is its MFU.
+    if bits:
+        keys.remove("val_loss")
+    if len(runs) == 1 and "mfu" in every and "tokens_per_second" in every:
+        keys.remove("tokens_per_second")
+    main = next((key for key in MAIN if key in keys and (key != "val_bpb" or bits)), None)
+    if main:
+        keys.insert(0, keys.pop(keys.index(main)))
+    panels = {key: Panel(TITLES[key], [key]) for key in keys}
+
+    kind, unit = ("val_bpb", "bits a byte") if bits else ("val_ppl", "perplexity")
+    sources = sorted(key for key in every if key.startswith(f"{kind}/"))
+    if len(runs) == 1 and sources:
+        panels["sources"] = Panel(f"Validation by source, {unit}", sources)
+    for key in sources if len(runs) > 1 else []:
+        panels[key] = Panel(f"Validation on {key.partition('/')[2]}, {unit}", [key])
+
+    # Numbers that a mixer logs in validation, by names of its own.
+    for key in sorted({key for run in runs for line in run.lines for key in line}):
+        of_validation = any(
+            key in line and "val_loss" in line for run in runs for line in run.lines
+        )
+        if of_validation and key in every and not key.startswith("val_") and key not in _COUNTS:
+            title = key.replace("_", " ")
+            panels[key] = Panel(f"{title[:1].upper()}{title[1:]}, mean over layers", [key])
+    return panels
+
+
+_COUNTS = ("step", "tokens")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def stages_of(runs: Sequence[PageRun]) -> list[dict]:
+    """The events with which stages began."""
+    return [event for run in runs for event in run.events if event["event"] == "stage"]
+
+
+def step_sizes(run: PageRun) -> set[Any]:
+    """The tokens of a step, in each stage of a run."""
+    names = {key.split(".")[1] for key in run.config if key.startswith("stages.")}
+    keys = ["train.tokens_per_step", *(f"stages.{name}.train.tokens_per_step" for name in names)]
+    return {run.config.get(key) for key in keys if key in run.config} or {None}
+
+
+def read_points(run: PageRun, key: str) -> dict[str, list[float]]:
+    """The columns step, tokens and value of a curve. Values that are not finite are gaps; shares are in percent."""
+    factor = 100 if key == "mfu" else 1
+    lines = [line for line in run.lines if isinstance(line.get(key), int | float)]
+    return {
+        "step": [line["step"] for line in lines],
+        "tokens": [line.get("tokens", math.nan) for line in lines],
+        "value": [factor * line[key] if math.isfinite(line[key]) else math.nan for line in lines],
+    }
+
+
+def make_panel(axis: str, scale: Any) -> Any:
+    from bokeh.models import PrintfTickFormatter
+    from bokeh.plotting import figure
+
+    panel = figure(
+        height=250,
+        sizing_mode="stretch_width",
+        x_axis_label=axis,
+        y_axis_type=scale,
+        tools="xbox_zoom,box_zoom,reset,save",
+        active_drag=None,  # a finger on a panel scrolls the page
+        toolbar_location="above",
+        outline_line_color=None,
+        # The page's own colour shows through.
+        background_fill_color=None,
+        border_fill_color=None,
+    )
+    panel.toolbar.logo, panel.toolbar.autohide = None, True
+    panel.grid.grid_line_color = RULE
+    panel.axis.minor_tick_line_color = None
+    panel.axis.axis_line_color = panel.axis.major_tick_line_color = INK
+    panel.axis.axis_label_text_color = panel.axis.major_label_text_color = INK
+    panel.axis.axis_label_text_font_style = "normal"
+    panel.axis.formatter = PrintfTickFormatter(format="%.4g")
+    return panel
+
+
+def draw_border(panel: Any, at: float, name: str) -> None:
+    """Draws the beginning of a stage: a line with its name."""
+    from bokeh.models import Label, Span
+
+    look: Any = {"line_color": INK, "line_dash": "dotted"}
+    panel.add_layout(Span(location=at, dimension="height", **look))
+    text: Any = {"text_font_size": "11px", "text_color": INK}
+    panel.add_layout(Label(x=at, y=6, y_units="screen", x_offset=3, text=name, **text))
+
+
+def draw_baselines(panel: Any, key: str, run: PageRun, places: Sequence[float]) -> None:
+    """Draws each baseline with this key as a line across the panel, with its name."""
+    from bokeh.models import Label
+
+    for name, values in run.baselines.items():
+        # One that is far off would flatten the curve.
+        level = values.get(key)
+        curve = [value for value in read_points(run, key)["value"] if math.isfinite(value)]
+        if level is None or not curve or level > 1.3 * max(curve):
+            continue
+        ends = [min(places) if len(places) > 1 else 0, max(places)]
+        panel.line(ends, [level, level], line_color=INK, line_dash="dashed", line_width=1.5)
+        text: Any = {"text_font_size": "12px", "text_color": INK, "y_offset": 3}
+        panel.add_layout(
+            Label(x=ends[1], y=level, text=f"{name} {level:.4g}", text_align="right", **text)
+        )
+
+
+def draw_run(
+    panel: Any, key: str, run: PageRun, points: dict[str, list], axis: str, colour: str, label: str
+) -> None:
+    """Draws a run's curve, which shows its values under the pointer, and the guards' events on it."""
+    import numpy as np
+    from bokeh.models import ColumnDataSource, HoverTool
+
+    # The losses are pale behind their running means.
+    noisy = key == "loss"
+    mean = smoothed(points["value"]) if noisy else points["value"]
+    columns: Any = {name: np.array(column, float) for name, column in points.items()}
+    source = ColumnDataSource(columns | {"mean": np.array(mean)})
+    look = {"source": source, "line_color": colour, "line_dash": run.dash}
+    line = panel.line(axis, "value", name=label, line_alpha=0.35 if noisy else 1, **look)
+    panel.line(axis, "mean", line_width=2, **look)
+    if len(columns["step"]) < 30:  # validations, or a run's first steps
+        panel.scatter(axis, "value", source=source, size=5, color=colour)
+
+    # One line for each run: higher boxes would cover one another.
+    hover = HoverTool(renderers=[line], mode="vline", visible=False)
+    hover.tooltips = "<b>$name</b> @value{%.5g}, step @step{0,0}"
+    hover.formatters = {"@value": "printf"}
+    panel.add_tools(hover)
+
+    # Events stand on the curve, between the steps that were logged.
+    for event in run.events:
+        if key in ("loss", "grad_norm") and event["event"] in EVENTS:
+            at, level = (
+                np.interp(event["step"], columns["step"], columns[name]) for name in (axis, "value")
+            )
+            marker, _ = EVENTS[event["event"]]
+            panel.scatter([at], [level], marker=marker, size=10, color=colour, line_width=2)
