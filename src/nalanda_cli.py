@@ -42,6 +42,7 @@ try:
         check_loading,
         sampling_options,
     )
+    from nalanda.serve.options import ServeOptions
 except KeyboardInterrupt:  # before `main` can handle it
     sys.stderr.write("nalanda: interrupted\n")
     raise SystemExit(130) from None
@@ -51,7 +52,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "Look at runs": ("runs", "report", "plot", "verify"),
     "Compare settings": ("compare",),
     "Evaluate a model": ("eval", "perplexity"),
-    "Use a model": ("generate", "check"),
+    "Use a model": ("generate", "serve", "check"),
     "Convert a model": ("export", "convert", "linearize"),
     "Tune the kernels": ("tune",),
 }
@@ -250,6 +251,42 @@ def generate(
     generate(resolved, prompt, files, sampling, loading)
     if files.save_state is not None:
         print_next_steps("save a state", of=resolved, model=model, state=files.save_state)
+
+
+ModelFolder = Annotated[str, Argument(help="the folder of a run or a model")]
+EngineOptions = Annotated[
+    list[str] | None,
+    Argument(metavar="[-- OPTION]...", help="options of the server that is started"),
+]
+
+
+@command(app)
+def serve(
+    model: ModelFolder,
+    others: EngineOptions = None,
+    *,
+    options: Annotated[ServeOptions, {"port": Option(min=1, max=65535)}],
+) -> None:
+    """Serve a model by OpenAI's API, until ctrl-C.
+
+    nalanda serve runs/demo
+    nalanda serve runs/demo --port 9000 -- --device cpu
+
+    Starts vLLM's server, or that of transformers, at an address of this machine. Prints a question in curl.
+    """
+    from nalanda.serve import server
+
+    # Mistakes are reported before anything is loaded.
+    folder = server.served_folder(model)
+    engine = server.choose_engine(options.engine)
+    server.check_address(options.host, options.port)
+
+    server.print_introduction(engine, folder, options)
+    if engine == "vllm":
+        server.run_vllm(folder, options, others or [])
+    with loading_torch():
+        from nalanda.serve.transformers_server import run_transformers
+    run_transformers(folder, options, others or [])
 
 
 AnyModel = Annotated[

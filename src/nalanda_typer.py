@@ -66,7 +66,6 @@ INSTEAD_OF_COMMANDS = {
     "prepare": "nalanda data prepare",
     "pretrain": "nalanda train",
     "sample": "nalanda generate",
-    "serve": "transformers serve RUN/final --trust-remote-code",
     "sft": TRAIN_FURTHER,
     "version": "nalanda --version",
 }

@@ -291,6 +291,8 @@ LIGHT = {
     },
     "data prepare": 2,
     "recipes": 0,
+    "serve /no/such": 2,
+    "serve {folder}/model": 2,
 }
 
 

@@ -2,12 +2,14 @@
 
 import builtins
 import errno
+import importlib.util
 import json
 import os
 import re
 import resource
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -51,6 +53,9 @@ def place(recipe, tokenizer, tmp_path_factory) -> Path:
         NalandaForCausalLM(config).save_pretrained(place / name)
         tokenizer.save_pretrained(place / name)
     NalandaForCausalLM(config).save_pretrained(place / "bare")
+    encoder = json.dumps({"architectures": ["NalandaForMaskedLM"]})
+    (place / "encoder").mkdir()
+    (place / "encoder" / "config.json").write_text(encoder)
     weights = (place / "model" / "model.safetensors").read_bytes()
     (place / "torn" / "model.safetensors").write_bytes(weights[:-100])
     (place / "linked" / "link.safetensors").symlink_to(place / "model" / "model.safetensors")
@@ -334,6 +339,16 @@ TABLE = [
     ("report", r"Missing argument 'RUN\.\.\.'; write nalanda report RUN"),
     ("generate model --state none", r".*none.*"),
     ("perplexity model --text none --output out", r".*none.*"),
+    # servers
+    ("serve runs/none", NOT_THERE),
+    ("serve bare", r"bare has no tokenizer; copy its files there, or .*`nalanda export`"),
+    ("serve encoder", r"encoder: NalandaForMaskedLM writes no text; serve a causal language model"),
+    ("serve model --engine sglang", r"--engine sglang: is unknown; there are auto, vllm and .*"),
+    (
+        "serve model --host nowhere.invalid",
+        r"--host nowhere\.invalid --port 8000: Name or service not known",
+    ),
+    ("serve model --port 0", r"Invalid value for '--port': .*"),
     # where nothing can be written
     (
         "train r.yaml output_dir=/proc/x",
@@ -391,6 +406,23 @@ def test_bad_input_gets_one_line_and_code_2(
     code, text = said(capsys, *shlex.split(command))
     assert re.fullmatch(rf"nalanda[a-z ]*: {line}\n", text), text
     assert code == 2
+
+
+def test_a_server_without_its_packages_or_port_gets_one_line(place, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, text = said(capsys, "serve", "model", "--port", port, "--engine", "transformers")
+    assert (code, text) == (2, f"nalanda: --port {port}: in use; name another one\n")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for engine, line in (
+        ("auto", r"fastapi: not installed; pip install 'nalanda\[serving\]'"),
+        ("vllm", r"--engine vllm: not installed; pip install 'nalanda\[vllm\]' into .*"),
+    ):
+        code, text = said(capsys, "serve", "model", "--engine", engine)
+        assert re.fullmatch(f"nalanda: {line}\n", text), text
+        assert code == 2
 
 
 def test_block_sizes_known_to_be_wrong_get_one_line(

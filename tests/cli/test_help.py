@@ -164,7 +164,6 @@ def test_a_model_of_python_is_asked_for_python(tmp_path):
         ("trian demo", "No such command 'trian'. Did you mean 'nalanda train'? See nalanda --help"),
         ("list", "Did you mean nalanda recipes or nalanda runs? See nalanda --help"),
         ("models", "Did you mean nalanda recipes?"),
-        ("serve runs/demo", "Did you mean transformers serve RUN/final --trust-remote-code?"),
         ("chat runs/demo", "python examples/chat/chat.py"),
         ("sft runs/demo", "Did you mean nalanda train RECIPE model.init_from=RUN/final"),
         ("finetune runs/demo", "Did you mean nalanda train RECIPE model.init_from=RUN/final"),

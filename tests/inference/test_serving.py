@@ -1,6 +1,9 @@
-"""`transformers serve` with one of our checkpoints and OpenAI's client."""
+"""`nalanda serve` on the server of transformers, and OpenAI's client."""
 
+import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -8,6 +11,7 @@ import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from nalanda import NalandaConfig, NalandaForCausalLM
 
 pytestmark = pytest.mark.slow
 
+DOCUMENT = Path(__file__).parents[2] / "examples" / "document.py"
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 )
@@ -53,7 +58,7 @@ def client(served):
 
 @pytest.fixture(scope="module")
 def served(folder, tmp_path_factory):
-    """A client and the server, which does not import this package. It is asked for batching, which our states
+    """A client, the server and its log. The server has no hub cache, and is asked for batching, which our states
     do not support."""
     openai = pytest.importorskip("openai")
     pytest.importorskip("uvicorn")
@@ -61,23 +66,23 @@ def served(folder, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder)]
-    options = ["--trust-remote-code", "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", "nalanda_cli", "serve", str(folder), "--port", str(port)]
+    command += ["--engine", "transformers", "--", "--device", "cpu", "--continuous-batching"]
     environment = {
         "HF_HOME": str(home),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "NO_PROXY": "*",
     }
-    with (home / "log").open("w") as log:
+    log = home / "log"
+    with log.open("w") as stream:
         server = subprocess.Popen(
-            [*command, *options, "--continuous-batching"],
-            **{
-                "env": os.environ | environment,
-                "cwd": home,
-                "stdout": log,
-                "stderr": subprocess.STDOUT,
-            },
+            command,
+            env=os.environ | environment,
+            cwd=home,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         deadline = time.monotonic() + 120
@@ -86,11 +91,11 @@ def served(folder, tmp_path_factory):
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
                 break
             except OSError:
-                assert server.poll() is None, (home / "log").read_text()[-3000:]
-                assert time.monotonic() < deadline, (home / "log").read_text()[-3000:]
+                assert server.poll() is None, log.read_text()[-3000:]
+                assert time.monotonic() < deadline, log.read_text()[-3000:]
             time.sleep(0.1)
         url = f"http://127.0.0.1:{port}/v1"
-        yield openai.OpenAI(base_url=url, api_key="none", timeout=60, max_retries=0), server
+        yield openai.OpenAI(base_url=url, api_key="none", timeout=60, max_retries=0), server, log
     finally:
         server.kill()
         server.wait()
@@ -162,12 +167,42 @@ def test_a_prompt_beyond_the_training_length_is_answered(client, folder, tokeniz
     assert client.completions.create(**asked).choices[0].text == expected
 
 
-def test_the_server_ends_when_it_is_told_to(served, folder):
-    client, server = served
+def test_questions_about_a_text_are_answered(served, folder, tokenizer, tmp_path):
+    """By examples/document.py; how long each waited depends on the machine."""
+    client, _, _ = served
+    (tmp_path / "text").write_text("gate " * 40)
+    command = [sys.executable, str(DOCUMENT), str(tmp_path / "text"), "state", "decay"]
+    command += ["--max-tokens", "8", "--url", str(client.base_url)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    answers = re.findall(r"^ +\d+\.\d\d s  (\w+) → (.+)$", printed, re.MULTILINE)
+    text = "<|endoftext|>" + ("gate " * 40).rstrip()
+    expected = {
+        word: greedy(folder, tokenizer, f"{text}\n\n{word}", max_new_tokens=8)
+        for word in ("state", "decay")
+    }
+    assert dict(answers) == {word: repr(answer) for word, answer in expected.items()}
+    assert "the server kept" in printed.splitlines()[-1]
+
+
+def test_the_printed_question_fits_the_model_that_is_listed(served, folder):
+    client, _, log = served
+    assert [model.id for model in client.models.list()] == [str(folder)]
+    (line,) = re.findall("^ask +(.+)$", log.read_text(), re.MULTILINE)
+    _, url, *_, body = shlex.split(line)
+    assert url == f"{client.base_url}chat/completions"  # the folder has a template
+    asked = json.loads(body) | {"temperature": 0}
+    answer = client.chat.completions.create(**asked)
+    assert answer.usage.completion_tokens == asked["max_tokens"]
+
+
+def test_ctrl_c_ends_the_server(served, folder):
+    client, server, log = served
     asked = {"model": str(folder), "prompt": "state", "max_tokens": 8, "temperature": 0}
     client.completions.create(**asked)
-    server.send_signal(signal.SIGTERM)
-    assert server.wait(timeout=30) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+    server.send_signal(signal.SIGINT)
+    assert server.wait(timeout=30) == 130
+    assert log.read_text().endswith("\nnalanda: interrupted\n")
+    assert "Traceback" not in log.read_text()
     from openai import APIConnectionError
 
     with pytest.raises(APIConnectionError):

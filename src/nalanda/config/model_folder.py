@@ -12,6 +12,11 @@ from nalanda.common.text import closest, suggest
 ANSWER = 3.0
 """Seconds that the hub has for an answer."""
 
+NO_TOKENIZER = (
+    "has no tokenizer; copy its files there, or make a model of a run's step with `nalanda export`"
+)
+"""What a command says of a model folder without one."""
+
 
 def not_here(name: str) -> str:
     """A prefix for the hub's error about `name`, which may be a misspelt folder."""

@@ -23,7 +23,7 @@ from nalanda.common.errors import InputError, explained, first_line, out_of_memo
 from nalanda.common.number_formats import LOADED, TORCH_NAMES, WEIGHTS, choose_format
 from nalanda.common.products import choose_product_route, set_product_route
 from nalanda.config.model import silence_transformers
-from nalanda.config.model_folder import tokenizer_files
+from nalanda.config.model_folder import NO_TOKENIZER, tokenizer_files
 from nalanda.model import Int8Config
 from nalanda.model.context import Context
 from nalanda.train.resolve import resolve
@@ -106,8 +106,7 @@ def _loading_error(name: str, error: Exception) -> InputError:
     if out_of_memory(error) and (explanation := explained(error)):
         return explanation
     if folder.is_dir() and not tokenizer_files(folder):
-        advice = "copy its files there, or make a model of a run's step with `nalanda export`"
-        return InputError(f"{name} has no tokenizer; {advice}")
+        return InputError(f"{name} {NO_TOKENIZER}")
     return InputError(f"cannot load {name}: {first_line(error)}")
 
 
