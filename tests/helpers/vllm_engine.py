@@ -52,7 +52,7 @@ class Continuation(NamedTuple):
 def build(
     folder: Path, state_dtype: str | None = None, lengths: tuple[int, ...] = LENGTHS, **options: Any
 ) -> tuple[Path, list[Continuation]]:
-    """A model with random weights in `folder`, and how it continues a prompt of each length.
+    """A model with random weights in `folder`, and how it continues a prompt of each length. Its tokens are numbers.
 
     state_dtype: the precision of its states meanwhile. options: of its config.
     """
@@ -65,11 +65,23 @@ def build(
     with torch.no_grad():
         model.lm_head.weight.mul_(20)  # tokens that differ from place to place
     model.save_pretrained(folder)
+    write_tokenizer(folder, config.vocab_size)
 
     random = torch.Generator().manual_seed(0)
     shape = config.vocab_size
     prompts = [torch.randint(3, shape, (1, length), generator=random) for length in lengths]
     return folder, [expect(model, prompt, state_dtype) for prompt in prompts]
+
+
+def write_tokenizer(folder: Path, size: int) -> None:
+    """A tokenizer that takes each number between blanks for a token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {str(i): i for i in range(size)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="2").save_pretrained(folder)
 
 
 @torch.no_grad()
@@ -181,17 +193,15 @@ class Server:
 
 @contextlib.contextmanager
 def serving(folder: Path, *options: str) -> Iterator[Server]:
-    """A server of the folder that docs/deploying.md starts; it ends with the context.
+    """The server of the folder that `nalanda serve` starts; it ends with the context. options: vLLM's.
 
     Raises RuntimeError with its log where it does not start.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(folder), "--dtype", "float32"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--skip-tokenizer-init", "--enforce-eager", "--enable-prefix-caching", *options]
+    command = [sys.executable, "-m", "nalanda_cli", "serve", str(folder), "--port", str(port)]
+    command += ["--", "--dtype", "float32", "--enforce-eager", *options]
 
     log = folder / "server.log"
     with log.open("w") as stream:

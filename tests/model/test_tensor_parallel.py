@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tiny_models import close, ids
 from training import launched
+from transformers import PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
 from nalanda import NalandaConfig, NalandaForCausalLM, NalandaForMaskedLM
@@ -249,6 +250,21 @@ def test_mixers_that_share_a_name_for_other_norms_are_refused():
     assert config.tensor_parallel_degrees == [1]
     with pytest.raises(ValueError, match=r"'nala' and 'gated_deltanet': .*o_norm.weight.*use FSDP"):
         config.check_tensor_parallel(2)
+
+
+def test_a_tied_model_loads_where_transformers_adds_to_its_plan(monkeypatch):
+    """As transformers 5.19 does, while it makes a config."""
+    made = PreTrainedConfig.__post_init__
+
+    def add(self, **kwargs):
+        made(self, **kwargs)
+        if self.tie_word_embeddings and self.base_model_tp_plan is not None:
+            self.base_model_tp_plan = {}
+
+    monkeypatch.setattr(PreTrainedConfig, "__post_init__", add)
+    config = NalandaConfig(**SIZES, mixer="deltanet", num_hidden_layers=1, tie_word_embeddings=True)
+    assert config.tie_word_embeddings
+    assert config.base_model_tp_plan["embed_tokens"] == "embedding_rowwise"
 
 
 def test_encoders_have_a_plan():

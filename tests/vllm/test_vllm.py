@@ -1,7 +1,10 @@
 """vLLM continues texts as transformers does: every mixer and map, alone and in hybrids."""
 
 import random
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,8 @@ from nalanda.model.feature_maps import FEATURE_MAPS
 from nalanda.model.mixers import MIXERS
 from nalanda.serve.vllm.architecture import page_bytes
 from nalanda.serve.vllm.layers import check_blocks
+
+ROOT = Path(__file__).parents[2]
 
 
 def combinations():
@@ -51,6 +56,12 @@ HYBRIDS = {
     "mala, softmax 3:1": {"mixer": ["mala", "mala", "mala", "softmax"] * 2},
     "three mixers": {"mixer": ["mala", "gated_deltanet", "diag_attention"]},
     "sinusoidal positions": {"mixer": "deltanet", "position_embedding": "sinusoidal"},
+    "130 tokens": {"mixer": "deltanet", "vocab_size": 130},
+    "130 tokens, a tied head": {
+        "mixer": "deltanet",
+        "vocab_size": 130,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -121,7 +132,8 @@ def test_the_server_continues_under_load(tmp_path, name):
     shuffled = random.Random(0).sample(expected * 4, 4 * len(expected))
 
     largest, texts, tokens, aborts = 0.0, 0, 0, []
-    with serving(folder, *(f"--{name}={value}" for name, value in flags.items())) as server:
+    flags = [f"--{name}={value}" for name, value in flags.items()]
+    with serving(folder, "--skip-tokenizer-init", *flags) as server:
         # All at once; beside others that leave early; one after the other from the cache of both.
         for questions, clients in ((expected, 8), (shuffled, 8), (expected, 1)):
             with ThreadPoolExecutor(clients) as pool:
@@ -142,6 +154,21 @@ def test_the_server_continues_under_load(tmp_path, name):
     assert hits > 0
     left_out = sum(abort.result() for abort in aborts) - (generated - tokens)
     assert left_out > 0, "no request left early"
+
+
+def test_questions_about_a_text_find_its_state(tmp_path):
+    """As examples/document.py asks them."""
+    folder, _ = build(tmp_path, mixer="gated_deltanet")
+    text, questions = tmp_path / "text", ["5 6 7", "9", " ".join(["11"] * 40)]
+    text.write_text(" ".join(str(3 + i % 125) for i in range(500)))
+    command = [sys.executable, str(ROOT / "examples/document.py"), str(text), *questions]
+    with serving(folder, "--max-model-len=4096") as server:
+        url = f"http://127.0.0.1:{server.port}/v1"
+        done = subprocess.run([*command, "--url", url], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        hits = server.count("prefix_cache_hits")
+    assert len(done.stdout.splitlines()) == 1 + len(questions) + 1
+    assert hits >= len(questions) * (500 - 16)
 
 
 def test_a_step_that_leaves_a_block_unfilled_stops_the_engine():

@@ -175,7 +175,10 @@ class NalandaConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         self._refuse_unknown(kwargs)
+        # For a tied model transformers 5.19, which vLLM has, asks here for a plan that needs what comes below.
+        tied, self.tie_word_embeddings = self.tie_word_embeddings, False
         super().__post_init__(**kwargs)
+        self.tie_word_embeddings = tied
         if isinstance(self.mixer, dict):
             self.mixer = repeated(self.mixer, self.num_hidden_layers)
         self.check_types()

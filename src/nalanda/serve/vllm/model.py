@@ -36,7 +36,9 @@ class NalandaAttentionForCausalLM(nn.Module):
             layer = AttentionLayer if grows(block.mixer) else RecurrentLayer
             self.mixers.append(layer(block.mixer, f"model.layers.{i}.mixer", vllm_config))
 
-        self.lm_head = ParallelLMHead(self.config.vocab_size, self.config.hidden_size)
+        # Without vLLM's padding to multiples of 64 rows: a checkpoint has none.
+        sizes = self.config.vocab_size, self.config.hidden_size
+        self.lm_head = ParallelLMHead(*sizes, padding_size=1)
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.logits_processor = LogitsProcessor(self.config.vocab_size)
