@@ -106,6 +106,8 @@ def test_transient_errors():
         InputError("x"),
         SourceUnavailable("x"),
         requests.exceptions.InvalidURL("x"),
+        httpx2.InvalidURL("x"),
+        httpx2.UnsupportedProtocol("x"),
         behind(ConnectionError("x"), hub(404)),
         behind(FileNotFoundError("x"), status(404)),
     ]

@@ -42,6 +42,8 @@ _NETWORK_LIBRARIES = {
     "requests",
     "urllib3",
 }
+_BAD_URL = ("InvalidURL", "UnsupportedProtocol")
+"""httpx's errors for it, which are no ValueError."""
 _NO_ANSWER = {
     "HTTPClientError",
     "ConnectionError",
@@ -94,8 +96,8 @@ def _no_answer(error: BaseException) -> bool:
         return True
     library = type(error).__module__.split(".")[0]
     if library in _NETWORK_LIBRARIES:
-        # A ValueError, such as an invalid URL, is a fault of the request.
-        return not isinstance(error, ValueError)
+        # A fault of the request.
+        return not isinstance(error, ValueError) and type(error).__name__ not in _BAD_URL
     names = {base.__name__ for base in type(error).__mro__}
     return library in ("botocore", "azure", "google") and bool(names & _NO_ANSWER)
 
@@ -105,7 +107,7 @@ def _status_of(error: BaseException) -> int | None:
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         statuses = [response.get("ResponseMetadata", {}).get("HTTPStatusCode")]
-    else:  # requests; aiohttp, azure, gcsfs
+    else:  # httpx, requests; aiohttp, azure, gcsfs
         statuses = [getattr(response, "status_code", None)]
         statuses += [getattr(error, name, None) for name in ("status", "status_code", "code")]
     for status in statuses:
