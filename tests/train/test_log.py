@@ -1,6 +1,7 @@
 """metrics.jsonl after a resume, events, trackers, FLOPs and the estimate of a run."""
 
 import errno
+import importlib.util
 import io
 import json
 import math
@@ -276,6 +277,16 @@ def test_trackers_that_are_not_there_or_fail(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.modules["wandb"], "init", fail)
     with pytest.raises(InputError, match=r"^log\.tracker: wandb: no network$"):
         RunLog(tmp_path, config, step=2, steps=5)
+
+
+def test_a_board_is_written_where_tensorboard_is_installed(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "tensorboard", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    RunLog(tmp_path, LogConfig(), step=0, steps=5).close()
+    assert not (tmp_path / "tensorboard").exists()
+    LogConfig().check_packages()
+    with pytest.raises(InputError, match=r"^log\.tensorboard: not installed: pip install 'nalanda"):
+        LogConfig(tensorboard=True).check_packages()
 
 
 def test_a_full_disk_ends_tensorboard_and_not_the_training(tmp_path, monkeypatch, capsys):

@@ -558,19 +558,27 @@ class GuardConfig:
 class LogConfig:
     every: Annotated[int, at_least(1)] = 10
     """Steps between lines of metrics; a line has the loss of its step, not a mean over steps."""
-    tensorboard: bool = True
-    """Whether metrics go to tensorboard/ as well."""
+    tensorboard: Literal[True, False, "auto"] = "auto"
+    """Whether metrics go to tensorboard/ as well; auto: where TensorBoard is installed."""
     tracker: Literal["none", "wandb", "trackio"] = "none"
     """Tracker that gets the metrics as well, configured as usual: `wandb login`, WANDB_MODE=offline,
     TRACKIO_SPACE_ID, …"""
     project: str = "nalanda"
     """Project at the tracker."""
 
-    def check_tracker(self) -> None:
-        """Raises `InputError` if the tracker is not installed."""
+    def check_packages(self) -> None:
+        """Raises `InputError` if the tracker, or TensorBoard where it is asked for, is not installed."""
         name = self.tracker
-        if name != "none" and name not in sys.modules and importlib.util.find_spec(name) is None:
+        if name != "none" and not _is_installed(name):
             raise InputError(f"log.tracker: {name} is not installed: pip install {name}")
+        if self.tensorboard is True and not _is_installed("tensorboard"):
+            raise InputError(
+                "log.tensorboard: not installed: pip install 'nalanda[tensorboard]', or leave the key out"
+            )
+
+    def writes_board(self) -> bool:
+        """Whether metrics go to tensorboard/."""
+        return bool(self.tensorboard) and _is_installed("tensorboard")
 
 
 @dataclass
@@ -661,7 +669,7 @@ class RunConfig:
             if hasattr(section, "check"):
                 section.check()
         if training:
-            self.log.check_tracker()
+            self.log.check_packages()
         if self.schedule.warmup_steps > self.train.steps:
             raise InputError(
                 f"schedule.warmup_steps: {self.schedule.warmup_steps} is more than "
@@ -783,6 +791,10 @@ class RunConfig:
                 f"take {choices}"
             )
         return train.tokens_per_step // tokens
+
+
+def _is_installed(package: str) -> bool:
+    return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def _name_local_files(section: Any) -> None:

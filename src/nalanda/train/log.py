@@ -63,7 +63,7 @@ class RunLog:
         if bad := cut_metrics(self.file, step, keep_events):
             self.say(f"{self.file}: {bad} line(s) cannot be read; they are kept and ignored")
         self.stream = self.file.open("a", encoding="utf-8")
-        if config.tensorboard:
+        if config.writes_board():
             from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
             # purge_step hides what an earlier start wrote of the steps that are made again.
