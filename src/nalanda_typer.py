@@ -24,7 +24,7 @@ from nalanda.common.errors import InputError, one_line_errors, report_failure
 from nalanda.common.fields import read_fields
 from nalanda.common.next_steps import choose_prompt
 from nalanda.common.progress import Progress
-from nalanda.common.versions import list_versions, versions
+from nalanda.common.versions import kernel_packages, list_versions, versions
 from nalanda.inference.options import Sampling
 
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -314,9 +314,13 @@ def page_sample(runs: list[Path], count: int | None) -> list[list[tuple[str, str
 def print_versions(wanted: bool) -> None:
     if not wanted:
         return
+    from nalanda_kernels import API
+    from nalanda_kernels.cpu.build import describe_library
+
     libraries = versions()
     ours = {"nalanda": libraries.pop("nalanda")}
     print(f"{list_versions([ours])} ({list_versions([libraries])})")
+    print(f"kernels API {API}: {describe_library()}, {list_versions([kernel_packages()])}")
     raise typer.Exit
 
 

@@ -1,10 +1,14 @@
 """Versions in records of results."""
 
+import json
+import re
 import subprocess
+import types
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from nalanda_kernels import API
 
 import nalanda
 from nalanda.common.versions import _nalanda_version, list_versions, versions
@@ -38,11 +42,26 @@ def test_a_tree_that_is_not_installed_has_a_version(monkeypatch):
     assert versions()["nalanda"].partition("+g")[0] == nalanda.__version__
 
 
-def test_the_command_prints_them(capsys):
+def test_an_install_from_git_names_the_commit_that_pip_recorded(monkeypatch, tmp_path):
+    monkeypatch.setattr("nalanda.common.versions.__file__", str(tmp_path / "a/b/c/versions.py"))
+    record = json.dumps({"url": "u", "vcs_info": {"vcs": "git", "commit_id": "5c1f2e03a77"}})
+    installed = types.SimpleNamespace(read_text={"direct_url.json": record}.get)
+    monkeypatch.setattr(metadata, "distribution", lambda name: installed)
+    _nalanda_version.cache_clear()
+    assert versions()["nalanda"] == f"{nalanda.__version__}+g5c1f2e03a"
+    _nalanda_version.cache_clear()
+
+
+def test_the_command_prints_them(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("NALANDA_CPU_CACHE", str(tmp_path))
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
     assert not stop.value.code
-    assert capsys.readouterr().out.startswith(f"nalanda {versions()['nalanda']} (python ")
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"nalanda {versions()['nalanda']} (python ")
+    kernels = rf"kernels API {API}: (C\+\+ to be built by \S+|no C\+\+ compiler), triton \d.*, flash_qla .*"
+    assert re.fullmatch(kernels, second)
+    assert not list(tmp_path.iterdir())  # nothing was compiled
 
 
 def test_results_of_several_versions_name_them_all():

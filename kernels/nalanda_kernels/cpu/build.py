@@ -62,6 +62,18 @@ def _find_compiler() -> str | None:
     return next((found for name in candidates if (found := shutil.which(name))), None)
 
 
+def describe_library() -> str:
+    """Whether there is a library for these sources. Compiles nothing."""
+    compiler = _find_compiler()
+    if compiler is None:
+        return "no C++ compiler"
+    try:
+        built = (cache_folder() / f"{_hash(compiler)}.so").exists()
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return f"C++ not built: {str(error).splitlines()[0]}"
+    return f"C++ {'built' if built else 'to be built'} by {Path(compiler).name}"
+
+
 def cache_folder() -> Path:
     """Raises RuntimeError for a user without a home."""
     return Path(os.environ.get("NALANDA_CPU_CACHE") or "~/.cache/nalanda/cpu").expanduser()

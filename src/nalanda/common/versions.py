@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import platform
 import subprocess
 import sys
@@ -21,6 +22,18 @@ def versions(*packages: str) -> dict[str, str]:
     }
 
 
+def kernel_packages() -> dict[str, str]:
+    """The version of each package that brings kernels for GPUs; of one that is not there, `not installed`."""
+    packages = {"triton": "triton", "fla": "flash-linear-attention", "flash_qla": "flash-qla"}
+    found = {}
+    for backend, package in packages.items():
+        try:
+            found[backend] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[backend] = "not installed"
+    return found
+
+
 def list_versions(records: Iterable[dict[str, str]]) -> str:
     """Lists the versions of several results: `python 3.11.7, torch 2.12.0 and 2.13.0`."""
     by_name: dict[str, dict[str, None]] = {}  # keeps the order
@@ -32,13 +45,19 @@ def list_versions(records: Iterable[dict[str, str]]) -> str:
 
 @functools.cache
 def _nalanda_version() -> str:
-    """`0.1.0`; in a checkout with its commit, `0.1.0+g5c1f2e03a`, and with `.dirty` if files were changed."""
+    """`0.1.0`, with the commit of a checkout or of pip's clone behind it, `0.1.0+g5c1f2e03a`, where it is known.
+
+    `.dirty` follows if files of a checkout were changed.
+    """
     version = sys.modules["nalanda"].__version__  # without metadata, where it is not installed
     root = Path(__file__).parents[3]
-    if not (root / ".git").exists():
-        return version
+    commit = _commit_of_checkout(root) if (root / ".git").exists() else _commit_of_install()
+    return f"{version}+g{commit}" if commit else version
+
+
+def _commit_of_checkout(root: Path) -> str:
+    describe = ["describe", "--always", "--exclude=*", "--abbrev=9", "--dirty=.dirty"]
     try:
-        describe = ["describe", "--always", "--exclude=*", "--abbrev=9", "--dirty=.dirty"]
         git = subprocess.run(
             ["git", "-C", str(root), *describe],
             capture_output=True,
@@ -47,5 +66,14 @@ def _nalanda_version() -> str:
             check=True,
         )
     except (OSError, subprocess.SubprocessError):  # no git, or a repository of another user
-        return version
-    return f"{version}+g{git.stdout.strip()}"
+        return ""
+    return git.stdout.strip()
+
+
+def _commit_of_install() -> str:
+    """That of `pip install git+URL`, which pip records."""
+    try:
+        record = metadata.distribution("nalanda").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return ""
+    return json.loads(record or "{}").get("vcs_info", {}).get("commit_id", "")[:9]
