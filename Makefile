@@ -100,7 +100,7 @@ clean:
 
 TITAN = examples/torchtitan/requirements.txt
 .venv/.ready: pyproject.toml lab/pyproject.toml constraints.txt $(TITAN)
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Nalanda needs Python 3.11 or newer, this is %d.%d: make PYTHON=python3.12 …" % v[:2])'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else "Nalanda needs Python 3.11 to 3.13, this is %d.%d: make PYTHON=python3.12 …" % v[:2])'
 	@echo "Building .venv (a few minutes the first time) …"
 	@$(PYTHON) -m venv --clear .venv
 	@$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)

@@ -72,7 +72,8 @@ def mistake(words: list[str], needs: str = "", named: bool = False) -> str:
         elif program == "hf":
             check_hf(arguments)
         elif program == "git":
-            return "" if arguments[0] == "clone" else "only git clone is known to this test"
+            known = ("clone", "tag", "push")
+            return "" if arguments[0] in known else f"only git {', '.join(known)} are known here"
         elif program == "make":
             return subprocess.run(
                 ["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True
@@ -89,6 +90,10 @@ def mistake(words: list[str], needs: str = "", named: bool = False) -> str:
             return mistake([*front, found.training_script, *found.training_script_args], needs)
         elif program in ("python", "python3"):
             return check_python(arguments, needs)
+        elif program.startswith("dist/"):  # in an environment that the page makes
+            return "" if needs else "mark it: # needs a network"
+        elif program == "cd" or (ROOT / program).is_file():
+            return ""
         elif program not in ("lm_eval", "pytest", "transformers"):
             return f"{program} is unknown to this test"
     except (InputError, ValueError, typer.BadParameter.__mro__[1]) as error:
@@ -165,8 +170,8 @@ def check_python(arguments: list[str], needs: str) -> str:
         compile(rest[0], kind, "exec")
     elif kind == "-m" and rest[0] == "nalanda_cli":
         check_nalanda(rest[1:])
-    elif kind == "-m" and rest[0].startswith("vllm."):  # in an environment of its own
-        return "" if needs else "mark it: # needs a network"
+    elif kind == "-m" and rest[0] == "venv":
+        return ""
     elif kind == "recipes/pretrain.py":
         check_nalanda(["train", *rest])
     elif kind == "examples/images/images.py":
@@ -269,7 +274,7 @@ def attempt(command: Command, folder) -> str:
     """Runs a command. Returns what went wrong."""
     typed = shlex.join(command.words)
     extra = [more for pattern, more in SMALL.items() if re.search(pattern, typed)]
-    if command.words[0] in ("git", "make") or (command.takes and not extra):
+    if command.words[0] in ("cd", "git", "make") or (command.takes and not extra):
         return ""
     code, printed = pages.run(
         [*command.words, *shlex.split(" ".join(extra))], folder, command.environment
