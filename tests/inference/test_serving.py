@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.serve.server import question
 
 pytestmark = pytest.mark.slow
 
@@ -193,6 +194,13 @@ def test_the_printed_question_fits_the_model_that_is_listed(served, folder):
     asked = json.loads(body) | {"temperature": 0}
     answer = client.chat.completions.create(**asked)
     assert answer.usage.completion_tokens == asked["max_tokens"]
+
+
+def test_a_model_without_a_template_is_asked_to_continue(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": null}')
+    _, url, *_, body = shlex.split(question("http://h/v1", str(tmp_path)))
+    assert url == "http://h/v1/completions"
+    assert {"model", "prompt"} < json.loads(body).keys()
 
 
 def test_ctrl_c_ends_the_server(served, folder):

@@ -102,7 +102,7 @@ def has_chat_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").is_file():
         return True
     file = folder / "tokenizer_config.json"
-    return file.is_file() and "chat_template" in json.loads(file.read_text(encoding="utf-8"))
+    return file.is_file() and bool(json.loads(file.read_text("utf-8")).get("chat_template"))
 
 
 def run_vllm(folder: str, options: ServeOptions, others: list[str]) -> None:
