@@ -186,6 +186,7 @@ def test_the_first_screen_of_a_run(posted):
 def test_settings_that_differ_from_the_recipe(posted):
     config = yaml.safe_load((posted / "config.yaml").read_text())
     config["optim"]["lr"] = 0.123
+    config["log"]["tensorboard"] = "auto"  # its default when the run was made was another
     config["model"] |= {"num_heads": 4, "conv_size": 3}
     (posted / "config.yaml").write_text(yaml.safe_dump(config))
     text = Texts(write_page([posted]).read_text(encoding="utf-8")).text
