@@ -11,7 +11,7 @@ import torch
 from decoded import check_beams, check_forks, check_threads
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu import build as library
-from nalanda_kernels.cpu.step import KINDS
+from nalanda_kernels.cpu.step import KINDS, PIECE
 from nalanda_kernels.cpu.token import Program
 from tiny_models import UNKNOWN_MAPS, VARIANTS, build, covered_rows, ids, logits, rows
 from torch.nn.utils.parametrize import register_parametrization
@@ -25,6 +25,8 @@ except Unsupported as reason:
     pytest.skip(f"no C++ compiler: {reason}", allow_module_level=True)
 
 NEW = 6
+SIZES = (9, 5, 1, 2, 6, 4, 1, 5, 5, 2)
+"""Of the pieces of a text."""
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 
 
@@ -109,6 +111,31 @@ def test_text_is_that_of_eager_decoding(options, dtype, runs):
         assert list(state) == list(other_state)
         for name, x in state.items():
             near(x, other_state[name])
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("options", "dtype"), every_row())
+@torch.no_grad()
+def test_pieces_of_a_text(options, dtype, runs, monkeypatch):
+    """Several tokens at once after others, of two texts, in a program with less room than some pieces need."""
+    monkeypatch.setitem(PIECE, dtype, 10)
+    model, texts = tiny(dtype, **options), ids(2, 40)
+    with decoding.choose_decoder(model):
+        cache, found, start = NalandaCache(len(model.model.layers)), [], 0
+        for size in SIZES:
+            piece = texts[:, start : start + size]
+            found.append(model(piece, past_key_values=cache, logits_to_keep=1).logits)
+            start += size
+            assert bool(runs) == (size <= 5)
+            runs.clear()
+    whole = NalandaCache(len(model.model.layers))
+    expected = model(texts, past_key_values=whole).logits
+    ends = torch.tensor(SIZES).cumsum(0) - 1
+    near(torch.cat(found, 1), expected[:, ends], dtype)
+    assert torch.equal(cache.lengths, whole.lengths)
+    for state, other_state in zip(cache.states, whole.states, strict=True):
+        for name, x in state.items():
+            near(x, other_state[name], dtype)
 
 
 @pytest.mark.sampled
@@ -262,7 +289,7 @@ def test_beams_and_copies(options, mixer, runs):
 @pytest.mark.parametrize("mixer", ["gated_deltanet", "softmax"])
 def test_threads_and_states_between_them(mixer, runs):
     check_threads(tiny(mixer=mixer), eager, **GREEDY)
-    assert len(runs) == 13 * (NEW - 1)
+    assert len(runs) == 13 * (NEW - 1) + 12  # the threads' prompts are short pieces
 
 
 @torch.no_grad()

@@ -17,6 +17,12 @@ struct Step : StepFields {
     int features() const { return key.name == POWER ? 2 * K : K; }
 };
 
+// Where a token of a step is: its sequence, its place among the sequence's `tokens`, and its row in arrays of inputs.
+struct Place {
+    int n, t;
+    long row;
+};
+
 // Channels of x behind their convolution. x, filter, past and moved begin at the first of them; past has D channels.
 template <class T, class X>
 void convolve(const X* x, const T* filter, const T* past, T* moved, int channels, long D, int W, float* y) {
@@ -91,7 +97,8 @@ void write_state(const float* S, float* moved, const float* decay, const float* 
 // Arrays of one thread. columns: of the state.
 struct Memory {
     std::vector<float> numbers, scores, arranged;
-    int F, columns, turned = -1;  // turned: the sequence of these cosines and sines
+    int F, columns;
+    long turned = -1;  // the row of these cosines and sines
     float *q, *k, *v, *local, *map_q, *map_k, *lengths, *decay, *dt, *erased, *u, *o, *powers, *units, *row;
     float *cosines, *sines;
 
@@ -115,18 +122,18 @@ struct Memory {
 
 // The q of a head of k, and its k and v of all steps, behind convolutions; v also behind SiLU and the write gate.
 template <class T>
-void form_inputs(const Step& s, int n, int h, Memory& m) {
+void form_inputs(const Step& s, Place at, int h, Memory& m) {
     int K = s.K, heads = s.heads(), queries = s.queries() * K, values = s.values() * s.V;
     // `count` channels of D from `first` on; `copies` of the same filters serve all heads.
     auto channels = [&](const auto* x, const void* filter, const void* past, void* moved, long first, int count, long D,
                         int W, float* y, bool copies = false) {
-        long before = long(n) * (W - 1) * D + first;
+        long before = long(at.n) * (W - 1) * D + first;
         const T* own = (const T*)filter + (copies ? 0 : first * W);
-        convolve(x, own, (const T*)past + before, (T*)moved + before, count, D, W, y);
+        convolve(x, own, (const T*)(at.t ? moved : past) + before, (T*)moved + before, count, D, W, y);
     };
     long size_q = long(s.H) * K, size_k = long(s.steps) * heads * K, size_v = long(s.steps) * s.HV * s.V;
-    const T *x_q = (const T*)s.q + n * size_q, *x_k = (const T*)s.k + n * size_k;
-    const T *x_v = (const T*)s.v + n * size_v, *x_w = (const T*)s.w + n * size_v;
+    const T *x_q = (const T*)s.q + at.row * size_q, *x_k = (const T*)s.k + at.row * size_k;
+    const T *x_v = (const T*)s.v + at.row * size_v, *x_w = (const T*)s.w + at.row * size_v;
 
     long query = long(h) * queries, value = long(h) * values;
     // Its input has SiLU where that belongs to the short convolution, and no gate of what is written.
@@ -151,14 +158,15 @@ void form_inputs(const Step& s, int n, int h, Memory& m) {
     if (s.k_norm) norm_head(m.k, (const T*)s.k_norm, K, s.eps);
 }
 
-// Cosines and sines of the angles by which the heads of sequence n rotate.
-inline void form_angles(const Step& s, int n, Memory& m) {
-    float position = s.blocks ? s.positions[n] % s.reach : s.positions[n];
+// Cosines and sines of the angles by which the heads of a token rotate.
+inline void form_angles(const Step& s, Place at, Memory& m) {
+    long place = s.positions[at.n] + at.t;
+    float position = s.blocks ? place % s.reach : place;
     for (int i = 0; i < s.pairs; i++) {
         m.cosines[i] = std::cos(position * s.frequencies[i]);
         m.sines[i] = std::sin(position * s.frequencies[i]);
     }
-    m.turned = n;
+    m.turned = at.row;
 }
 
 // Features, rounded to T; those of some mixers are reflected, and the pairs (x_i, x_{i + pairs}) rotated.
@@ -212,8 +220,8 @@ void form_features(const Step& s, int h, Memory& m) {
 
 // e^g of all features, and the step Δ of a head.
 template <class T>
-void form_decay(const Step& s, int n, int h_v, Memory& m) {
-    long head = long(h_v) * s.G, row = long(n) * s.HV * s.G;
+void form_decay(const Step& s, Place at, int h_v, Memory& m) {
+    long head = long(h_v) * s.G, row = at.row * s.HV * s.G;
     const T* a = (const T*)s.a + row + head;
     auto fill = [&](auto log_decay) {
         float* decay = m.decay;
@@ -239,12 +247,12 @@ void form_decay(const Step& s, int n, int h_v, Memory& m) {
 
 // The state of a head of v after the token, in new_state, and its readout m.o.
 template <class T>
-void update(const Step& s, int n, int h_v, Memory& m) {
+void update(const Step& s, Place at, int h_v, Memory& m) {
     int V = s.V, F = m.F, columns = m.columns, group = s.values(), four = F / 4 * 4;
-    long at = (long(n) * s.HV + h_v) * F * columns;
-    const float *S = s.state + at, *q = m.map_q + (s.swapped ? h_v % 2 * F : 0);
-    float* moved = s.new_state + at;
-    form_decay<T>(s, n, h_v, m);
+    long head = (long(at.n) * s.HV + h_v) * F * columns;
+    const float *S = (at.t ? s.new_state : s.state) + head, *q = m.map_q + (s.swapped ? h_v % 2 * F : 0);
+    float* moved = s.new_state + head;
+    form_decay<T>(s, at, h_v, m);
 
     for (int j = 0; j < s.steps; j++) {
         const float *k = m.map_k + j * F, *v = m.v + (j * group + h_v % group) * V;
@@ -252,7 +260,7 @@ void update(const Step& s, int n, int h_v, Memory& m) {
         for (int c = 0; c < columns; c++) m.u[c] = c < V ? v[c] * step : 1;
         if (s.delta) {
             // β of the head, or of each feature beside a write gate.
-            long logit = ((long(n) * s.steps + j) * s.HV + h_v) * (s.w ? F : 1);
+            long logit = ((at.row * s.steps + j) * s.HV + h_v) * (s.w ? F : 1);
             const T* b = (const T*)s.b + logit;
             float beta = s.w ? 1 : s.beta_scale * sigmoid32(load(b)) / m.lengths[j];
             for (int i = 0; i < F; i++) {
@@ -281,9 +289,10 @@ void update(const Step& s, int n, int h_v, Memory& m) {
 
 // The token's key and value in their rows, and p [queries, seen], the weight of each row that it sees.
 template <class T>
-long weigh_rows(const Step& s, int n, int h, Memory& m) {
+long weigh_rows(const Step& s, Place at, int h, Memory& m) {
     int K = s.K, V = s.V, queries = s.queries();
-    long position = s.positions[n], seen = position + 1, last = s.used + *s.written, head = long(n) * s.HV + h;
+    long position = s.positions[at.n] + at.t, seen = position + 1;
+    long last = s.used + *s.written + at.t, head = long(at.n) * s.HV + h;
     if (s.reach) seen = s.blocks ? position % s.reach + 1 : seen < s.reach ? seen : s.reach;
     T* k = (T*)s.k_rows + (head * s.k_room + last) * K;
     T* v = (T*)s.v_rows + (head * s.v_room + last) * V;
@@ -301,7 +310,7 @@ long weigh_rows(const Step& s, int n, int h, Memory& m) {
 
 // o of a query of a head of k, in m.o.
 template <class T>
-void attend(const Step& s, int n, int h, int i, long seen, Memory& m) {
+void attend(const Step& s, Place at, int h, int i, long seen, Memory& m) {
     float *p = m.scores.data() + i * seen, most = -INFINITY, total = s.scores == SOFTMAX ? 0 : 1;
 #pragma omp simd reduction(max : most)
     for (long j = 0; j < seen; j++) most = p[j] > most ? p[j] : most;
@@ -315,25 +324,25 @@ void attend(const Step& s, int n, int h, int i, long seen, Memory& m) {
     }
     for (long j = 0; j < seen && s.scores == POSITIVE; j++) p[j] = p[j] < 0 ? 0 : rounded<T>(p[j]);
 
-    long first = (long(n) * s.HV + h) * s.v_room + s.used + *s.written + 1 - seen;
+    long first = (long(at.n) * s.HV + h) * s.v_room + s.used + *s.written + at.t + 1 - seen;
     read_all((const T*)s.v_rows + first * s.V, p, seen, s.V, m.o);
     for (int c = 0; c < s.V; c++) m.o[c] /= total;
 }
 
 // o of a head behind its denominator, its share of v, the convolution of v, norm and gate. value: its head of v.
 template <class T>
-void read_out(const Step& s, int n, int head, int value, Memory& m) {
+void read_out(const Step& s, Place at, int head, int value, Memory& m) {
     int V = s.V, heads = s.H > s.HV ? s.H : s.HV;
-    long at = (long(n) * heads + head) * V;
-    const float *v = m.v + value * V, *local = m.local + value * V;
-    float *o = m.o, t = s.positions ? s.positions[n] + 1 : 1, z = s.denominator ? o[V] : 0;
+    long out = (at.row * heads + head) * V, sums = (long(at.n) * heads + head) * V;
+    const float *v = m.v + value * V, *local = m.local + value * V, *past = at.t ? s.new_sum : s.sum;
+    float *o = m.o, t = s.positions ? s.positions[at.n] + at.t + 1 : 1, z = s.denominator ? o[V] : 0;
     float total = s.denominator ? z + EPS * t : 1, skip = s.skip ? s.skip[head] : 0;
     bool narrow = !s.denominator && !s.skip;
     if (s.magnitude) {
         float c_t = s.by_count ? s.magnitude / t : s.magnitude;
         for (int c = 0; c < V; c++) {
-            float sum = s.sum[at + c] + v[c];
-            s.new_sum[at + c] = sum;
+            float sum = past[sums + c] + v[c];
+            s.new_sum[sums + c] = sum;
             // r/z + c_t (r − z v̄), of which the division by z follows
             o[c] += total * c_t * (o[c] - z * sum / t);
         }
@@ -342,7 +351,7 @@ void read_out(const Step& s, int n, int head, int value, Memory& m) {
     for (int c = 0; c < V; c++) o[c] = narrow ? rounded<T>(o[c]) : o[c] / total + skip * v[c];
 
     auto gate = [&] {
-        const T* x = (const T*)s.gate + (long(n) * heads + head) * s.gate_width;
+        const T* x = (const T*)s.gate + (at.row * heads + head) * s.gate_width;
 #pragma omp simd
         for (int c = 0; c < V; c++) {
             float g = load(x + (s.gate_width > 1 ? c : 0));
@@ -354,31 +363,37 @@ void read_out(const Step& s, int n, int head, int value, Memory& m) {
     for (int c = 0; c < V && s.local_width; c++) o[c] = narrow ? rounded<T>(o[c] + local[c]) : o[c] + local[c];
     if (s.norm) norm_head(o, (const T*)s.norm, V, s.eps);
     if (s.gate && !s.gate_first) gate();
-    for (int c = 0; c < V && s.wide_out; c++) ((float*)s.out)[at + c] = o[c];
-    for (int c = 0; c < V && !s.wide_out; c++) store((T*)s.out + at + c, o[c]);
+    for (int c = 0; c < V && s.wide_out; c++) ((float*)s.out)[out + c] = o[c];
+    for (int c = 0; c < V && !s.wide_out; c++) store((T*)s.out + out + c, o[c]);
 }
 
-// A part of the sequences' heads of k, each with the heads of v or q that it serves.
+// A token of a head of k, with the heads of v or q that it serves.
+template <class T>
+void run_head(const Step& s, Place at, int h, Memory& m) {
+    if (s.pairs && m.turned != at.row) form_angles(s, at, m);
+    form_inputs<T>(s, at, h, m);
+    form_features<T>(s, h, m);
+    if (s.scores) {
+        long seen = weigh_rows<T>(s, at, h, m);
+        for (int j = 0; j < s.queries(); j++) {
+            attend<T>(s, at, h, j, seen, m);
+            read_out<T>(s, at, h * s.queries() + j, 0, m);
+        }
+        return;
+    }
+    for (int j = 0; j < s.values(); j++) {
+        update<T>(s, at, h * s.values() + j, m);
+        read_out<T>(s, at, h * s.values() + j, j, m);
+    }
+}
+
+// A part of the sequences' heads of k, each with its tokens one after another.
 template <class T>
 void run_step(const Step& s, Part part) {
     Memory m(s);
     long heads = s.heads();
     for (long i = part.first(s.N * heads); i < part.end(s.N * heads); i++) {
         int n = i / heads, h = i % heads;
-        if (s.pairs && m.turned != n) form_angles(s, n, m);
-        form_inputs<T>(s, n, h, m);
-        form_features<T>(s, h, m);
-        if (s.scores) {
-            long seen = weigh_rows<T>(s, n, h, m);
-            for (int j = 0; j < s.queries(); j++) {
-                attend<T>(s, n, h, j, seen, m);
-                read_out<T>(s, n, h * s.queries() + j, 0, m);
-            }
-            continue;
-        }
-        for (int j = 0; j < s.values(); j++) {
-            update<T>(s, n, h * s.values() + j, m);
-            read_out<T>(s, n, h * s.values() + j, j, m);
-        }
+        for (int t = 0; t < s.tokens; t++) run_head<T>(s, {n, t, long(n) * s.tokens + t}, h, m);
     }
 }

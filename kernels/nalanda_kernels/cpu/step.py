@@ -19,6 +19,8 @@ ROWS = {torch.float32: 8, torch.bfloat16: 4, torch.int8: 2**31}
 KINDS = ("product", "step", "norm", "wide_norm", "swiglu")
 SCORES = (None, "softmax", "relu")
 ACTIVATIONS = ("silu", "sigmoid", "plain")
+# Tokens of all sequences that one program reads at once; more are faster by chunks.
+PIECE = {torch.float32: 24, torch.bfloat16: 12, torch.int8: 64}
 ENTRIES_A_THREAD = 32768  # of a matrix; for fewer a thread costs more than it gains
 
 
@@ -60,15 +62,21 @@ def run_operation(dtype: torch.dtype, threads: int, kind: str, **fields: int) ->
 
 
 def describe_step(
-    token: Token, x: dict[str, Any], old: dict[str, Tensor], new: dict[str, Tensor], out: Tensor
+    token: Token,
+    x: dict[str, Any],
+    old: dict[str, Tensor],
+    new: dict[str, Tensor],
+    out: Tensor,
+    tokens: int = 1,
 ) -> Step:
     """A token for the C++, with the addresses of all tensors. Raises Unsupported where it cannot read one of them.
 
-    x: the rule's inputs with N rows each, and other fields of `Step`. old, new: the state before and after, which
-    may be the same.
+    x: the rule's inputs with a row a token, and other fields of `Step`. old, new: the state before and after, which
+    may be the same. tokens: of each sequence, at most.
     """
     MAP, parameters = describe(token.feature_map, token.qk_norm, token.key_dim)
-    N, H, HV, n = len(out), token.num_heads, token.num_v_heads, token.steps
+    rows, H, HV, n = len(out), token.num_heads, token.num_v_heads, token.steps
+    N = rows // tokens
     K, V, HK, heads = token.key_dim, token.value_dim, min(H, HV), max(H, HV)
     F, dtype, filters = MAP.halves * K, x["v"].dtype, token.filters or {}
 
@@ -88,13 +96,19 @@ def describe_step(
 
     # Entries of a row: a log-decay a head or one a feature, and a gate a head or one a value.
     decays, gate = (
-        0 if y is None else y.numel() // N for y in (x.get("g", x.get("a")), x.get("gate"))
+        0 if y is None else y.numel() // rows for y in (x.get("g", x.get("a")), x.get("gate"))
     )
     G, gate_width = decays // HV, gate // heads
     sizes = {"q": H * K, "k": n * HK * K, "v": n * HV * V, "w": n * HV * V}
     sizes |= {"b": n * HV * (F if "w" in x else 1), "a": HV * G, "g": HV * G}
-    sizes |= {"gate": heads * gate_width, "state": HV * F * (V + token.denominator), "sum": HV * V}
-    fit = all(tensors[name].numel() == N * size for name, size in sizes.items() if name in tensors)
+    sizes |= {"gate": heads * gate_width}
+    fit = all(
+        tensors[name].numel() == rows * size for name, size in sizes.items() if name in tensors
+    )
+    states = {"state": HV * F * (V + token.denominator), "sum": HV * V}
+    fit &= all(
+        tensors[name].numel() == N * size for name, size in states.items() if name in tensors
+    )
     fit &= all(y.shape == (H, K) for y in parameters)
     fit &= G in (0, 1, F) and gate_width in (0, 1, V) and dtype in DTYPES
     # The C++ reads rows without gaps: a stride would go unseen.
@@ -109,7 +123,17 @@ def describe_step(
     fields = {name: y.data_ptr() for name, y in tensors.items()} | {
         "out": out.data_ptr(),
         "wide_out": out.dtype != dtype,
-        **{"N": N, "H": H, "HV": HV, "K": K, "V": V, "G": G, "steps": n, "gate_width": gate_width},
+        **{
+            "N": N,
+            "tokens": tokens,
+            "H": H,
+            "HV": HV,
+            "K": K,
+            "V": V,
+            "G": G,
+            "steps": n,
+            "gate_width": gate_width,
+        },
         "W": widths.get("v", 0),
         "local_width": widths.get("local", 0),
         "local_copies": len(filters.get("local", ())) < HV * V,

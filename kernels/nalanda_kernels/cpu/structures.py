@@ -11,7 +11,7 @@ SETTINGS = (
     ("float", "alpha power n_scale scale exponent"),
 )
 STEP = (
-    # as projected, [N, ·] of T
+    # as projected, [N·tokens, ·] of T
     ("const void*", "q k v b w a gate"),
     # of convolutions, [·, W] of T
     ("const void*", "q_filter k_filter v_filter local_filter"),
@@ -22,7 +22,7 @@ STEP = (
     ("const void*", "q_norm k_norm norm"),
     # of attention, [N, HV, room, K or V] of T
     ("void*", "k_rows v_rows"),
-    # log-decays [N, HV·G]; parameters of decays [HV], [HV·G], and of Mamba 2's skip [HV]
+    # log-decays [N·tokens, HV·G]; parameters of decays [HV], [HV·G], and of Mamba 2's skip [HV]
     ("const float*", "g A_log dt_bias skip"),
     # of Pola, [H, K]
     ("const float*", "map_powers map_units"),
@@ -33,10 +33,10 @@ STEP = (
     ("float*", "new_state new_sum"),
     # tokens before this one [N]; rows written behind the `used` ones
     ("const int64_t*", "positions written"),
-    # [N, heads of o, V], of T or fp32
+    # [N·tokens, heads of o, V], of T or fp32
     ("void*", "out"),
-    # G: 0, 1 or F
-    ("int32_t", "N H HV K V W G steps"),
+    # tokens: of each sequence, each a row of inputs; G: 0, 1 or F
+    ("int32_t", "N tokens H HV K V W G steps"),
     ("int32_t", "pairs local_width local_copies k_room v_room used reach blocks"),
     ("int32_t", "delta denominator silu wide_out unit_queries swapped by_count"),
     ("int32_t", "scores activation gate_width gate_first"),
@@ -44,7 +44,7 @@ STEP = (
     ("Settings", "query key"),
 )
 OPERATION = (
-    # arrays of T, but for x of a wide norm, in fp32, and a weight with scales of its rows, in int8
+    # arrays of T with N rows, but for x of a wide norm, in fp32, and a weight with scales of its rows, in int8
     ("const void*", "x weight scale bias added step"),
     ("void*", "y"),
     # waits: all threads wait behind it for each other

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu.build import library
 from nalanda_kernels.cpu.feature_maps import DTYPES
-from nalanda_kernels.cpu.step import KINDS, ROWS, describe_step, threads_for
+from nalanda_kernels.cpu.step import KINDS, PIECE, ROWS, describe_step, threads_for
 from nalanda_kernels.cpu.structures import Operation, Step
 from nalanda_kernels.one_token import Token
 
@@ -22,18 +22,20 @@ def begin_token(
 
     weights: their dtype, if it is not the model's.
     """
-    served = dtype in DTYPES and batch <= ROWS.get(weights or dtype, 0)
-    return Program(batch, dtype) if served else None
+    weights = weights or dtype
+    served = dtype in DTYPES and batch <= ROWS.get(weights, 0)
+    return Program(batch, dtype, max(1, PIECE[weights] // batch)) if served else None
 
 
 class Program:
-    """Operations on arrays of `batch` rows, in a model's dtype.
+    """Operations on arrays with a row a token, in a model's dtype: of `batch` sequences with up to `most` tokens each.
 
     It reads weights where they are, so writes into them count. Raises Unsupported for what the C++ cannot read.
     """
 
-    def __init__(self, batch: int, dtype: torch.dtype):
-        self.batch, self.dtype = batch, dtype
+    def __init__(self, batch: int, dtype: torch.dtype, most: int = 1):
+        self.batch, self.dtype, self.most = batch, dtype, most
+        self.tokens = most  # of each sequence, in the next run
         self.run_all = getattr(library(), f"token_{DTYPES[dtype]}")
         # Tokens of each sequence before this one; who runs the program counts them.
         self.lengths = torch.zeros(batch, dtype=torch.int64)
@@ -50,11 +52,12 @@ class Program:
         self.read: set[int] = set()
 
     def array(self, name: str, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Memory `[batch, width]`, the same for all layers that name it."""
+        """Memory `[batch·most, width]`, the same for all layers that name it."""
         # Layers run one after another, so they may share it.
         key = (name, width, dtype)
         if key not in self.arrays:
-            self.arrays[key] = torch.empty(self.batch, width, dtype=dtype or self.dtype)
+            rows = self.batch * self.most
+            self.arrays[key] = torch.empty(rows, width, dtype=dtype or self.dtype)
         return self.arrays[key]
 
     def add(
@@ -82,7 +85,7 @@ class Program:
         self.written.add(addresses["y"])
         self.read |= read
 
-        sizes = {"N": self.batch, "K": x.shape[-1]}
+        sizes = {"N": self.batch * self.most, "K": x.shape[-1]}
         self.operations.append(Operation(kind=KINDS.index(kind), **addresses, **sizes, **numbers))
 
     def linear(self, x: Tensor, layer: Any, y: Tensor | str, added: Tensor | None = None) -> Tensor:
@@ -109,7 +112,7 @@ class Program:
         names = [name for name, *_ in Step._fields_]
         fields = {name: x for name, x in options.items() if name in names}
         counts = {"positions": self.lengths, "written": self.written_rows}
-        described = describe_step(token, fields | counts, state, state, o)
+        described = describe_step(token, fields | counts, state, state, o, self.most)
         self.steps.append(described)
         # Read and written once a token, as a matrix is read.
         self.entries += sum(x.numel() for x in state.values())
@@ -121,6 +124,16 @@ class Program:
     def finish(self) -> None:
         """Puts the operations side by side; none is added after that."""
         self.listed = (Operation * len(self.operations))(*self.operations)
+
+    def take(self, tokens: int) -> None:
+        """Sets how many tokens of each sequence the next runs read, at most `most`."""
+        if tokens == self.tokens:
+            return
+        self.tokens = tokens
+        for operation in self.listed:
+            operation.N = self.batch * tokens
+        for step in self.steps:
+            step.tokens = tokens
 
     def run(self, first: int, end: int) -> None:
         """Runs the operations from `first` up to `end`."""

@@ -40,6 +40,8 @@ from .program import ENVIRONMENT as PROGRAM_ENVIRONMENT
 from .program import NotServed, ProgramDecoder, build_program
 
 ENVIRONMENT = "NALANDA_CUDA_GRAPHS"  # 0: no graphs in this process
+LONGEST_PIECE = 64
+"""Tokens of a call for which a program is made."""
 EAGER_TOKENS = 8
 """Tokens before a capture, which costs the host about as much as ten."""
 
@@ -148,6 +150,9 @@ class StaticCache(NalandaCache):
 class GraphDecoder(StateBuffers):
     """One token of `batch` sequences as two graphs, each of which writes what the other one reads."""
 
+    most = 1
+    """Tokens of a call."""
+
     def __init__(self, model: Any, cache: NalandaCache):
         device, batch = model.device, cache.batch_size
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
@@ -245,7 +250,10 @@ class DecoderChoice:
     def decode(
         self, model: nn.Module, tokens: Tensor, cache: NalandaCache, mask: Tensor | None = None
     ) -> Tensor | None:
-        """Logits `[B, 1, vocabulary]` after tokens `[B, 1]`; None if the call must run eagerly."""
+        """Logits `[B, T, vocabulary]` after each of tokens `[B, T]`; None if the call must run eagerly."""
+        T = tokens.shape[1]
+        if not 0 < T <= (1 if Graph.serves(tokens.device) else LONGEST_PIECE):
+            return None
         # A recording cache keeps each token's embeddings, which a decoder does not hand out. Packed states are
         # not what a graph or C++ writes into.
         if (
@@ -269,14 +277,16 @@ class DecoderChoice:
         ):
             return None
         # A mask on a device is not read, because that would wait for it.
-        if mask is not None and mask.device.type == "cpu" and not bool(mask[:, -1].all()):
+        if mask is not None and mask.device.type == "cpu" and not bool(mask[:, -T:].all()):
             return None
         if torch.is_autocast_enabled(tokens.device.type):
             return None
         if not cache.live:
             cache.follow(self.dtype)
         decoder = self.decoders.get(len(tokens)) or self._make(cache, (len(tokens), *self.key))
-        return decoder(tokens, cache) if decoder is not None and decoder.take(cache) else None
+        if decoder is None or decoder.most < T or not decoder.take(cache):
+            return None
+        return decoder(tokens, cache)
 
     def _make(self, cache: NalandaCache, key: tuple) -> TokenDecoder | None:
         """The decoder for the cache's batch size. A graph is captured once enough tokens have run eagerly."""
@@ -315,7 +325,7 @@ current_choice = _current.get
 def choose_decoder(model: Any) -> Iterator[DecoderChoice | None]:
     """In this context, a decoder of whole tokens serves calls with one token of each sequence, where one can.
 
-    That is a pair of CUDA graphs on a GPU, and a program in C++ on a CPU. `generate` and `read` open it. Weights may
+    That is a pair of CUDA graphs on a GPU, and a program in C++ on a CPU, which serves a few tokens at once too. `generate` and `read` open it. Weights may
     change in place in it, but not be replaced. A hook of one module that is set inside it is not seen. Yields
     the choice; None if the environment turns it off.
     """

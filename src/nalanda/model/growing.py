@@ -56,11 +56,12 @@ def grown(kept: Tensor, x: Tensor) -> Tensor:
     return state
 
 
-def claim_room(kept: Tensor) -> Memory:
-    """Memory whose first rows are those of kept, and whose other rows are the caller's alone."""
+def claim_room(kept: Tensor, more: int = 1) -> Memory:
+    """Memory whose first rows are those of kept, and whose other rows, at least `more`, are the caller's alone."""
     R = kept.shape[1]
     memory = getattr(kept, "memory", None)
-    if memory is None or memory.rows.shape[1] == R or not memory.claim(R, memory.rows.shape[1]):
-        memory = Memory(kept, 1)
+    room = 0 if memory is None else memory.rows.shape[1]
+    if memory is None or room < R + more or not memory.claim(R, room):
+        memory = Memory(kept, more)
         memory.used = memory.rows.shape[1]
     return memory

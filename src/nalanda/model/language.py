@@ -270,8 +270,8 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
                 piece = slice(start, min(start + chunk_size, input_ids.shape[1] - 1))
                 ids = input_ids[:, piece]
                 mask = None if attention_mask is None else attention_mask[:, piece]
-                # A piece of one token is read as `generate` decodes it.
-                if self._decode_one(ids, mask, cache) is None:
+                # A short piece is read as `generate` decodes it.
+                if self._decode_piece(ids, mask, cache) is None:
                     self.model(input_ids=ids, attention_mask=mask, past_key_values=cache)
         return State(self, cache, last_token)
 
@@ -477,7 +477,8 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         beside = (inputs_embeds, labels, shift_labels, cu_seqlens, carried_cache, carried)
         more_outputs = output_hidden_states or return_carried_cache or None
         prompt = (input_ids, attention_mask, past_key_values)
-        if decoded := self._decode_one(*prompt, *beside, more_outputs):
+        if decoded := self._decode_piece(*prompt, *beside, more_outputs):
+            decoded.logits = decoded.logits[:, _positions(logits_to_keep)]
             return decoded
 
         # Columns without requested logits come before the mark: `crop` never removes them.
@@ -520,14 +521,14 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             carried_cache=out.carried_cache,
         )
 
-    def _decode_one(
+    def _decode_piece(
         self,
         input_ids: Tensor | None,
         attention_mask: Tensor | None,
         cache: NalandaCache | None,
         *beside: NalandaCache | Tensor | bool | None,
     ) -> CausalLMOutput | None:
-        """One token of each row, by a decoder of whole tokens (`decoding.py`); None if none serves the call.
+        """A few tokens of each row, by a decoder of whole tokens (`decoding.py`); None if none serves the call.
 
         beside: other inputs and requests of the call; with one of them no decoder serves. Decoders have
         buffers for tokens, lengths and states alone.
@@ -535,10 +536,10 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         choice = None if torch.compiler.is_compiling() else current_choice()
         if choice is None or any(x is not None for x in beside):
             return None
-        if input_ids is None or input_ids.shape[1] != 1 or not isinstance(cache, NalandaCache):
+        if input_ids is None or not isinstance(cache, NalandaCache):
             return None
 
-        logits = choice.decode(self, input_ids, cache, attention_mask)  # [B, 1, vocabulary]
+        logits = choice.decode(self, input_ids, cache, attention_mask)  # [B, T, vocabulary]
         if logits is None:
             return None
         # pyrefly: ignore[bad-argument-type]

@@ -1,4 +1,4 @@
-"""Decoding on a CPU: a token of all layers as one call of C++, with states in place.
+"""Decoding on a CPU: a token of all layers, or a short piece of text, as one call of C++, with states in place.
 
 `generate` and `read` open the context `decoding.choose_decoder`, which takes this path where kernels serve the model.
 The newest states of a cache are then in the program's memory, as with CUDA graphs. Forks, beams and saved states copy
@@ -48,11 +48,11 @@ def build_program(model: Any, cache: NalandaCache) -> "ProgramDecoder":
 
 
 class ProgramDecoder(StateBuffers):
-    """One token of `batch` sequences as a program, and mixers that it calls in Python."""
+    """A token of `batch` sequences, or up to `most` of each, as a program, and mixers that it calls in Python."""
 
     def __init__(self, model: Any, cache: NalandaCache, program: Any):
         self.network: Any = model.model
-        self.program, self.lengths = program, program.lengths
+        self.program, self.lengths, self.most = program, program.lengths, program.most
         self.one = torch.ones(cache.batch_size, dtype=torch.int64)
         # Each layer's state: tensors that the program writes into, and others, which are replaced.
         self.in_place: list[dict[str, Tensor]] = []
@@ -64,7 +64,7 @@ class ProgramDecoder(StateBuffers):
         self.memories: dict[tuple[int, str], Memory] = {}
         self.room = 0
 
-        # The residual stream and its norm, [batch, D].
+        # The residual stream and its norm, [batch·most, D].
         D = model.config.hidden_size
         self.x, self.h = program.array("x", D), program.array("h", D)
         # A draft of the first layers alone runs eagerly.
@@ -184,8 +184,8 @@ class ProgramDecoder(StateBuffers):
         copy_all(pairs)
         self._make_room()
 
-    def _make_room(self) -> None:
-        """Moves keys and values to where more rows fit behind them."""
+    def _make_room(self, more: int = 1) -> None:
+        """Moves keys and values to where `more` rows fit behind them."""
         self.program.written_rows.zero_()
         longest, rooms = int(self.lengths.max()), []
         for i, step in self.attending.items():
@@ -194,7 +194,7 @@ class ProgramDecoder(StateBuffers):
                 # The longest text may have left the batch.
                 if not step.reach and rows.shape[1] > longest:
                     rows = rows[:, -longest:]
-                memory = self.memories[i, name] = claim_room(rows)
+                memory = self.memories[i, name] = claim_room(rows, more)
                 # The operation reads these fields at each token.
                 step.used, room = rows.shape[1], memory.rows.shape[1]
                 setattr(step, f"{name}_rows", memory.rows.data_ptr())
@@ -203,31 +203,34 @@ class ProgramDecoder(StateBuffers):
         self.room = min(rooms, default=0)
 
     def __call__(self, tokens: Tensor, cache: NalandaCache) -> Tensor:
-        """Logits `[B, 1, vocabulary]` after tokens `[B, 1]`, for the cache that `take` was called with."""
+        """Logits `[B, T, vocabulary]` after each of tokens `[B, T]`, for the cache that `take` was called with."""
         program, start = self.program, 0
-        seq = Sequences(None, cache.lengths, None, self.x.device)
-        # [batch, D]: an unknown id raises here, before a state changes
-        self.x.copy_(self.network.scaled(self.network.embed_tokens(tokens), seq)[:, 0])
-        # Their memory is full: C++ needs a new place for the next row.
-        if self.attending and int(program.written_rows) == self.room:
+        B, T = tokens.shape
+        program.take(T)
+        x, h = self.x[: B * T], self.h[: B * T]
+        seq = Sequences(None, cache.lengths, None, x.device)
+        # [B·T, D]: an unknown id raises here, before a state changes
+        x.copy_(self.network.scaled(self.network.embed_tokens(tokens), seq).flatten(0, 1))
+        # Their memory is full: C++ needs a new place for the next rows.
+        if self.attending and int(program.written_rows) + T > self.room:
             self._show_rows()
-            self._make_room()
+            self._make_room(T)
         for i, (end, _) in self.in_python.items():
             # h is the mixer's input then.
             program.run(start, end)
             mixer = self.network.layers[i].mixer
-            y, self.replaced[i] = mixer(self.h[:, None], seq, self.replaced[i])
-            self.x.add_(y[:, 0])
+            y, self.replaced[i] = mixer(h.view(B, T, -1), seq, self.replaced[i])
+            x.add_(y.flatten(0, 1))
             start = end
 
         # New memory, because a caller keeps the logits of all tokens.
-        logits = self.x.new_empty(len(tokens), 1, self.vocabulary)
+        logits = x.new_empty(B, T, self.vocabulary)
         program.listed[-1].y = logits.data_ptr()
         program.run(start, len(program.listed))
         # The program's counts give positions to its rules.
-        self.lengths.add_(1)
-        program.written_rows.add_(1)
-        cache.seen(1, self.one)
+        self.lengths.add_(T)
+        program.written_rows.add_(T)
+        cache.seen(T, self.one * T)
         return logits
 
 
