@@ -325,9 +325,9 @@ current_choice = _current.get
 def choose_decoder(model: Any) -> Iterator[DecoderChoice | None]:
     """In this context, a decoder of whole tokens serves calls with one token of each sequence, where one can.
 
-    That is a pair of CUDA graphs on a GPU, and a program in C++ on a CPU, which serves a few tokens at once too. `generate` and `read` open it. Weights may
-    change in place in it, but not be replaced. A hook of one module that is set inside it is not seen. Yields
-    the choice; None if the environment turns it off.
+    That is a pair of CUDA graphs on a GPU, and a program in C++ on a CPU, which serves a few tokens at once too.
+    `generate` and `read` open it. Weights may change in place in it, but not be replaced. A hook of one module that
+    is set inside it is not seen. Yields the choice; None if the environment turns it off.
     """
     switch = ENVIRONMENT if Graph.serves(model.device) else PROGRAM_ENVIRONMENT
     choice = None if os.environ.get(switch) == "0" else DecoderChoice(model)

@@ -477,8 +477,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         beside = (inputs_embeds, labels, shift_labels, cu_seqlens, carried_cache, carried)
         more_outputs = output_hidden_states or return_carried_cache or None
         prompt = (input_ids, attention_mask, past_key_values)
-        if decoded := self._decode_piece(*prompt, *beside, more_outputs):
-            decoded.logits = decoded.logits[:, _positions(logits_to_keep)]
+        if decoded := self._decode_piece(*prompt, *beside, more_outputs, keep=logits_to_keep):
             return decoded
 
         # Columns without requested logits come before the mark: `crop` never removes them.
@@ -527,6 +526,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         attention_mask: Tensor | None,
         cache: NalandaCache | None,
         *beside: NalandaCache | Tensor | bool | None,
+        keep: int | Tensor = 0,
     ) -> CausalLMOutput | None:
         """A few tokens of each row, by a decoder of whole tokens (`decoding.py`); None if none serves the call.
 
@@ -543,7 +543,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         if logits is None:
             return None
         # pyrefly: ignore[bad-argument-type]
-        return CausalLMOutput(logits=logits, past_key_values=cache)
+        return CausalLMOutput(logits=logits[:, _positions(keep)], past_key_values=cache)
 
     def _targets(
         self,
