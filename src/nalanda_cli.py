@@ -38,6 +38,7 @@ try:
         LoadOptions,
         PromptFiles,
         Sampling,
+        check_chat,
         check_files,
         check_loading,
         sampling_options,
@@ -224,23 +225,27 @@ def perplexity(
 
 Model = Annotated[str, Argument(help="the folder of a run, a checkpoint or a model, or a hub id")]
 Prompt = Annotated[str | None, Argument(help="text to continue; - reads standard input")]
+Chat = Annotated[bool, Option("--chat", help="answer the prompt, by the model's chat template")]
 
 
 @command(app)
 def generate(
     model: Model,
     prompt: Prompt = None,
+    chat: Chat = False,
     *,
     files: PromptFiles,
     sampling: Sampling,
     loading: LoadOptions,
 ) -> None:
-    """Stream a continuation of a prompt.
+    """Stream a continuation of a prompt, or the answer to it.
 
     nalanda generate runs/demo "def main(" --temperature 0.5
     nalanda generate runs/demo --file book.txt --save-state book.state
+    nalanda generate runs/assistant "What is 3 + 4?" --chat
     """
     # Mistakes are reported before torch is imported.
+    check_chat(chat, prompt, files)
     sampling_options(sampling)
     check_loading(loading)
     check_files(files)
@@ -248,7 +253,7 @@ def generate(
     with loading_torch():
         from nalanda.inference.generate import generate
 
-    generate(resolved, prompt, files, sampling, loading)
+    generate(resolved, prompt, files, sampling, loading, chat=chat)
     if files.save_state is not None:
         print_next_steps("save a state", of=resolved, model=model, state=files.save_state)
 

@@ -55,7 +55,7 @@ TRAIN_FURTHER = (
 )
 INSTEAD_OF_COMMANDS = {
     "analyze": "nalanda eval or nalanda perplexity",
-    "chat": "nalanda generate or python examples/chat/chat.py",
+    "chat": "nalanda generate --chat or python examples/chat/chat.py",
     "download": "nalanda train RECIPE data.source=OWNER/DATASET, which streams it, or hf download",
     "finetune": TRAIN_FURTHER,
     "inspect": "nalanda data inspect",
@@ -66,7 +66,7 @@ INSTEAD_OF_COMMANDS = {
     "prepare": "nalanda data prepare",
     "pretrain": "nalanda train",
     "sample": "nalanda generate",
-    "sft": TRAIN_FURTHER,
+    "sft": "python examples/assistant/assistant.py --config examples/assistant/assistant.yaml",
     "version": "nalanda --version",
 }
 """Commands of other programs, with ours for the same end. They are only suggested."""

@@ -58,7 +58,7 @@ from nalanda.common.progress import Progress
 from nalanda.common.scores import PERPLEXITIES, find_results, read_scores
 from nalanda.common.text import without_infinities
 from nalanda.common.versions import versions
-from nalanda.inference.load import choose_device, load_model, number_format
+from nalanda.inference.load import check_chat_template, choose_device, load_model, number_format
 from nalanda.inference.options import LoadOptions
 from nalanda.train.card import update_card
 from nalanda.train.log import read_facts
@@ -548,11 +548,8 @@ def _load_tokenizer(name: str, trust_remote_code: bool) -> Any:
 def _check_chat_templates(models: list[str], trust_remote_code: bool) -> None:
     """Raises `InputError` for a model without a chat template, before any other is scored."""
     for name in models:
-        if not _load_tokenizer(name, trust_remote_code).chat_template:
-            raise InputError(
-                f"{name}: has no chat template, as base models have none; leave out --apply-chat-template, or put "
-                "a chat_template.jinja into its folder"
-            )
+        tokenizer = _load_tokenizer(name, trust_remote_code)
+        check_chat_template(tokenizer, name, "--apply-chat-template")
 
 
 def _check_endless(model: Any, name: str) -> None:

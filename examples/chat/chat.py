@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import transformers
-from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import (
     PreTrainedModel,
@@ -32,6 +31,7 @@ from nalanda.inference.generate import (
     fingerprint_of,
     load_state,
     read_with_progress,
+    render_chat,
 )
 from nalanda.inference.load import (
     after_bos,
@@ -122,10 +122,7 @@ class Conversation:
     def render(self) -> str:
         """The turns so far, up to the start of the next answer."""
         if self.tokenizer.chat_template:
-            text = self.tokenizer.apply_chat_template(
-                self.messages, add_generation_prompt=True, tokenize=False
-            )
-            return str(text)
+            return render_chat(self.tokenizer, self.messages)
 
         turns = []
         for message in self.messages:
@@ -185,8 +182,6 @@ class Conversation:
             text.encode()
         except UnicodeError:
             raise InputError("not UTF-8") from None
-        except TemplateError as error:
-            raise InputError(f"the chat template refuses: {error}") from None
 
         if text.startswith(self.text):
             return text

@@ -349,6 +349,16 @@ TABLE = [
         r"--host nowhere\.invalid --port 8000: Name or service not known",
     ),
     ("serve model --port 0", r"Invalid value for '--port': .*"),
+    # a chat
+    ("generate model --chat", r"--chat: no question; give a prompt"),
+    (
+        "generate model x --chat --state s",
+        r"--chat asks one question, without --state; examples/.*",
+    ),
+    (
+        "generate model x --chat",
+        r"model: has no chat template, as base models have none; .*examples/assistant, or .* --chat",
+    ),
     # where nothing can be written
     (
         "train r.yaml output_dir=/proc/x",

@@ -165,7 +165,7 @@ def test_a_model_of_python_is_asked_for_python(tmp_path):
         ("list", "Did you mean nalanda recipes or nalanda runs? See nalanda --help"),
         ("models", "Did you mean nalanda recipes?"),
         ("chat runs/demo", "python examples/chat/chat.py"),
-        ("sft runs/demo", "Did you mean nalanda train RECIPE model.init_from=RUN/final"),
+        ("sft runs/demo", "Did you mean python examples/assistant/assistant.py --config"),
         ("finetune runs/demo", "Did you mean nalanda train RECIPE model.init_from=RUN/final"),
         ("download x", "Did you mean nalanda train RECIPE data.source=OWNER/DATASET"),
         ("xyzzy", "No such command 'xyzzy'. See nalanda --help"),

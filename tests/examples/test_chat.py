@@ -176,6 +176,7 @@ def talker(
     tokenizer, template=TEMPLATE, ends=0, **fields
 ) -> tuple[NalandaForCausalLM, script.Conversation]:
     """A model whose every token is 0, `<|endoftext|>`, and a conversation with it; ends: of its answers."""
+    tokenizer = copy.deepcopy(tokenizer)  # other tests share it
     tokenizer.chat_template = template
     model = build(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=ends, **fields)
     model.lm_head.weight.data.zero_()
@@ -189,7 +190,7 @@ def talker(
 @pytest.mark.parametrize("template", [None, TEMPLATE], ids=["plain", "template"])
 def test_a_saved_conversation_goes_on(template, older, follows, tokenizer, tmp_path, capsys):
     """As the same session does, with the text before it; each token is read once. Older files say less."""
-    model, talk = talker(copy.deepcopy(tokenizer), template)
+    model, talk = talker(tokenizer, template)
     before = model.read(ids(1, 50)) if follows else None
     talk.reset(before)
     talk.answer("one")
@@ -229,7 +230,7 @@ def test_text_before_a_saved_conversation_is_not_lost_silently(tokenizer, tmp_pa
     numbered = TEMPLATE.replace(
         "<{{ m.role }}>", "<{{ messages | length }}>"
     )  # as thoughts left out do
-    model, talk = talker(copy.deepcopy(tokenizer), numbered)
+    model, talk = talker(tokenizer, numbered)
     talk.reset(model.read(ids(1, 50)))
     talk.answer("one")
     talk.save(str(tmp_path / "talk"))
@@ -261,7 +262,7 @@ def test_a_turns_end_of_another_token_is_read_once(tokenizer, capsys):
 
 
 def test_what_was_interrupted_or_refused_was_not_said(tokenizer, monkeypatch, capsys):
-    model, talk = talker(copy.deepcopy(tokenizer))
+    model, talk = talker(tokenizer)
     talk.answer("one")
     state, messages, read, sizes = talk.state, list(talk.messages), model.read, []
 

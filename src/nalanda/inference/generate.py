@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from filelock import FileLock
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
@@ -25,6 +26,7 @@ from nalanda.data.tokenizer import tokenizer_fingerprint
 from nalanda.inference.load import (
     after_bos,
     bos_token,
+    check_chat_template,
     check_tokens,
     end_tokens,
     is_ours,
@@ -35,6 +37,7 @@ from nalanda.inference.options import (
     LoadOptions,
     PromptFiles,
     Sampling,
+    check_chat,
     read_prompt,
     sampling_options,
     state_file,
@@ -238,6 +241,7 @@ def generate(
     sampling: Sampling = Sampling(),
     loading: LoadOptions = LoadOptions(),
     *,
+    chat: bool = False,
     stream: bool = True,
 ) -> str:
     """Continues `prompt`, prints each token as it is generated, and returns the continuation.
@@ -248,8 +252,10 @@ def generate(
         files: a file to read before `prompt`, a folder that keeps its state (`kept_state`), a state that both
             continue, and a file for the state after the prompt, before the continuation.
         sampling: the end-of-text token ends the continuation before `max_new_tokens`.
-        stream: print prompt and continuation to stdout, and speed and memory to stderr.
+        chat: the prompt is a user's turn, rendered by the chat template; the continuation is the answer.
+        stream: print prompt and continuation to stdout, of a chat the answer alone, and speed and memory to stderr.
     """
+    check_chat(chat, prompt, files)
     before, text = read_prompt(None, files.file), read_prompt(prompt, None)
     options = sampling_options(sampling)
     files = replace(files, state_dtype=state_format(files.state_dtype))
@@ -258,22 +264,16 @@ def generate(
     network, tokenizer = load_model(model, **vars(loading))
     options |= end_tokens(network, tokenizer) | number_check(network)
     check_states(files, network)
+    if chat:
+        check_chat_template(tokenizer, model, "--chat")
+        text = render_chat(tokenizer, [{"role": "user", "content": text or ""}])
 
-    allowed = None if files.force else tokenizer
-    state = None if files.state is None else load_state(files.state, network, allowed)
-    # Only the first text stands behind bos, unless it continues a state.
-    first, second = (text, None) if before is None else (before, text)
-    tokens = prompt_tokens(first, network, tokenizer, in_mid_text=state is not None)
-    if folder:
-        state = kept_state(network, tokens, folder, files.state_dtype, tokenizer)
-        tokens = []
-    if second:
-        tokens = tokens + prompt_tokens(second, network, tokenizer, in_mid_text=True)
+    state, tokens = prepare_prompt(before, text, network, tokenizer, files, folder)
 
     # After loading, which may draw random numbers.
     if sampling.seed is not None:
         transformers.set_seed(sampling.seed)
-    if stream and prompt and prompt != "-":
+    if stream and prompt and prompt != "-" and not chat:
         print(prompt, end="", flush=True)
     printer = Printer(tokenizer, tokens) if stream else None
 
@@ -311,6 +311,32 @@ def generate(
         speed = describe_speed(len(new), seconds, out.past_key_values, network.device)
         print(speed, file=sys.stderr)
     return decode(tokenizer, new)
+
+
+def prepare_prompt(
+    before: str | None,
+    prompt: str | None,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    files: PromptFiles,
+    folder: Path | None,
+) -> tuple[State | None, list[int]]:
+    """The state to continue, if there is one, and the tokens that the model has yet to read.
+
+    before: the text of a file, which the prompt follows. folder: that of its kept state.
+    """
+    allowed = None if files.force else tokenizer
+    state = None if files.state is None else load_state(files.state, model, allowed)
+
+    # Only the first text stands behind bos, unless it continues a state.
+    first, second = (prompt, None) if before is None else (before, prompt)
+    tokens = prompt_tokens(first, model, tokenizer, in_mid_text=state is not None)
+    if folder:
+        state = kept_state(model, tokens, folder, files.state_dtype, tokenizer)
+        tokens = []
+    if second:
+        tokens = tokens + prompt_tokens(second, model, tokenizer, in_mid_text=True)
+    return state, tokens
 
 
 def check_outputs(files: PromptFiles) -> tuple[Path | None, Path | None]:
@@ -392,3 +418,12 @@ def prompt_tokens(
     if not tokens:
         raise InputError("the prompt is empty and the tokenizer has no bos token; give a prompt")
     return tokens
+
+
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+    """The turns by the chat template, up to the start of the next answer. Raises InputError if it refuses them."""
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        raise InputError(f"the chat template refuses: {error}") from None
+    return str(text)

@@ -146,6 +146,15 @@ def check_numbers(scores: Tensor, model: PreTrainedModel) -> Tensor:
     return scores
 
 
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, name: str, option: str) -> None:
+    """Raises `InputError` for a model without a chat template, which `option` needs."""
+    if not tokenizer.chat_template:
+        raise InputError(
+            f"{name}: has no chat template, as base models have none; fine-tune it with examples/assistant, "
+            f"or leave out {option}"
+        )
+
+
 def number_check(model: PreTrainedModel) -> dict[str, Any]:
     """The option of `generate` that ends it by `InputError` at the first scores that are not numbers."""
     check = LogitsProcessorList([lambda ids, scores: check_numbers(scores, model)])

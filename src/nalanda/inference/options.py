@@ -110,6 +110,27 @@ def check_files(files: PromptFiles) -> None:
             read_prompt(None, path)
 
 
+def check_chat(chat: bool, prompt: str | None, files: PromptFiles) -> None:
+    """Raises `InputError` for a chat without a prompt, or with files that continue a text."""
+    given = [
+        option
+        for option, value in (
+            ("--file", files.file),
+            ("--state", files.state),
+            ("--states", files.states),
+            ("--save-state", files.save_state),
+        )
+        if value is not None
+    ]
+    if chat and given:
+        raise InputError(
+            f"--chat asks one question, without {given[0]}; "
+            "examples/chat/chat.py carries a state from turn to turn"
+        )
+    if chat and not prompt:
+        raise InputError("--chat: no question; give a prompt")
+
+
 def state_format(name: str | None) -> str | None:
     """torch's name of a format of states; None for none. Raises `InputError` for an unknown one."""
     if name is None:
