@@ -223,6 +223,7 @@ SMALL = {  # what a command that matches gets at its end, to be quick
     "nalanda eval|nalanda_cli eval": "--limit 2",
     "eval .*(needles|niah)": "--tasks niah_multikey_1_1k",
     "nalanda perplexity": "--tokens 2000 --length 512",
+    "assistant.py": "--max_steps 2 --max_length 128 --eval_strategy no",
     "images.py .*digits.yaml": "attention=mala seeds=[0] train.max_steps=2",
     "^pytest": "--collect-only -q",
 }

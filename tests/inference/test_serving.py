@@ -22,10 +22,9 @@ from nalanda.serve.server import question
 
 pytestmark = pytest.mark.slow
 
-DOCUMENT = Path(__file__).parents[2] / "examples" / "document.py"
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-)
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DOCUMENT = EXAMPLES / "document.py"
+TEMPLATE = (EXAMPLES / "assistant" / "chat_template.jinja").read_text()
 SPOKEN = [{"role": "user", "content": "state"}, {"role": "assistant", "content": "gate"}]
 MESSAGES = [[SPOKEN[0]], [*SPOKEN, {"role": "user", "content": "decay"}]]
 

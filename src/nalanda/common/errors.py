@@ -78,6 +78,7 @@ EXTRAS = {
     "scipy": "eval",
     "sentencepiece": "sentencepiece",
     "sklearn": "vision",
+    "trl": "sft",
     "wonderwords": "eval",
     "xllamacpp": "deploy",
 }
