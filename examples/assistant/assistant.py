@@ -52,7 +52,8 @@ def chats() -> list[Chat]:
     owners = {name: import_module(name) for name in MODULES} | {t.__name__: t for t in TYPES}
     for owner, place in owners.items():
         kind = "type" if inspect.isclass(place) else "module"
-        for name in sorted(vars(place)):
+        # Without a module's imports, which others have too.
+        for name in sorted(getattr(place, "__all__", vars(place))):
             if summary := _summary(name, getattr(place, name)):
                 asked = (f"What does {owner}.{name} do?", summary)
                 found.append(turns(*asked, f"Which {kind} has it?", f"The {kind} {owner} has it."))

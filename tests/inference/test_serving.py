@@ -1,5 +1,6 @@
 """`nalanda serve` on the server of transformers, and OpenAI's client."""
 
+import asyncio
 import json
 import os
 import re
@@ -18,7 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nalanda import NalandaConfig, NalandaForCausalLM
-from nalanda.serve.server import question
+from nalanda.serve.options import ServeOptions
+from nalanda.serve.server import print_introduction, question
 
 pytestmark = pytest.mark.slow
 
@@ -195,11 +197,36 @@ def test_the_printed_question_fits_the_model_that_is_listed(served, folder):
     assert answer.usage.completion_tokens == asked["max_tokens"]
 
 
-def test_a_model_without_a_template_is_asked_to_continue(tmp_path):
+def test_a_model_without_a_template_is_asked_to_continue(tmp_path, capsys):
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": null}')
     _, url, *_, body = shlex.split(question("http://h/v1", str(tmp_path)))
     assert url == "http://h/v1/completions"
     assert {"model", "prompt"} < json.loads(body).keys()
+
+    print_introduction("transformers", str(tmp_path), ServeOptions())
+    assert "no chat template" in capsys.readouterr().out
+
+
+def test_a_chat_without_a_template_is_answered_400(tmp_path, monkeypatch):
+    """The server's own answer is a 500 without a reason."""
+    from fastapi import HTTPException
+    from transformers.cli.serving.chat_completion import ChatCompletionHandler
+    from transformers.cli.serving.model_manager import ModelManager
+    from transformers.cli.serving.response import ResponseHandler
+
+    from nalanda.serve import transformers_server
+
+    monkeypatch.setattr(ModelManager, "get_gen_models", None)
+    monkeypatch.setattr(transformers_server, "app", lambda *words, **options: None)
+    (tmp_path / "config.json").write_text("{}")
+    for handler in (ChatCompletionHandler, ResponseHandler):
+        monkeypatch.setattr(handler, "handle_request", handler.handle_request)
+    transformers_server.run_transformers(str(tmp_path), ServeOptions(), [])
+
+    for handler in (ChatCompletionHandler, ResponseHandler):
+        with pytest.raises(HTTPException, match="base: no chat template") as refused:
+            asyncio.run(handler.handle_request(None, {"model": "base"}, "1"))
+        assert refused.value.status_code == 400
 
 
 def test_ctrl_c_ends_the_server(served, folder):

@@ -22,6 +22,11 @@ from nalanda.train.resolve import resolve
 LOCAL = ("127.0.0.1", "::1", "localhost")
 """Addresses that other machines do not reach."""
 
+NO_TEMPLATE = (
+    "no chat template, as base models have none; ask /v1/completions, "
+    "or fine-tune it with examples/assistant"
+)
+
 
 def choose_engine(name: str) -> str:
     """`vllm` or `transformers`. Raises `InputError` for an unknown name and for a missing package."""
@@ -84,6 +89,8 @@ def print_introduction(engine: str, folder: str, options: ServeOptions) -> None:
     print(f"address  {url}")
     if options.host not in LOCAL:
         print("         reached from other machines, without a password")
+    if not has_chat_template(Path(folder)):
+        print(f"chat     {NO_TEMPLATE}")
     print(f"ask      {question(url, folder)}", flush=True)
 
 

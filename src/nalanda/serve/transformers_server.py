@@ -1,13 +1,18 @@
 """The server of transformers, with one model."""
 
 from pathlib import Path
+from typing import Any, NoReturn
 
+from fastapi import HTTPException
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.transformers import app
 
 import nalanda.model  # noqa: F401  behind the server, to which it names its class
 from nalanda.common.errors import InputError, first_line
 from nalanda.serve.options import ServeOptions
+from nalanda.serve.server import NO_TEMPLATE, has_chat_template
 
 
 def run_transformers(folder: str, options: ServeOptions, others: list[str]) -> None:
@@ -20,9 +25,17 @@ def run_transformers(folder: str, options: ServeOptions, others: list[str]) -> N
     created = int(Path(folder, "config.json").stat().st_mtime)
     listed = {"id": folder, "object": "model", "created": created, "owned_by": "nalanda"}
     ModelManager.get_gen_models = staticmethod(lambda: [listed])  # pyrefly: ignore[bad-assignment]
+    if not has_chat_template(Path(folder)):
+        for handler in (ChatCompletionHandler, ResponseHandler):
+            handler.handle_request = refuse_chat  # pyrefly: ignore[bad-assignment]
 
     command = ["serve", folder, "--host", options.host, "--port", str(options.port), *others]
     try:
         app(command, standalone_mode=False)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot serve {folder}: {first_line(error)}") from error
+
+
+async def refuse_chat(handler: Any, body: dict[str, Any], request_id: str) -> NoReturn:
+    """Answers 400 with the reason, where transformers answers 500 without any."""
+    raise HTTPException(400, f"{body.get('model')}: {NO_TEMPLATE}")
