@@ -761,7 +761,7 @@ def test_scores_of_other_prompts_stand_apart(checkpoint, data, tmp_path):
     plain = EvalOptions(data=str(data))
     with pytest.raises(InputError, match=r"--log-samples: writes into .*; give --output"):
         evaluate([checkpoint], ["piqa"], dataclasses.replace(plain, log_samples=True))
-    with pytest.raises(InputError, match="has no chat template, .* leave out --apply-chat-template"):
+    with pytest.raises(InputError, match=r"has no chat template, .* leave out --apply-chat"):
         evaluate([checkpoint], ["piqa"], dataclasses.replace(plain, apply_chat_template=True))
 
 
