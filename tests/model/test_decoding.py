@@ -126,7 +126,7 @@ def test_pieces_of_a_text(options, dtype, runs, monkeypatch):
             piece = texts[:, start : start + size]
             found.append(model(piece, past_key_values=cache, logits_to_keep=1).logits)
             start += size
-            assert bool(runs) == (size <= 5)
+            assert bool(runs) == (size <= (1 if in_python(options) else 5))
             runs.clear()
     whole = NalandaCache(len(model.model.layers))
     expected = model(texts, past_key_values=whole).logits

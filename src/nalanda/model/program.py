@@ -52,7 +52,7 @@ class ProgramDecoder(StateBuffers):
 
     def __init__(self, model: Any, cache: NalandaCache, program: Any):
         self.network: Any = model.model
-        self.program, self.lengths, self.most = program, program.lengths, program.most
+        self.program, self.lengths = program, program.lengths
         self.one = torch.ones(cache.batch_size, dtype=torch.int64)
         # Each layer's state: tensors that the program writes into, and others, which are replaced.
         self.in_place: list[dict[str, Tensor]] = []
@@ -76,6 +76,8 @@ class ProgramDecoder(StateBuffers):
         program.linear(self.h, model.lm_head, "logits")
         self.vocabulary = model.lm_head.out_features
         program.finish()
+        # Mixers in Python read a piece as `Decoder.forward` does, which the model's other layers join then.
+        self.most = 1 if self.in_python else program.most
 
     def _add_block(self, i: int, block: Block, state: dict[str, Tensor]) -> None:
         mlp = block.mlp
