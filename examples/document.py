@@ -16,6 +16,9 @@ from time import perf_counter
 
 import openai
 
+LEAST_READING = 1.0
+"""Seconds that a text must take before the times of its questions say anything."""
+
 
 def ask(client: openai.OpenAI, model: str, prompt: str, tokens: int) -> tuple[float, str]:
     """The seconds until the first token of an answer, and its text."""
@@ -51,7 +54,9 @@ def main(arguments: list[str]) -> None:
         print(f"{seconds:7.2f} s  {question} → {answer!r}")
 
     wait = median(waits)
-    if wait < reading / 2:
+    if reading < LEAST_READING:
+        print("the text is too short to tell whether the server kept its state")
+    elif wait < reading / 2:
         print(f"the server kept the state: {reading - wait:.2f} s less for a question")
     else:
         print("the server kept no state: it read the text for each question")

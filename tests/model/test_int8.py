@@ -10,6 +10,7 @@ from nalanda.inference.load import load_model, number_format
 from nalanda.model import Int8Config
 from nalanda.model import int8 as module
 from nalanda.model.int8 import Int8Embedding, Int8Linear, quantize_rows
+from nalanda.testing import check_model
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
@@ -129,3 +130,10 @@ def test_loading_by_name(tokenizer, tmp_path):
     model, _ = load_model(name, device="cpu", weights="int8", dtype="bf16")
     assert number_format(model) == "int8 and bfloat16"
     assert number_format(load_model(name, device="cpu")[0]) == "float32"
+
+
+def test_properties_hold(tmp_path):
+    """As `nalanda check` finds them, in float64; half precision moves weights, but no codes."""
+    narrow = rounded(build(dtype=torch.float32), tmp_path)
+    rows = check_model(narrow, only=["causal", "token_by_token", "half_precision"])
+    assert {row.verdict for row in rows} == {"holds", "rounding"}

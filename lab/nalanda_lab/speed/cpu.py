@@ -619,6 +619,8 @@ def line_of(line: Line, figures: dict[str, Any]) -> str:
     before, now = (milliseconds(figures[name]) for name in ("before", "now"))
     ratio = f"{figures['ratio']:.2f} ({figures['low']:.2f} to {figures['high']:.2f})"
     ratio_before = f"{figures['ratio_before']:.2f}"
+    if line.before == (line.numerator, line.denominator):  # the line has no "before"
+        before = ratio_before = "–"
     columns = (line.name, before, now, ratio_before, ratio)
     return f"| {' | '.join(columns)} |"
 

@@ -47,9 +47,10 @@ METRICS = {
 HEADLINES = {
     "arc_challenge": ("acc_norm",),
     "hellaswag": ("acc_norm",),
+    "python_docs_cloze": ("acc_mutual_info",),
     "wikitext": ("word_perplexity",),
 }
-"""The metric that stands for a task where there is room for one, as in the literature."""
+"""The metric that stands for a task where there is room for one, as in the literature or on the zoo's page."""
 USUAL = ("acc", "contains", "exact_match", "em", "f1", "bits_per_byte")
 """That of other tasks: the first that they have."""
 

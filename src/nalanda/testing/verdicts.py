@@ -181,7 +181,8 @@ def rounding(model: PreTrainedModel, ids: Tensor, unit: float) -> float:
     moved = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)
     for p in moved.parameters():
-        p.mul_(1 + unit * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+        if p.is_floating_point():  # codes of quantized weights stay
+            p.mul_(1 + unit * torch.randn(p.shape, generator=generator, dtype=p.dtype))
     return relative_difference(uncached(moved, ids), uncached(model, ids))
 
 
