@@ -24,7 +24,7 @@ import nalanda.train.loss
 import nalanda.train.optim
 from nalanda.common.errors import InputError
 from nalanda.common.files import alone, write_atomically
-from nalanda.common.versions import versions
+from nalanda.common.versions import cpu_model, versions
 from nalanda.config.load import read_yaml, section
 from nalanda.config.schema import RunConfig
 from nalanda.data.text_bytes import text_bytes
@@ -33,7 +33,7 @@ from nalanda.model import NalandaForCausalLM
 from nalanda.train.build import open_batches
 from nalanda_lab import equal, fork_arms, norms, paired, texts
 from nalanda_lab.fork_arms import Fork, add_noise, beta_means, head_means, measure
-from nalanda_lab.paired import cpu_model, draw_weights
+from nalanda_lab.paired import draw_weights
 from nalanda_lab.sweep import Record
 
 FIRST, SECOND = (Path(__file__).with_name(name) for name in ("fork.yaml", "fork2.yaml"))

@@ -1,9 +1,6 @@
 """Paired training runs: weights drawn by module name, a step, and losses by document."""
 
-import platform
-import re
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -86,10 +83,3 @@ def sum_by_document(values: Iterable[Tensor], batches: Iterable[Batch], bos: int
     index = index.view_as(tokens)[:, 1:].flatten()  # of the token that each value predicts
     sums = torch.zeros(int(index.max()) + 1, dtype=torch.float64)
     return sums.index_add(0, index, values.flatten()).tolist()
-
-
-def cpu_model() -> str:
-    """The processor's name."""
-    file = Path("/proc/cpuinfo")
-    line = re.search(r"model name\s*: (.*)", file.read_text()) if file.is_file() else None
-    return line[1] if line else platform.processor() or platform.machine()

@@ -34,7 +34,7 @@ from nalanda.common.errors import InputError, output_folder
 from nalanda.common.files import write_atomically
 from nalanda.common.products import choose_product_route, product_route, set_product_route
 from nalanda.common.text import suggest
-from nalanda.common.versions import versions
+from nalanda.common.versions import cpu_model, versions
 from nalanda.model import (
     Int8Config,
     NalandaCache,
@@ -45,7 +45,6 @@ from nalanda.model import (
 )
 from nalanda.model.feature_maps import build_feature_map
 from nalanda.train.loss import summed_loss
-from nalanda_lab.paired import cpu_model
 from nalanda_lab.speed import ops as recurrences
 from nalanda_lab.speed.decode import (
     TIMED,

@@ -1,10 +1,11 @@
-"""Versions of the code that made a result, for its record."""
+"""Versions of the code that made a result, and the processor's name, for its record."""
 
 from __future__ import annotations
 
 import functools
 import json
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -20,6 +21,13 @@ def versions(*packages: str) -> dict[str, str]:
         "nalanda": _nalanda_version(),
         **{name: metadata.version(name) for name in names},
     }
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    file = Path("/proc/cpuinfo")
+    line = re.search(r"model name\s*: (.*)", file.read_text()) if file.is_file() else None
+    return line[1] if line else platform.processor() or platform.machine()
 
 
 def kernel_packages() -> dict[str, str]:

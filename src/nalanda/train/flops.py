@@ -1,15 +1,14 @@
 """Training FLOPs of a token, and the peak of a device."""
 
-import contextlib
 import functools
 import math
-import platform
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from nalanda.common.versions import cpu_model
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -64,14 +63,8 @@ def hardware_name(device: torch.device) -> str:
     """The name of a GPU, or of the processor with its threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):  # Linux alone has this file
-        found = re.search(
-            r"^model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        )
-        name = found[1] if found else name
     threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'s' * (threads > 1)}"
+    return f"{cpu_model()}, {threads} thread{'s' * (threads > 1)}"
 
 
 def known_peak(name: str, precision: str) -> tuple[float, str] | None:
