@@ -102,13 +102,9 @@ def describe_step(
     sizes = {"q": H * K, "k": n * HK * K, "v": n * HV * V, "w": n * HV * V}
     sizes |= {"b": n * HV * (F if "w" in x else 1), "a": HV * G, "g": HV * G}
     sizes |= {"gate": heads * gate_width}
-    fit = all(
-        tensors[name].numel() == rows * size for name, size in sizes.items() if name in tensors
-    )
-    states = {"state": HV * F * (V + token.denominator), "sum": HV * V}
-    fit &= all(
-        tensors[name].numel() == N * size for name, size in states.items() if name in tensors
-    )
+    counts = {name: rows * size for name, size in sizes.items()}
+    counts |= {"state": N * HV * F * (V + token.denominator), "sum": N * HV * V}
+    fit = all(tensors[name].numel() == count for name, count in counts.items() if name in tensors)
     fit &= all(y.shape == (H, K) for y in parameters)
     fit &= G in (0, 1, F) and gate_width in (0, 1, V) and dtype in DTYPES
     # The C++ reads rows without gaps: a stride would go unseen.
@@ -123,17 +119,8 @@ def describe_step(
     fields = {name: y.data_ptr() for name, y in tensors.items()} | {
         "out": out.data_ptr(),
         "wide_out": out.dtype != dtype,
-        **{
-            "N": N,
-            "tokens": tokens,
-            "H": H,
-            "HV": HV,
-            "K": K,
-            "V": V,
-            "G": G,
-            "steps": n,
-            "gate_width": gate_width,
-        },
+        **{"N": N, "tokens": tokens, "steps": n, "gate_width": gate_width},
+        **{"H": H, "HV": HV, "K": K, "V": V, "G": G},
         "W": widths.get("v", 0),
         "local_width": widths.get("local", 0),
         "local_copies": len(filters.get("local", ())) < HV * V,

@@ -76,7 +76,7 @@ class ProgramDecoder(StateBuffers):
         program.linear(self.h, model.lm_head, "logits")
         self.vocabulary = model.lm_head.out_features
         program.finish()
-        # Mixers in Python read a piece as `Decoder.forward` does, which the model's other layers join then.
+        # A mixer in Python may widen its state in a piece. `Decoder.forward` narrows it again; a program does not.
         self.most = 1 if self.in_python else program.most
 
     def _add_block(self, i: int, block: Block, state: dict[str, Tensor]) -> None:

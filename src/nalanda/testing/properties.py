@@ -123,7 +123,7 @@ def part(rank, model, ids, folder):
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     with torch.no_grad():
         torch.save(uncached(loaded(model, folder, tp_plan="auto"), ids), f"{folder}/{rank}")
-    # A thread of a group that is left behind now and then aborts the process at its end.
+    # Left open, gloo's threads abort some processes at their end.
     torch.distributed.destroy_process_group()
 
 
