@@ -76,15 +76,18 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         "cpu": _cpu("feature_maps:map_features"),
     },
     "block_attention": {"triton": _triton("block_attention:block_attention")},
-    "short_convs": {"triton": _triton("short_conv:short_convs")},
+    "short_convs": {
+        "triton": _triton("short_conv:short_convs"),
+        "cpu": _cpu("epilogues:short_convs"),
+    },
     "step": {"triton": _triton("step:step"), "cpu": _cpu("step:step")},
     # The kernel of `step`, asked for more: norms, rotations and readouts of all heads.
     "fused_step": {"triton": _triton("step:step")},
     "linear_rows": {"cpu": _cpu("step:linear_rows")},
     "token": {"cpu": _cpu("token:begin_token")},
     "glu_rows": {"triton": _triton("glu:glu_rows")},
-    "swiglu": {"triton": _triton("epilogues:swiglu")},
-    "rms_norm": {"triton": _triton("epilogues:rms_norm")},
+    "swiglu": {"triton": _triton("epilogues:swiglu"), "cpu": _cpu("epilogues:swiglu")},
+    "rms_norm": {"triton": _triton("epilogues:rms_norm"), "cpu": _cpu("epilogues:rms_norm")},
     "cross_entropy": {"triton": _triton("loss:cross_entropy")},
 }
 

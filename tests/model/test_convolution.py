@@ -16,9 +16,7 @@ def test_convolution_is_conv1d():
     state = torch.randn(4, 3, 6, dtype=torch.float64, requires_grad=True)
     expected = F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), conv.weight, groups=6).transpose(1, 2)
     close(conv(x, Sequences())[0], expected)
-    long = torch.randn(
-        1, 600, 6, dtype=torch.float64, requires_grad=True
-    )  # more than the backward's block
+    long = torch.randn(1, 600, 6, dtype=torch.float64, requires_grad=True)
     padded = F.pad(long.transpose(1, 2), (3, 0))
     whole = F.conv1d(padded, conv.weight, groups=6).transpose(1, 2)
     leaves, weights = (long, conv.weight), torch.randn_like(whole)

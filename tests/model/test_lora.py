@@ -178,7 +178,8 @@ def test_norms_are_tuned(mixer, tmp_path):
     expected = logits(model)
     tokens = model.generate(input_ids=IDS, max_new_tokens=4, do_sample=False)
     merged = model.merge_and_unload()
-    assert torch.equal(logits(merged), expected)
+    # A kernel forms the merged norms, torch those with an adapter.
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(merged.generate(IDS, max_new_tokens=4, do_sample=False), tokens)
 
 

@@ -5,6 +5,12 @@ T is the model's dtype, N the sequences, H the heads of q, HV those of v, F feat
 
 import ctypes
 
+ARRAY = (
+    # rows of bf16 (narrow) or fp32, so many entries apart; null for none
+    ("void*", "data"),
+    ("int64_t", "stride"),
+    ("int32_t", "narrow"),
+)
 SETTINGS = (
     ("int32_t", "name angle l2 query"),
     # exponent: 0 for p(n)
@@ -54,7 +60,11 @@ OPERATION = (
 )
 
 
-KINDS: dict[str, type] = {"int32_t": ctypes.c_int32, "float": ctypes.c_float}
+KINDS: dict[str, type] = {
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "float": ctypes.c_float,
+}
 
 
 def fields(table: tuple[tuple[str, str], ...]) -> list[tuple[str, type]]:
@@ -62,6 +72,12 @@ def fields(table: tuple[tuple[str, str], ...]) -> list[tuple[str, type]]:
     return [
         (name, KINDS.get(kind, ctypes.c_void_p)) for kind, names in table for name in names.split()
     ]
+
+
+class Array(ctypes.Structure):
+    """A tensor of two dimensions."""
+
+    _fields_ = fields(ARRAY)
 
 
 class Settings(ctypes.Structure):
@@ -94,7 +110,7 @@ FP32 = {
 def header() -> str:
     """The declarations. They do not compile where C++ lays a structure out in another way than ctypes."""
     lines = ["#pragma once", "#include <cstdint>"]
-    structures = ((Settings, SETTINGS), (Step, STEP), (Operation, OPERATION))
+    structures = ((Array, ARRAY), (Settings, SETTINGS), (Step, STEP), (Operation, OPERATION))
     for structure, table in structures:
         # `Step` has functions too: step.h adds them.
         name = "StepFields" if structure is Step else structure.__name__

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported, interpreting
+from nalanda_kernels.conv_states import last_inputs
 from nalanda_kernels.triton.common import (
     TAGS,
     bounds_of,
@@ -615,7 +616,7 @@ def short_convs(
     gap = weights[0].shape[1] - 1
     states = past or [None] * len(xs)
     return [*ys], [
-        _last_inputs(x, state, gap, cu_seqlens) for x, state in zip(xs, states, strict=True)
+        last_inputs(x, state, gap, cu_seqlens) for x, state in zip(xs, states, strict=True)
     ]
 
 
@@ -627,23 +628,3 @@ def _align_rows(x: Tensor) -> Tensor:
     """x `[B, T, D]` whose tokens are equally far apart, as those of a slice of channels are."""
     fits = x.stride(2) == 1 and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1))
     return x if fits else x.clone(memory_format=torch.contiguous_format)  # also where T = 1
-
-
-def _last_inputs(x: Tensor, state: Tensor | None, past: int, cu_seqlens: Tensor | None) -> Tensor:
-    """The last `past` inputs of each sequence, `[N, past, D]`, by torch, which differentiates it."""
-    if cu_seqlens is None:
-        # A short row leaves some of the old state in the new one.
-        if x.shape[1] < past:
-            x = torch.cat([x.new_zeros(len(x), past, x.shape[2]) if state is None else state, x], 1)
-        return x[:, x.shape[1] - past :].clone()  # a view would keep all of x alive
-    first, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]
-    # [N, past], counted over the packed row.
-    row = end + torch.arange(-past, 0)
-    inside = row >= first
-    taken = x[0][row.clamp_min(0).to(x.device, non_blocking=True)]
-    inside = inside.to(x.device, non_blocking=True)[..., None]
-    if state is None:
-        return taken.where(inside, 0.0)
-    # Places before the sequence move up in the old state by its tokens.
-    index = (row - first + past).clamp(0, past - 1).to(x.device, non_blocking=True)
-    return taken.where(inside, state.gather(1, index[..., None].expand(-1, -1, x.shape[2])))

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,8 +14,6 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from .plans import LOCAL, SHARED, share
 from .sequences import Sequences
-
-_CPU_STEPS = 256
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -275,11 +273,6 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(x.dtype)
 
 
-def _blocks(x: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
-    """The blocks of `size` steps of x `[B, T, …]`, each with its first step."""
-    return zip(range(0, x.shape[1], size), x.split(size, 1), strict=False)
-
-
 class _CausalDepthwise(torch.autograd.Function):
     """y_t = Σ_i w_i ⊙ x_{t+i} over `[B, W−1+T, D]`, whose first W−1 rows are the past. Sums are fp32.
 
@@ -312,13 +305,10 @@ class _CausalDepthwise(torch.autograd.Function):
             # [B, T, D], 0 where nothing was returned
             dy = dy.new_zeros(len(dy), steps, dy.shape[2]).index_copy_(1, returned, dy)
         dx, dweight = torch.zeros_like(x), torch.zeros_like(weight)
-        # On a CPU a block of steps stays in the cache while all taps pass over it. A compiler fuses the taps.
-        in_one_block = x.device.type != "cpu" or torch.compiler.is_compiling()
-        for start, dy_ in [(0, dy)] if in_one_block else _blocks(dy, _CPU_STEPS):
-            for i in range(len(weight)):
-                rows = slice(start + i, start + i + dy_.shape[1])
-                dx[:, rows].addcmul_(dy_, weight[i])  # y_t reads x_{t+i}
-                dweight[i] += (dy_ * x[:, rows]).sum((0, 1))
+        for i in range(len(weight)):
+            rows = slice(i, i + steps)
+            dx[:, rows].addcmul_(dy, weight[i])  # y_t reads x_{t+i}
+            dweight[i] += (dy * x[:, rows]).sum((0, 1))
         return dx.to(dtype), dweight.to(dtype), None
 
 

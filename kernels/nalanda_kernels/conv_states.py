@@ -1,0 +1,24 @@
+"""The states of short convolutions."""
+
+import torch
+from torch import Tensor
+
+
+def last_inputs(x: Tensor, state: Tensor | None, past: int, cu_seqlens: Tensor | None) -> Tensor:
+    """The last `past` inputs of each sequence, `[N, past, D]`, by torch, which differentiates it."""
+    if cu_seqlens is None:
+        # A short row leaves some of the old state in the new one.
+        if x.shape[1] < past:
+            x = torch.cat([x.new_zeros(len(x), past, x.shape[2]) if state is None else state, x], 1)
+        return x[:, x.shape[1] - past :].clone()  # a view would keep all of x alive
+    first, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+    # [N, past], counted over the packed row.
+    row = end + torch.arange(-past, 0)
+    inside = row >= first
+    taken = x[0][row.clamp_min(0).to(x.device, non_blocking=True)]
+    inside = inside.to(x.device, non_blocking=True)[..., None]
+    if state is None:
+        return taken.where(inside, 0.0)
+    # Places before the sequence move up in the old state by its tokens.
+    index = (row - first + past).clamp(0, past - 1).to(x.device, non_blocking=True)
+    return taken.where(inside, state.gather(1, index[..., None].expand(-1, -1, x.shape[2])))
