@@ -58,6 +58,23 @@ void in_blocks(long first, long end, Run run) {
     }
 }
 
+// run(row, column, n) for the blocks of all rows.
+template <class Run>
+void in_rows(long rows, long N, int threads, Run run) {
+    in_parts(threads, [=](Part part) {
+        for (long row = part.first(rows); row < part.end(rows); row++)
+            in_blocks(0, N, [=](long column, auto n) { run(row, column, n); });
+    });
+}
+
+// 1/√(mean s² + ε)
+inline float inverse_root(const float* s, long V, float eps) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int i = 0; i < V; i++) squares += s[i] * s[i];
+    return 1 / std::sqrt(squares / V + eps);
+}
+
 // One sequence's rows of a convolution, from the W − 1 before its first on.
 struct Rows {
     const Array &x, &state;
@@ -83,38 +100,30 @@ struct Rows {
 
 extern "C" {
 void swiglu(const Array* a, const Array* b, const Array* y, long rows, long N, int threads) {
-    in_parts(threads, [=](Part part) {
-        for (long row = part.first(rows); row < part.end(rows); row++) {
-            in_blocks(0, N, [=](long column, auto n) {
-                float p[BLOCK], q[BLOCK];
-                read(*a, row, column, n, p);
-                read(*b, row, column, n, q);
-                activate(a->narrow, n, p);
-                for (int i = 0; i < n; i++) q[i] *= p[i];
-                write(*y, row, column, n, q);
-            });
-        }
+    in_rows(rows, N, threads, [=](long row, long column, auto n) {
+        float p[BLOCK], q[BLOCK];
+        read(*a, row, column, n, p);
+        read(*b, row, column, n, q);
+        activate(a->narrow, n, p);
+        for (int i = 0; i < n; i++) q[i] *= p[i];
+        write(*y, row, column, n, q);
     });
 }
 
 void swiglu_backward(const Array* a, const Array* b, const Array* dy, const Array* da, const Array* db, long rows,
                      long N, int threads) {
-    in_parts(threads, [=](Part part) {
-        for (long row = part.first(rows); row < part.end(rows); row++) {
-            in_blocks(0, N, [=](long column, auto n) {
-                float p[BLOCK], q[BLOCK], d[BLOCK];
-                read(*a, row, column, n, p);
-                read(*b, row, column, n, q);
-                read(*dy, row, column, n, d);
-                for (int i = 0; i < n; i++) {
-                    float s = sigmoid32(p[i]), through_a = d[i] * q[i] * silu_slope(p[i], s);
-                    q[i] = d[i] * p[i] * s;
-                    p[i] = through_a;
-                }
-                write(*da, row, column, n, p);
-                write(*db, row, column, n, q);
-            });
+    in_rows(rows, N, threads, [=](long row, long column, auto n) {
+        float p[BLOCK], q[BLOCK], d[BLOCK];
+        read(*a, row, column, n, p);
+        read(*b, row, column, n, q);
+        read(*dy, row, column, n, d);
+        for (int i = 0; i < n; i++) {
+            float s = sigmoid32(p[i]), through_a = d[i] * q[i] * silu_slope(p[i], s);
+            q[i] = d[i] * p[i] * s;
+            p[i] = through_a;
         }
+        write(*da, row, column, n, p);
+        write(*db, row, column, n, q);
     });
 }
 
@@ -133,10 +142,7 @@ void rms_norm(const Array* x, const Array* add, const Array* gate, const Array* 
                 write(*total, row, 0, V, s);
                 read(*total, row, 0, V, s);
             }
-            float squares = 0;
-#pragma omp simd reduction(+ : squares)
-            for (int i = 0; i < V; i++) squares += s[i] * s[i];
-            float r = 1 / std::sqrt(squares / V + eps);
+            float r = inverse_root(s, V, eps);
             for (int i = 0; i < V; i++) s[i] *= r * weight[i];
 
             if (gate->data) {
@@ -164,10 +170,7 @@ void rms_norm_backward(const Array* total, const Array* gate, const Array* d_tot
 
             read(*total, row, 0, V, n);
             read(*dy, row, 0, V, d);
-            float squares = 0, along = 0;
-#pragma omp simd reduction(+ : squares)
-            for (int i = 0; i < V; i++) squares += n[i] * n[i];
-            float r = 1 / std::sqrt(squares / V + eps);
+            float r = inverse_root(n, V, eps), along = 0;
             for (int i = 0; i < V; i++) n[i] *= r;
 
             if (gate->data) {
