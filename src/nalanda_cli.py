@@ -8,23 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 try:
-    # First: after it, `nalanda` loads no model.
-    from nalanda_typer import (  # isort: skip
-        add_version_option,
-        allow_options,
-        command,
-        group,
-        loading_torch,
-        page_sample,
-        print_json,
-        resolve_models,
-        resolve_runs,
-        run_command,
-        sample_texts,
-        set_environment,
-        under_way,
-    )
-
     import typer
     from nalanda_eval.options import EvalOptions, PerplexityOptions
     from typer import Argument, Option
@@ -44,6 +27,21 @@ try:
         sampling_options,
     )
     from nalanda.serve.options import ServeOptions
+    from nalanda_typer import (
+        add_version_option,
+        allow_options,
+        command,
+        group,
+        loading_torch,
+        page_sample,
+        print_json,
+        resolve_models,
+        resolve_runs,
+        run_command,
+        sample_texts,
+        set_environment,
+        under_way,
+    )
 except KeyboardInterrupt:  # before `main` can handle it
     sys.stderr.write("nalanda: interrupted\n")
     raise SystemExit(130) from None

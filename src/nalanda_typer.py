@@ -1,7 +1,4 @@
-"""How functions become commands: options by typer, groups in panels, errors in one line, imports that wait.
-
-Once this module is imported, `nalanda` loads no model by itself, see there.
-"""
+"""How functions become commands: options by typer, groups in panels, errors in one line, imports that wait."""
 
 import contextlib
 import json

@@ -233,19 +233,67 @@ def run(program: str) -> str:
     return done.stdout
 
 
+REGISTERED = """
+config = AutoConfig.for_model(
+    "nalanda", hidden_size=32, num_heads=2, num_hidden_layers=1, vocab_size=64
+)
+model = AutoModelForCausalLM.from_config(config)
+names = [type(found).__name__ for found in (model, AutoModel.from_config(config))]
+assert names == ["NalandaForCausalLM", "Decoder"], names
+"""
+AUTO = "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM\n"
+
+
 @pytest.mark.slow
 def test_import_registers_and_is_light():
-    """No kernels, peers, data or evaluation; the Auto classes know us; transformers is not patched."""
-    program = """
+    """It imports nothing of others; the Auto classes know us; transformers is not patched."""
+    program = f"""
 import sys, nalanda
-from transformers import AutoConfig
-assert AutoConfig.for_model("nalanda").model_type == "nalanda"
+assert not {{"torch", "transformers", "numpy", "rich"}} & sys.modules.keys()
+{AUTO}
+assert "transformers.modeling_utils" not in sys.modules
+{REGISTERED}
 import transformers.models.llama
 assert not hasattr(transformers.models.llama, "NalandaForCausalLM")
 heavy = ("nalanda_kernels.triton", "fla", "datasets", "lm_eval", "matplotlib", "tensorboard")
 print([name for name in heavy if name in sys.modules])
 """
     assert run(program).strip() == "[]"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "imports",
+    [
+        AUTO + "import nalanda",
+        "import nalanda, transformers.modeling_utils, transformers.generation.utils\n" + AUTO,
+        "from nalanda.model import Int8Config, NalandaForCausalLM, ops\n" + AUTO,
+    ],
+    ids=["after the Auto classes", "before transformers' models", "by a class"],
+)
+def test_import_registers_in_any_order(imports, tmp_path):
+    """A config in another process is unpickled, not made. A saved model has its code beside it."""
+    folder = tmp_path / "model"
+    program = f"""
+{imports}
+{REGISTERED}
+import pickle
+from pathlib import Path
+model.save_pretrained({str(folder)!r})
+Path({str(tmp_path / "config")!r}).write_bytes(pickle.dumps(config))
+"""
+    run(program)
+    assert (folder / "language.py").exists()
+    program = f"""
+{imports}
+import pickle
+from pathlib import Path
+config = pickle.loads(Path({str(tmp_path / "config")!r}).read_bytes())
+assert type(AutoModel.from_config(config)).__name__ == "Decoder"
+found = AutoModelForCausalLM.from_pretrained({str(folder)!r})
+assert type(found).__name__ == "NalandaForCausalLM"
+"""
+    run(program)
 
 
 LIGHT = {

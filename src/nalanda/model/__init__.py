@@ -1,58 +1,61 @@
 """The model. `save_pretrained` copies these files: they stay flat, with sibling-relative imports only."""
 
+# ruff: noqa: F401  (type checkers read the names here, Python in FILES)
+
 import importlib
+from typing import TYPE_CHECKING, Any
 
-import transformers
+if TYPE_CHECKING:
+    from . import ops
+    from .base import Mixer
+    from .cache import NalandaCache
+    from .configuration import NalandaConfig
+    from .decoder import Decoder
+    from .decoding import choose_decoder
+    from .feature_maps import FEATURE_MAPS, FeatureMap, build_feature_map, register_feature_map
+    from .heads import (
+        NalandaForMaskedLM,
+        NalandaForMultipleChoice,
+        NalandaForQuestionAnswering,
+        NalandaForSequenceClassification,
+        NalandaForTokenClassification,
+    )
+    from .int8 import Int8Config
+    from .language import NalandaForCausalLM
+    from .mixers import MIXERS, register_mixer
+    from .state import State
+    from .vision import NalandaForImageClassification
 
-from . import ops
-from .base import Mixer
-from .cache import NalandaCache
-from .configuration import AUTO_MAP, NalandaConfig
-from .decoder import Decoder
-from .decoding import choose_decoder
-from .feature_maps import FEATURE_MAPS, FeatureMap, build_feature_map, register_feature_map
-from .heads import (
-    NalandaForMaskedLM,
-    NalandaForMultipleChoice,
-    NalandaForQuestionAnswering,
-    NalandaForSequenceClassification,
-    NalandaForTokenClassification,
-)
-from .int8 import Int8Config
-from .language import NalandaForCausalLM
-from .mixers import MIXERS, register_mixer
-from .state import State
-from .vision import NalandaForImageClassification
+FILES = {
+    "FEATURE_MAPS": "feature_maps",
+    "MIXERS": "mixers",
+    "Decoder": "decoder",
+    "FeatureMap": "feature_maps",
+    "Int8Config": "int8",
+    "Mixer": "base",
+    "NalandaCache": "cache",
+    "NalandaConfig": "configuration",
+    "NalandaForCausalLM": "language",
+    "NalandaForImageClassification": "vision",
+    "NalandaForMaskedLM": "heads",
+    "NalandaForMultipleChoice": "heads",
+    "NalandaForQuestionAnswering": "heads",
+    "NalandaForSequenceClassification": "heads",
+    "NalandaForTokenClassification": "heads",
+    "State": "state",
+    "build_feature_map": "feature_maps",
+    "choose_decoder": "decoding",
+    "ops": "ops",
+    "register_feature_map": "feature_maps",
+    "register_mixer": "mixers",
+}
+"""Public names, and the files that are imported when somebody asks for one."""
 
-transformers.AutoConfig.register("nalanda", NalandaConfig)
-NalandaConfig.register_for_auto_class()
-for _auto, _name in AUTO_MAP.items():
-    _file, _, _class = _name.partition(".")
-    _model = getattr(importlib.import_module(f".{_file}", __name__), _class)
-    getattr(transformers, _auto).register(NalandaConfig, _model)
-    # `save_pretrained` then copies these files, so that checkpoints load elsewhere with trust_remote_code.
-    _model.register_for_auto_class(_auto)
+__all__ = list(FILES)
 
-__all__ = [
-    "FEATURE_MAPS",
-    "MIXERS",
-    "Decoder",
-    "FeatureMap",
-    "Int8Config",
-    "Mixer",
-    "NalandaCache",
-    "NalandaConfig",
-    "NalandaForCausalLM",
-    "NalandaForImageClassification",
-    "NalandaForMaskedLM",
-    "NalandaForMultipleChoice",
-    "NalandaForQuestionAnswering",
-    "NalandaForSequenceClassification",
-    "NalandaForTokenClassification",
-    "State",
-    "build_feature_map",
-    "choose_decoder",
-    "ops",
-    "register_feature_map",
-    "register_mixer",
-]
+
+def __getattr__(name: str) -> Any:
+    if name not in FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    file = importlib.import_module(f".{FILES[name]}", __name__)
+    return file if name == "ops" else getattr(file, name)

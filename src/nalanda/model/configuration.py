@@ -1,6 +1,8 @@
 """NalandaConfig describes every architecture of Nalanda, with transformers' names."""
 
 import dataclasses
+import functools
+import importlib
 import math
 import sys
 from pathlib import Path
@@ -18,12 +20,6 @@ from .options import beyond, check_types, defaults, did_you_mean
 from .plans import FIRST, joined_plan
 from .plugins import missing_plugins, plugin_files, plugins_of
 from .width import base_config
-
-# `transformers serve` looks up the class named in config.json in its own, earlier copy of `transformers`. The
-# Auto class there loads the code in the checkpoint.
-_serving = sys.modules.get("transformers.cli.serving.model_manager")
-for _module in (transformers, getattr(_serving, "transformers", transformers)):
-    setattr(_module, "NalandaForCausalLM", transformers.AutoModelForCausalLM)  # noqa: B010
 
 AUTO_MAP = {
     "AutoModel": "decoder.Decoder",
@@ -68,6 +64,26 @@ _POSITIVE = (
     "initializer_range",
     "base_width",
 )
+
+
+@functools.cache
+def _register_models() -> None:
+    """Lets transformers find the models."""
+    # `transformers serve` looks up the class named in config.json in its own, earlier copy of `transformers`. The
+    # Auto class there loads the code in the checkpoint.
+    serving = sys.modules.get("transformers.cli.serving.model_manager")
+    for module in (transformers, getattr(serving, "transformers", transformers)):
+        setattr(module, "NalandaForCausalLM", transformers.AutoModelForCausalLM)  # noqa: B010
+
+    if __package__ != "nalanda.model":
+        return  # a copy beside weights: transformers registers what it loads of it
+    # `save_pretrained` then copies these files, so that checkpoints load elsewhere with trust_remote_code.
+    NalandaConfig.register_for_auto_class()
+    for auto, name in AUTO_MAP.items():
+        file, _, model = name.partition(".")
+        model_class = getattr(importlib.import_module(f".{file}", __package__), model)
+        getattr(transformers, auto).register(NalandaConfig, model_class)
+        model_class.register_for_auto_class(auto)
 
 
 def repeated(mixer: dict[str, Any], layers: int) -> list[str]:
@@ -174,6 +190,8 @@ class NalandaConfig(PreTrainedConfig):
     """As in transformers; in a recipe, the tokenizer's."""
 
     def __post_init__(self, **kwargs):
+        # Models and Auto classes take seconds to import, and nobody needs them without a config.
+        _register_models()
         self._refuse_unknown(kwargs)
         # For a tied model transformers 5.19, which vLLM has, asks here for a plan that needs what comes below.
         tied, self.tie_word_embeddings = self.tie_word_embeddings, False
@@ -211,6 +229,11 @@ class NalandaConfig(PreTrainedConfig):
             self.plugins = plugins
         self._check_mixers(mixers)
         self._check_parametrization()
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        """As pickle does without it: a process may have no other config."""
+        _register_models()
+        vars(self).update(fields)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):

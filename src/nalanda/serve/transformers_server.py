@@ -9,7 +9,6 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.transformers import app
 
-import nalanda.model  # noqa: F401  behind the server, to which it names its class
 from nalanda.common.errors import InputError, first_line
 from nalanda.serve.options import ServeOptions
 from nalanda.serve.server import NO_TEMPLATE, has_chat_template
