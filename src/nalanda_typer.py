@@ -1,13 +1,13 @@
 """How functions become commands: options by typer, groups in panels, errors in one line, imports that wait."""
 
 import contextlib
+import gc
 import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from functools import partial
 from inspect import Parameter, getfile, signature
 from pathlib import Path
 from typing import Annotated, Any, TextIO, get_args, get_origin
@@ -259,7 +259,20 @@ def under_way(what: str, stream: TextIO | None = None) -> contextlib.AbstractCon
     return Progress(what, stream=stream)
 
 
-loading_torch = partial(under_way, "loading torch and transformers")
+@contextlib.contextmanager
+def loading_torch(stream: TextIO | None = None) -> Iterator[None]:
+    """Shows that torch and transformers are being imported.
+
+    Python would look for garbage among their millions of objects again and again, a fifth of the time. They stay
+    until the end, so neither this nor a later search looks at them.
+    """
+    gc.disable()
+    try:
+        with under_way("loading torch and transformers", stream):
+            yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def resolve_models(names: list[str] | None) -> list[str]:

@@ -1,5 +1,6 @@
 """What a person reads: help, examples, the commands after a command, mistyped names."""
 
+import gc
 import json
 import re
 import shlex
@@ -13,6 +14,7 @@ import typer.main
 import nalanda_cli
 from nalanda.common.next_steps import NEXT, next_steps, print_next_steps
 from nalanda.common.number_formats import LOADED, STATES
+from nalanda_typer import loading_torch
 
 ROOT = typer.main.get_command(nalanda_cli.app)
 
@@ -264,3 +266,14 @@ print(seconds[0], *sys.modules)
     seconds, *modules = done.stdout.split()
     assert not {"rich", "torch", "transformers", "yaml", "numpy", "lm_eval"} & {*modules}
     assert float(seconds) < 1
+
+
+def test_imports_of_torch_wait_for_no_garbage():
+    """A search for garbage takes longer the more is imported, and finds nothing in it."""
+    try:
+        with loading_torch():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()
