@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,22 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
 
+import nalanda_cli
+from nalanda_typer import loading_torch, set_environment
+
 RECIPES = Path(__file__).parent
 PROMPT = 'def read_lines(path):\n    """Return'
 console = Console(highlight=False)
 
 
 def main(overrides: list[str]) -> None:
-    from nalanda_eval.python_tasks import write_python_tasks
+    set_environment()  # before torch, which reads it
+    with loading_torch():
+        from nalanda_eval.python_tasks import write_python_tasks
 
-    from nalanda.common.errors import InputError, one_line_errors
-    from nalanda.config.load import load_config
-    from nalanda.train.run_dir import refuse_other_files, refuse_other_recipe
+        from nalanda.common.errors import InputError, one_line_errors
+        from nalanda.config.load import load_config
+        from nalanda.train.run_dir import refuse_other_files, refuse_other_recipe
 
     recipe = os.path.relpath(RECIPES / "demo.yaml")
     with one_line_errors():
@@ -45,13 +49,12 @@ def main(overrides: list[str]) -> None:
             command = "python recipes/demo.py output_dir=runs/mine"
             raise InputError(f"{error}, such as {command}") from None
         console.rule("train")
-        script = os.path.relpath(RECIPES / "pretrain.py")
-        run(*accelerate(config.train.cpu_threads or 1), script, recipe, *overrides)
+        run("train", recipe, *overrides)
 
         console.rule("evaluate")
         write_python_tasks(run_dir / "eval", config.data)
         tasks = ("--tasks", "python_docs", "--data", str(run_dir / "eval"))
-        run("nalanda", "eval", str(run_dir / "final"), *tasks, "--output", str(run_dir / "eval"))
+        run("eval", str(run_dir / "final"), *tasks, "--output", str(run_dir / "eval"))
 
         console.rule("compare")
         with console.status("counting bigrams, zeroing the token mixers …"):
@@ -61,40 +64,23 @@ def main(overrides: list[str]) -> None:
         # Behind the panel, so that the last screen shows text that the model wrote.
         console.rule("generate")
         options = ("--max-new-tokens", "120", "--seed", "0")
-        run("nalanda", "generate", str(run_dir / "final"), PROMPT, *options)
+        run("generate", str(run_dir / "final"), PROMPT, *options)
 
         console.rule("type next")
         for command in next_commands(run_dir):
             console.print(command, markup=False, soft_wrap=True)
 
 
-def accelerate(threads: int) -> list[str]:
-    """The command for one process on GPU or CPU, with every setting whose absence accelerate warns about."""
-    import torch
+def run(*arguments: str) -> None:
+    """Shows a command of `nalanda` and runs it. If it fails, the demo exits with its code.
 
-    command = ["accelerate", "launch", "--quiet", "--num_processes=1", "--num_machines=1"]
-    command += ["--mixed_precision=no", "--dynamo_backend=no"]
-    command.append(f"--num_cpu_threads_per_process={threads}")
-    if not torch.cuda.is_available():
-        command.append("--cpu")
-    return command
-
-
-def run(program: str, *arguments: str) -> None:
-    """Shows and runs a command of this environment. If it fails, the demo exits with its code."""
-    words = [program, *map(quote, arguments)]
+    It runs in this process: to start one and import torch takes longer than to generate a text.
+    """
+    words = ["nalanda", *map(quote, arguments)]
     console.print(f"$ {' '.join(words)}", style="bold", markup=False, soft_wrap=True)
-
-    command = [Path(sys.executable).with_name(program), *arguments]
-    process = subprocess.Popen(command, env=os.environ | {"NALANDA_NEXT_STEPS": "0"})
-    while True:
-        try:
-            code = process.wait()
-            break
-        except KeyboardInterrupt:  # the child got it too, and may be saving a checkpoint
-            continue
-    if code:
-        raise SystemExit(code)
+    os.environ["NALANDA_NEXT_STEPS"] = "0"  # the demo's own come at its end
+    sys.argv = ["nalanda", *arguments]  # which run.json and messages name
+    nalanda_cli.main()
 
 
 def quote(argument: str) -> str:
@@ -131,6 +117,7 @@ def compare(run_dir: Path) -> Panel:
     from nalanda.data.text_bytes import text_bytes
     from nalanda.inference.load import load_model
     from nalanda.train.build import open_batches
+    from nalanda.train.log import last_metrics
 
     config = load_config(run_dir / "config.yaml")
     model, tokenizer = load_model(str(run_dir / "final"))
@@ -138,7 +125,8 @@ def compare(run_dir: Path) -> Panel:
     seen = itertools.islice(batches, config.train.steps * config.accumulation(processes=1))
     rows = list(itertools.chain(*validation.values()))
     tokens = config.train.steps * config.train.tokens_per_step
-    own = measure_perplexity(model, rows)
+    # Training has measured it at its end, on the same rows.
+    own = next(x["val_ppl"] for x in last_metrics(run_dir / "metrics.jsonl") if "val_ppl" in x)
     bigrams = Bigram(seen, len(tokenizer)).perplexity(rows)
     with zeroed_mixers(model):
         zeroed = measure_perplexity(model, rows)
