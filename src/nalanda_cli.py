@@ -119,6 +119,8 @@ def train(
     # Mistakes are reported before anything is opened.
     config = load_config(recipe, overrides or [], training=True)
     with loading_torch(sys.stdout):
+        from accelerate import PartialState
+
         from nalanda.train.loop import train
     if rehearse:
         if profile:
@@ -128,6 +130,7 @@ def train(
         rehearsal.print_rehearsal(rehearsal.rehearse(config))
         return
     run = train(config, profile)
+    PartialState().destroy_process_group()  # some ends without it abort
     print_next_steps("train", of=run, run=run)
 
 
