@@ -63,10 +63,16 @@ def map_features(
     # Refuses before autograd records anything.
     library()
     run = _Mapped.apply if torch.is_grad_enabled() else _forward
-    return run(q, p, unit, MAP, True), run(k, p, unit, MAP, False)
+    return run(q, k, p, unit, MAP)
 
 
-def _forward(x: Tensor, p: Tensor | None, unit: Tensor | None, MAP: Map, query: bool) -> Tensor:
+def _forward(
+    q: Tensor, k: Tensor, p: Tensor | None, unit: Tensor | None, MAP: Map
+) -> tuple[Tensor, Tensor]:
+    return _features(q, p, unit, MAP, True), _features(k, p, unit, MAP, False)
+
+
+def _features(x: Tensor, p: Tensor | None, unit: Tensor | None, MAP: Map, query: bool) -> Tensor:
     x = x.contiguous()
     y = x.new_empty(*x.shape[:-1], MAP.halves * x.shape[-1])
     library().map_forward(
@@ -81,34 +87,39 @@ def _forward(x: Tensor, p: Tensor | None, unit: Tensor | None, MAP: Map, query: 
 
 
 class _Mapped(torch.autograd.Function):
-    """`_forward`, whose backward forms the features again: it keeps no more than x."""
+    """`_forward`, whose backward reads q, k and their features. The recurrence behind the map keeps those anyway."""
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, p: Tensor | None, unit: Tensor | None, MAP: Map, query: bool
-    ) -> Tensor:
-        ctx.save_for_backward(x, p, unit)
-        ctx.map = MAP, query
-        return _forward(x, p, unit, MAP, query)
+        ctx, q: Tensor, k: Tensor, p: Tensor | None, unit: Tensor | None, MAP: Map
+    ) -> tuple[Tensor, Tensor]:
+        features = _forward(q, k, p, unit, MAP)
+        ctx.save_for_backward(q, k, *features, p, unit)
+        ctx.map = MAP
+        return features
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, p, unit = ctx.saved_tensors
-        x, dy = x.contiguous(), dy.contiguous()
-        dx, parts = torch.empty_like(x), _threads(x)
-        # A thread sums the gradients of Pola's parameters over its own rows, [parts, H, K].
-        dp, d_unit = (None if y is None else y.new_zeros(parts, *y.shape) for y in (p, unit))
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, *features, p, unit = ctx.saved_tensors
+        # A thread sums the gradients of Pola's parameters over its own rows, [q or k, parts, H, K].
+        shape = 2, max(map(_threads, (q, k)))
+        dp, d_unit = (None if w is None else w.new_zeros(*shape, *w.shape) for w in (p, unit))
 
-        library().map_backward(
-            x.dtype == torch.bfloat16,
-            *map(_pointer, (x, dy, dx)),
-            *_sizes(x),
-            ctypes.byref(settings_of(*ctx.map)),
-            *map(_pointer, (p, unit, dp, d_unit)),
-            parts,
-        )
-        return dx, *(None if y is None else y.sum(0) for y in (dp, d_unit)), None, None
+        inputs = []
+        for i, (x, y, dy) in enumerate(zip((q, k), features, gradients, strict=True)):
+            x, dy = x.contiguous(), dy.contiguous()
+            dx = torch.empty_like(x)
+            library().map_backward(
+                x.dtype == torch.bfloat16,
+                *map(_pointer, (x, y, dy, dx)),
+                *_sizes(x),
+                ctypes.byref(settings_of(ctx.map, i == 0)),
+                *map(_pointer, (p, unit, *(None if w is None else w[i] for w in (dp, d_unit)))),
+                _threads(x),
+            )
+            inputs.append(dx)
+        return *inputs, *(None if w is None else w.sum((0, 1)) for w in (dp, d_unit)), None
 
 
 def _pointer(x: Tensor | None) -> ctypes.c_void_p:

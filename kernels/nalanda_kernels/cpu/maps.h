@@ -58,7 +58,7 @@ Row describe_row(const T* x, int K, const Settings& map) {
     if (row.scaled) row.base = map.scale * row.r;
     if (ANGLE == DIRECTION) row.argument = map.alpha * row.r;
     if (map.exponent == 0) {
-        float t = std::tanh(map.n_scale / row.r);
+        float t = tanh32(map.n_scale / row.r);
         row.p = map.power * (0.5f + t);
         row.p_slope = row.r * map.power * map.n_scale * (1 - t * t);
     }
