@@ -77,56 +77,47 @@ void power_backward(const T* x, const T* y, const T* dy, T* dx, int K, const Set
     }
 }
 
-// x [rows, K] to y [rows, features]; row i belongs to head i mod heads. p, u: [heads, K] of Pola, or null.
-template <class T>
-void forward(const T* x, T* y, long rows, int heads, int K, const Settings& map, const float* p, const float* u,
-             int threads) {
-    long features = map.name == POWER ? 2 * K : K;
-    in_parts(threads, [=](Part part) {
-        std::vector<float> memory(2 * K);
-        for (long i = part.first(rows), end = part.end(rows); i < end; i++) {
-            long channel = p ? i % heads * K : 0;
-            forward_row(x + i * K, y + i * features, K, map, p + channel, u + channel, memory.data());
-        }
-    });
-}
-
-// dp, du: [threads, heads, K], zero, of which each part adds to its own.
-template <class T>
-void backward(const T* x, const T* y, const T* dy, T* dx, long rows, int heads, int K, const Settings& map,
-              const float* p, const float* u, float* dp, float* du, int threads) {
-    long features = map.name == POWER ? 2 * K : K;
-    in_parts(threads, [=](Part part) {
-        std::vector<float> memory(4 * K);
-        for (long i = part.first(rows), end = part.end(rows); i < end; i++) {
-            const T *x_i = x + i * K, *y_i = y + i * features, *dy_i = dy + i * features;
-            T* dx_i = dx + i * K;
-            long channel = p ? i % heads * K : 0, own = p ? part.index * heads * K + channel : 0;
-            choose_map(
-                map, p,
-                [&](auto name) { plain_backward<name.value>(x_i, dy_i, dx_i, K, map.l2, memory.data()); },
-                [&](auto angle, auto kind) {
-                    power_backward<angle.value, kind.value>(x_i, y_i, dy_i, dx_i, K, map, p + channel, u + channel,
-                                                            dp + own, du + own, memory.data());
-                });
-        }
-    });
-}
-
-// Arrays x, y and their gradients are of bf16 or fp32.
+// Rows of x [rows, K], bf16 or fp32, and of y and dy [rows, features]. Row i belongs to head i mod heads. p, u:
+// [heads, K] of Pola, or null.
 extern "C" {
 void map_forward(bool narrow, const void* x, void* y, long rows, int heads, int K, const Settings* map,
                  const float* p, const float* u, int threads) {
-    auto run = [=](auto* y) { forward((decltype(y))x, y, rows, heads, K, *map, p, u, threads); };
-    narrow ? run((uint16_t*)y) : run((float*)y);
+    long features = map->name == POWER ? 2 * K : K;
+    auto run = [=](auto* x, auto* y) {
+        in_parts(threads, [=](Part part) {
+            std::vector<float> memory(2 * K);
+            for (long i = part.first(rows), end = part.end(rows); i < end; i++) {
+                long channel = p ? i % heads * K : 0;
+                forward_row(x + i * K, y + i * features, K, *map, p + channel, u + channel, memory.data());
+            }
+        });
+    };
+    narrow ? run((const uint16_t*)x, (uint16_t*)y) : run((const float*)x, (float*)y);
 }
 
+// dp, du: [threads, heads, K], zero, of which each part adds to its own.
 void map_backward(bool narrow, const void* x, const void* y, const void* dy, void* dx, long rows, int heads, int K,
                   const Settings* map, const float* p, const float* u, float* dp, float* du, int threads) {
-    auto run = [=](auto* dx) {
-        using T = decltype(dx);
-        backward((T)x, (T)y, (T)dy, dx, rows, heads, K, *map, p, u, dp, du, threads);
+    long features = map->name == POWER ? 2 * K : K;
+    auto run = [=](auto* x, auto* y, auto* dy, auto* dx) {
+        in_parts(threads, [=](Part part) {
+            std::vector<float> memory(4 * K);
+            for (long i = part.first(rows), end = part.end(rows); i < end; i++) {
+                auto *x_i = x + i * K, *y_i = y + i * features, *dy_i = dy + i * features;
+                auto* dx_i = dx + i * K;
+                long channel = p ? i % heads * K : 0, own = p ? part.index * heads * K + channel : 0;
+                choose_map(
+                    *map, p,
+                    [&](auto name) { plain_backward<name.value>(x_i, dy_i, dx_i, K, map->l2, memory.data()); },
+                    [&](auto angle, auto kind) {
+                        power_backward<angle.value, kind.value>(x_i, y_i, dy_i, dx_i, K, *map, p + channel,
+                                                                u + channel, dp + own, du + own, memory.data());
+                    });
+            }
+        });
     };
-    narrow ? run((uint16_t*)dx) : run((float*)dx);
+    using Narrow = const uint16_t*;
+    using Wide = const float*;
+    narrow ? run(Narrow(x), Narrow(y), Narrow(dy), (uint16_t*)dx) : run(Wide(x), Wide(y), Wide(dy), (float*)dx);
 }
 }

@@ -12,7 +12,7 @@ from nalanda_kernels.cpu.build import library
 from nalanda_kernels.cpu.structures import Settings
 from nalanda_kernels.maps import Map, describe, exponents_and_units
 
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+DTYPES = {torch.float32, torch.bfloat16}
 NAMES = ("identity", "silu", "relu", "elu", "elu1", "exp", "power")
 ANGLES = ("relu_split", "raw", "direction")
 ROWS_A_THREAD = 64  # for fewer a thread costs more than it gains

@@ -273,14 +273,12 @@ void update(const Step& s, Place at, int h_v, Memory& m) {
         }
 
         for (int c = 0; c < columns; c++) m.o[c] = 0;
-        for (int f = 0; f < four; f += 4) {
+        auto write = [&](auto rows, int f) {
             long row = long(f) * columns;
-            write_state<4>(S + row, moved + row, m.decay + f, k + f, m.u, q + f, columns, m.o);
-        }
-        for (int f = four; f < F; f++) {
-            long row = long(f) * columns;
-            write_state<1>(S + row, moved + row, m.decay + f, k + f, m.u, q + f, columns, m.o);
-        }
+            write_state<rows.value>(S + row, moved + row, m.decay + f, k + f, m.u, q + f, columns, m.o);
+        };
+        for (int f = 0; f < four; f += 4) write(Constant<4>(), f);
+        for (int f = four; f < F; f++) write(Constant<1>(), f);
         // Later steps go on from here, without decay.
         S = moved;
         for (int f = 0; f < F && s.steps > 1; f++) m.decay[f] = 1;

@@ -35,7 +35,7 @@ def step(
     token = Token(**options)
     # A norm over all heads asks for fp32 in any model.
     dtypes = {token.dtype, state["recurrent"].dtype}
-    if not dtypes <= DTYPES.keys() or torch.is_autocast_enabled("cpu"):
+    if not dtypes <= DTYPES or torch.is_autocast_enabled("cpu"):
         return None
 
     library()  # refuses before the projections run
@@ -58,7 +58,7 @@ def step(
 
 def run_operation(dtype: torch.dtype, threads: int, kind: str, **fields: int) -> None:
     operation = Operation(kind=KINDS.index(kind), **fields)
-    getattr(library(), f"token_{DTYPES[dtype]}")(ctypes.byref(operation), 1, threads)
+    library().run_token(dtype == torch.bfloat16, ctypes.byref(operation), 1, threads)
 
 
 def describe_step(

@@ -98,7 +98,7 @@ void run_operation(const Operation& op, Part part) {
 }
 
 template <class T>
-void run_token(const Operation* operations, int count, int threads) {
+void run_all(const Operation* operations, int count, int threads) {
     in_parts(threads, [=](Part part) {
         for (int i = 0; i < count; i++) {
             run_operation<T>(operations[i], part);
@@ -109,12 +109,6 @@ void run_token(const Operation* operations, int count, int threads) {
     });
 }
 
-extern "C" {
-void token_fp32(const Operation* operations, int count, int threads) {
-    run_token<float>(operations, count, threads);
-}
-
-void token_bf16(const Operation* operations, int count, int threads) {
-    run_token<uint16_t>(operations, count, threads);
-}
+extern "C" void run_token(bool narrow, const Operation* operations, int count, int threads) {
+    narrow ? run_all<uint16_t>(operations, count, threads) : run_all<float>(operations, count, threads);
 }

@@ -1,6 +1,7 @@
 """A token of several layers as a list of operations, which C++ runs in one call."""
 
 import ctypes
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ class Program:
     def __init__(self, batch: int, dtype: torch.dtype, most: int = 1):
         self.batch, self.dtype, self.most = batch, dtype, most
         self.tokens = most  # of each sequence, in the next run
-        self.run_all = getattr(library(), f"token_{DTYPES[dtype]}")
+        self.run_all = functools.partial(library().run_token, dtype == torch.bfloat16)
         # Tokens of each sequence before this one; who runs the program counts them.
         self.lengths = torch.zeros(batch, dtype=torch.int64)
         # Keys and values of attention that C++ has written behind those of its caller.
