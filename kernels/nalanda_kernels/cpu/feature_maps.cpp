@@ -105,6 +105,9 @@ void map_backward(bool narrow, const void* x, const void* y, const void* dy, voi
             for (long i = part.first(rows), end = part.end(rows); i < end; i++) {
                 auto *x_i = x + i * K, *y_i = y + i * features, *dy_i = dy + i * features;
                 auto* dx_i = dx + i * K;
+                foresee(x_i + 2 * K, K);
+                foresee(y_i + 2 * features, features);
+                foresee(dy_i + 2 * features, features);
                 long channel = p ? i % heads * K : 0, own = p ? part.index * heads * K + channel : 0;
                 choose_map(
                     *map, p,

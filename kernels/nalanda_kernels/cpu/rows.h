@@ -166,12 +166,6 @@ inline Ints dot(Ints sum, Ints w, Ints x) { return sum + w * x; }
 inline Lanes as_floats(Ints sum) { return __builtin_convertvector(sum, Lanes); }
 #endif
 
-// The rows of W that come next, because processors do not foresee as many streams.
-template <class T>
-inline void foresee(const T* next, int count) {
-    for (int line = 0; line < count * int(sizeof(T)); line += 64) __builtin_prefetch((const char*)next + line);
-}
-
 // products[n][r] += x_n · w_r over STRIDE numbers, of rows that are `width` and `room` numbers apart.
 template <int N, int R>
 __attribute__((always_inline)) inline void add_products(const int8_t* w, long width, const int16_t* x, long room,
