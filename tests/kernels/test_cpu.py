@@ -104,6 +104,8 @@ def test_bf16_rounds_once(name):
     for x, y in zip(rounded[:2], exact[:2], strict=True):
         # A sum in another order may take an entry over the border between two numbers of bf16.
         assert (x != y.bfloat16()).double().mean() < 2e-3
+    # The gradients of a power read the rounded features.
+    assert max(error(rounded[2:], exact[2:])) < 0.02
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
