@@ -86,7 +86,7 @@ ROWS_OF_HEADS = {f"{T} × {H}": (T, H) for T, H in recurrences.SHAPES}
 """Tokens and heads of the delta rules, by their name in the table."""
 MAPPED = (2, 512, 4, 128)
 """B, T, H and K of the feature map's row."""
-SLOWEST = 5
+SLOWEST = 16
 """Operators of a profile."""
 
 
