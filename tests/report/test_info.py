@@ -221,7 +221,7 @@ def test_a_context_divides_activations_and_sends_states():
         activation_bytes(config, 1, 4096, torch.float32, False, parts) for parts in (1, 2, 4)
     )
     assert whole / 2 < half < 0.65 * whole
-    assert whole / 4 < fourth < 0.35 * whole
+    assert whole / 4 < fourth < 0.4 * whole
 
 
 @pytest.mark.slow
