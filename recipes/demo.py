@@ -108,7 +108,7 @@ def next_commands(run_dir: Path) -> list[str]:
 def compare(run_dir: Path) -> Panel:
     """The validation perplexity of a run, of bigrams of its training tokens, and of the run without mixers.
 
-    All are on the same rows; without mixers means with their outputs zeroed. Beside them stand bits per byte,
+    All are on the same rows; without mixers means with their outputs zeroed. Beside them stand bits a byte,
     unless the tokenizer loses bytes.
     """
     from nalanda_eval.baselines import Bigram, measure_perplexity, zeroed_mixers
@@ -172,7 +172,7 @@ def summary(run_dir: Path, figures: dict[str, float], tokens_per_byte: float | N
     perplexities = Table("[bold]on the validation rows", **plain)
     perplexities.add_column("perplexity", justify="right")
     if tokens_per_byte:
-        perplexities.add_column("bits per byte", justify="right")
+        perplexities.add_column("bits a byte", justify="right")
     for name, value in figures.items():
         cells = [f"  {name}", f"{value:,.1f}"]
         if tokens_per_byte:
@@ -186,7 +186,7 @@ def summary(run_dir: Path, figures: dict[str, float], tokens_per_byte: float | N
     paths.add_row("  scores", str(run_dir / "eval" / "results.md"))
     # Two figures have one name, and are of different texts.
     texts = (
-        "These bits per byte are of whole documents. Those of\n"
+        "These bits a byte are of whole documents. Those of\n"
         "python_docs_perplexity, above, are of the first lines of each."
     )
     content = Group(perplexities, "", texts, "", paths)

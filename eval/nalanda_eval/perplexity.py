@@ -494,7 +494,7 @@ def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
 
     title = f"Perplexity on {result['text']}"
     if not incomparable(models):
-        # Bits per byte do not depend on the tokenizer.
+        # Bits a byte do not depend on the tokenizer.
         best = min(range(len(models)), key=lambda i: models[i]["one_pass"]["bits_per_byte"])
         of_best = f"lowest for {names[best]}" if len(models) > 1 else names[best]
         title += f": {of_best}, {_format_cell(models[best]['one_pass']['perplexity'])}"
@@ -603,7 +603,7 @@ def print_perplexity(result: dict[str, Any]) -> None:
 def _totals_table(models: list[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("model", overflow="fold")
-    for head in ("tokens", "one pass", "windows", "a word", "bits/byte"):
+    for head in ("tokens", "one pass", "windows", "a word", "bits a byte"):
         table.add_column(head, justify="right")
     for model in models:
         one_pass, windows = model["one_pass"], model["windows"]

@@ -171,7 +171,7 @@ def notes(results: dict[str, Any]) -> list[str]:
             if value is not None:
                 bits.append(f"{value:.3f} of {text}")
         if bits:
-            lines.append(f"{name}: bits per byte {', '.join(bits)}.")
+            lines.append(f"{name}: bits a byte {', '.join(bits)}.")
     for model in results["models"]:
         lines += _cost_notes(model)
     return lines

@@ -216,7 +216,7 @@ def test_sentencepiece_models_encode_as_sentencepiece_does(options, trained, tex
             assert tokenizer.decode(expected) == model.decode(expected)
     assert tokenizer("a").input_ids[0] == tokenizer.bos_token_id == 1
     assert len(tokenizer) == len(model)
-    # A model that loses characters has no bits per byte.
+    # A model that loses characters has no bits a byte.
     assert (text_bytes(tokenizer) is None) == (not options.get("byte_fallback"))
 
 

@@ -495,7 +495,7 @@ def test_bits_per_byte_and_sizes_stand_below_the_table():
         for name, tasks in (("a", {"wikitext": wiki, "lambada_openai": words}), ("b", {}))
     ]
     lines = report.notes({"models": models, "left_out": {}, "limit": None})
-    told = "a: bits per byte 0.917 of wikitext, 1.250 of LAMBADA's last words."
+    told = "a: bits a byte 0.917 of wikitext, 1.250 of LAMBADA's last words."
     assert [line for line in lines if "bits" in line] == [told]
     assert lines[-1].startswith("b: 27 K parameters, float32, ")
 

@@ -159,9 +159,9 @@ def test_the_demo_runs(tmp_path):
     titles = ["train", "evaluate", "compare", "generate", "type next"]
     assert re.findall(r"─ ([a-z ]+) ─", printed) == titles
 
-    # The two bits per byte stand in the panel, each with its text.
+    # The two bits a byte stand in the panel, each with its text.
     panel = printed.split("─ compare ─")[1].split("─ generate ─")[0]
-    assert "These bits per byte are of whole documents." in panel
+    assert "These bits a byte are of whole documents." in panel
     assert "python_docs_perplexity, above, are of the first lines of each." in panel
 
     # The last screen has the continuation, and ends with the commands to type next.

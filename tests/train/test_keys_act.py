@@ -191,5 +191,5 @@ def test_validation_has_the_figures_of_each_source(monkeypatch):
     )
     assert model.training
     assert describe_perplexity(found) == (
-        "perplexity 9.31 (web 7.39, code 20.09), bits per byte 0.910 (web 0.721, code 2.164)"
+        "perplexity 9.31 (web 7.39, code 20.09), bits a byte 0.910 (web 0.721, code 2.164)"
     )

@@ -256,7 +256,7 @@ def test_validation_is_the_mean_over_tokens_of_the_final_model(whole):
         for batch in open_batches(config, tokenizer)[1][""]
     )
     assert last["val_bpb"] == pytest.approx(total / math.log(2) / size, rel=1e-5)
-    said = f"perplexity {last['val_ppl']:.2f}, bits per byte {last['val_bpb']:.3f}"
+    said = f"perplexity {last['val_ppl']:.2f}, bits a byte {last['val_bpb']:.3f}"
     assert said in (whole / "final" / "README.md").read_text()
 
 

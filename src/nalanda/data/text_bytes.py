@@ -1,4 +1,4 @@
-"""UTF-8 bytes of the text behind tokens, the unit of bits per byte."""
+"""UTF-8 bytes of the text behind tokens, the unit of bits a byte."""
 
 from __future__ import annotations
 

@@ -339,9 +339,9 @@ def _values(line: bytes) -> dict | None:
 
 
 def describe_perplexity(values: dict[str, float]) -> str:
-    """`perplexity 12.34 (web 11.20, code 5.31), bits per byte 0.912 (web 0.950, code 0.641)`."""
+    """`perplexity 12.34 (web 11.20, code 5.31), bits a byte 0.912 (web 0.950, code 0.641)`."""
     texts = []
-    for title, key, digits in (("perplexity", "val_ppl", 2), ("bits per byte", "val_bpb", 3)):
+    for title, key, digits in (("perplexity", "val_ppl", 2), ("bits a byte", "val_bpb", 3)):
         if key not in values:
             continue
         text = f"{title} {values[key]:.{digits}f}"

@@ -109,7 +109,7 @@ def validate(
 ) -> dict[str, float]:
     """Mean losses over the label tokens of all processes, in total and per source.
 
-    With `text_bytes` also bits per byte, `val_bpb`: the summed loss in bits over the bytes of the label
+    With `text_bytes` also bits a byte, `val_bpb`: the summed loss in bits over the bytes of the label
     tokens' text. This value does not depend on the tokenizer.
 
     model: the bare one. beat: called before each batch.
