@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from nalanda_kernels import Unsupported, serve
-from nalanda_kernels.triton.common import bounds_of, map_in_torch, name_of, without_autocast
+from nalanda_kernels.tensors import bounds_of
+from nalanda_kernels.triton.common import map_in_torch, name_of, without_autocast
 
 WIDEST = 256  # the most features of a key in fla's delta rule
 

@@ -7,9 +7,7 @@
 #include "parts.h"
 #include "structures.h"
 
-constexpr int BLOCK = 64;   // columns that registers hold
-constexpr long SPAN = 256;  // rows whose sums of dw are one row
-constexpr int MOST_TAPS = 8;
+constexpr int BLOCK = 64;  // columns that registers hold
 
 // Entries [column, column + n) of a row in fp32; zeros where there is no array.
 template <class N>

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nalanda_kernels.conv_states import last_inputs
 from nalanda_kernels.cpu.build import library
 from nalanda_kernels.cpu.feature_maps import DTYPES
-from nalanda_kernels.cpu.structures import Array
+from nalanda_kernels.cpu.structures import MOST_TAPS, SPAN, Array
+from nalanda_kernels.tensors import bounds_of, last_inputs, rows_of
 
 ENTRIES_A_THREAD = 8192  # for fewer a thread costs more than it gains
-SPAN = 256  # rows whose sums of the norm's dweight are one row
-MOST_TAPS = 8
 
 
 def swiglu(a: Tensor, b: Tensor) -> Tensor | None:
@@ -26,7 +24,7 @@ def swiglu(a: Tensor, b: Tensor) -> Tensor | None:
     if not _fit(a, b) or a.shape != b.shape:
         return None
     N = a.shape[-1]
-    return _SwiGLU.apply(_rows(a, N), _rows(b, N)).view(a.shape)
+    return _SwiGLU.apply(rows_of(a, N), rows_of(b, N)).view(a.shape)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -61,9 +59,9 @@ def rms_norm(
         return None
     if any(y.numel() != x.numel() for y in others) or (gate is not None and gate.shape[-1] % V):
         return None
-    gate = None if gate is None else _rows(gate, gate.shape[-1])
-    add = None if add is None else _rows(add, V)
-    total, y = _RMSNorm.apply(_rows(x, V), add, weight, gate, float(eps), dtype)
+    gate = None if gate is None else rows_of(gate, gate.shape[-1])
+    add = None if add is None else rows_of(add, V)
+    total, y = _RMSNorm.apply(rows_of(x, V), add, weight, gate, float(eps), dtype)
     return total.view(x.shape), y.view(x.shape)
 
 
@@ -143,20 +141,14 @@ class _ShortConvs(torch.autograd.Function):
     def forward(
         ctx, count: int, cu_seqlens: Tensor | None, silu: list[bool], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.count, ctx.cu_seqlens, ctx.silu = count, cu_seqlens, silu
+        bounds = _bounds(tensors[0], cu_seqlens)
+        ctx.count, ctx.bounds, ctx.silu = count, bounds, silu
         ctx.save_for_backward(*tensors)
         ys = []
         for x, weight, state, active in _each(tensors, count, silu):
             ys.append(y := x.new_empty(x.shape))
-            arrays, bounds = [*map(_flat, (x, state, y))], _bounds(x, cu_seqlens)
-            _run(
-                "short_conv",
-                arrays,
-                [_wide(weight.T), bounds],
-                len(bounds) - 1,
-                *weight.shape,
-                active,
-            )
+            pointers, sizes = [_wide(weight.T), bounds], (len(bounds) - 1, *weight.shape, active)
+            _run("short_conv", [*map(_flat, (x, state, y))], pointers, *sizes)
         return tuple(ys)
 
     @staticmethod
@@ -178,12 +170,10 @@ class _ShortConvs(torch.autograd.Function):
         for (x, weight, state, active), (d_y, d_x, d_state, d_weight) in zip(
             _each(tensors, n, ctx.silu), gradients, strict=True
         ):
-            arrays, bounds = (
-                [*map(_flat, (x, state, d_y, d_x, d_state))],
-                _bounds(x, ctx.cu_seqlens),
-            )
-            pointers = [_wide(weight.T), d_weight, bounds]
-            _run("short_conv_backward", arrays, pointers, len(bounds) - 1, *weight.shape, active)
+            arrays = [*map(_flat, (x, state, d_y, d_x, d_state))]
+            pointers = [_wide(weight.T), d_weight, ctx.bounds]
+            sizes = len(ctx.bounds) - 1, *weight.shape, active
+            _run("short_conv_backward", arrays, pointers, *sizes)
         d_weights = [d.T.to(weight.dtype) for d, weight in zip(d_weights, weights, strict=True)]
         return None, None, None, *d_xs, *d_weights, *d_states
 
@@ -198,32 +188,21 @@ def _each(
 
 def _flat(x: Tensor | None) -> Tensor | None:
     """x `[B, T, D]` as `[B·T, D]`."""
-    return None if x is None else _rows(x, x.shape[2])
+    return None if x is None else rows_of(x, x.shape[2])
 
 
 def _bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Where sequences begin and the last one ends, int64 `[N + 1]`. Raises ValueError for ends outside of x."""
+    """Where sequences begin and the last one ends, int64 `[N + 1]`."""
     B, T = x.shape[:2]
     if cu_seqlens is None:
         return torch.arange(0, B * T + 1, T)
-    bounds = cu_seqlens.long().contiguous()
-    if bounds[0] != 0 or bounds[-1] != T or (bounds.diff() < 0).any():
-        raise ValueError(
-            f"cu_seqlens: does not rise from 0 to the {T} tokens; pass cumulative lengths"
-        )
-    return bounds
+    return torch.tensor(bounds_of(cu_seqlens, T))
 
 
 def _fit(*tensors: Tensor) -> bool:
     """Whether the C++ has these dtypes, and a call of it something to do."""
     known = all(x.dtype in DTYPES for x in tensors)
     return known and tensors[0].numel() > 0 and not torch.compiler.is_compiling()
-
-
-def _rows(x: Tensor, width: int) -> Tensor:
-    """x as `[rows, width]` whose columns are neighbours; a view if its strides allow one."""
-    x = x.reshape(-1, width)
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ T is the model's dtype, N the sequences, H the heads of q, HV those of v, F feat
 
 import ctypes
 
+SPAN = 256  # rows of a norm whose sums of dweight are one row
+MOST_TAPS = 8  # of a short convolution
 ARRAY = (
     # rows of bf16 (narrow) or fp32, so many entries apart; null for none
     ("void*", "data"),
@@ -110,6 +112,7 @@ FP32 = {
 def header() -> str:
     """The declarations. They do not compile where C++ lays a structure out in another way than ctypes."""
     lines = ["#pragma once", "#include <cstdint>"]
+    lines += [f"constexpr int SPAN = {SPAN}, MOST_TAPS = {MOST_TAPS};"]
     structures = ((Array, ARRAY), (Settings, SETTINGS), (Step, STEP), (Operation, OPERATION))
     for structure, table in structures:
         # `Step` has functions too: step.h adds them.

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -14,20 +13,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from nalanda_kernels.tensors import bounds_of
+
 BLOCKS = "NALANDA_BLOCKS"  # a file like blocks.json, written by `nalanda tune`
 
 
 # ------------------------------------------------------------------------------------- where the chunks lie
-
-
-def bounds_of(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
-    """The bounds as integers. Raises ValueError if they do not rise from 0 to `length`."""
-    bounds = tuple(cu_seqlens.tolist())
-    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(
-            f"cu_seqlens: does not rise from 0 to the {length} tokens; pass cumulative lengths"
-        )
-    return bounds
 
 
 class Chunks(NamedTuple):
@@ -375,13 +366,6 @@ PRECISION = "ieee" if torch.version.hip else "tf32x3"
 def name_of(dtype: torch.dtype) -> str:
     """Such as "float64", for messages."""
     return str(dtype).removeprefix("torch.")
-
-
-def rows_of(x: Tensor, width: int) -> Tensor:
-    """x as `[rows, width]` whose columns are neighbours; a view if its strides allow one."""
-    x = x.reshape(x.numel() // width, width)
-    # Rows may be apart, but a row's entries may not.
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def power_of_two(n: int, least: int = 16) -> int:

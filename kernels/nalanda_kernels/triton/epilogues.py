@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported
-from nalanda_kernels.triton.common import name_of, power_of_two, rows_of
+from nalanda_kernels.tensors import rows_of
+from nalanda_kernels.triton.common import name_of, power_of_two
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 2048  # entries of a tile, unless a row has more

@@ -21,15 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported, interpreting
-from nalanda_kernels.conv_states import last_inputs
-from nalanda_kernels.triton.common import (
-    TAGS,
-    bounds_of,
-    chunks_between,
-    name_of,
-    on_its_device,
-    power_of_two,
-)
+from nalanda_kernels.tensors import bounds_of, last_inputs
+from nalanda_kernels.triton.common import TAGS, chunks_between, name_of, on_its_device, power_of_two
 
 SIZE = 64  # tokens per program; the partial sums of dweight are then 4 % of the traffic
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

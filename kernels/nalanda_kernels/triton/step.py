@@ -19,7 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nalanda_kernels import Unsupported
 from nalanda_kernels.one_token import Token
-from nalanda_kernels.triton.common import name_of, power_of_two, rows_of
+from nalanda_kernels.tensors import rows_of
+from nalanda_kernels.triton.common import name_of, power_of_two
 from nalanda_kernels.triton.epilogues import DTYPES, WIDEST
 from nalanda_kernels.triton.feature_maps import (
     EPS,

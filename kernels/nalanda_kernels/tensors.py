@@ -1,7 +1,26 @@
-"""The states of short convolutions."""
+"""Tensors as the kernels of all devices take them: rows, bounds of sequences, states of short convolutions."""
+
+import itertools
 
 import torch
 from torch import Tensor
+
+
+def rows_of(x: Tensor, width: int) -> Tensor:
+    """x as `[rows, width]` whose columns are neighbours; a view if its strides allow one."""
+    x = x.reshape(x.numel() // width, width)
+    # Rows may be apart, but a row's entries may not.
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def bounds_of(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
+    """The bounds as integers. Raises ValueError if they do not rise from 0 to `length`."""
+    bounds = tuple(cu_seqlens.tolist())
+    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in itertools.pairwise(bounds)):
+        raise ValueError(
+            f"cu_seqlens: does not rise from 0 to the {length} tokens; pass cumulative lengths"
+        )
+    return bounds
 
 
 def last_inputs(x: Tensor, state: Tensor | None, past: int, cu_seqlens: Tensor | None) -> Tensor:
