@@ -75,6 +75,8 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         "triton": _triton("feature_maps:map_features"),
         "cpu": _cpu("feature_maps:map_features"),
     },
+    "channel_scores": {"cpu": _cpu("channels:channel_scores")},
+    "channel_gradients": {"cpu": _cpu("channels:channel_gradients")},
     "block_attention": {"triton": _triton("block_attention:block_attention")},
     "short_convs": {
         "triton": _triton("short_conv:short_convs"),

@@ -211,7 +211,7 @@ def test_any_chunk_size_gives_the_same(kind):
 def test_strong_decays_leave_nothing_below_the_normal_numbers():
     """A CPU multiplies such numbers many times slower."""
     q, k = (torch.rand(2, 64, 8) for _ in range(2))
-    chunk = Chunk(q, k, torch.rand(2, 64), torch.full((2, 64), -5.0), None)
+    chunk = Chunk(q, k, torch.rand(2, 64), torch.full((2, 64), -5.0), None, "auto")
     for x in (chunk.qk, chunk.kk, chunk.q_in, chunk.k_out):
         assert not ((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).any()
 
@@ -545,7 +545,7 @@ def test_operators_are_declared_as_they_behave(kind):
     }
     names = ("q", "k", "v", "beta", "g", "erase", "write", "initial_state")
     inputs = [inputs.get(name) for name in names]
-    torch.library.opcheck(chunk_op, (*inputs, None, 1.0, 64, True))
+    torch.library.opcheck(chunk_op, (*inputs, None, 1.0, 64, "auto", True))
 
 
 def load_copy(monkeypatch, kernels):

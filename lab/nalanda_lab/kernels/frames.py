@@ -15,7 +15,7 @@ from unittest import mock
 import nalanda_kernels
 from triton.runtime.interpreter import GridExecutor
 
-from nalanda.model import ops
+from nalanda.model import kernels, ops
 from nalanda_lab.kernels import static
 
 OP = Path(ops.__file__)
@@ -40,7 +40,7 @@ def frames(call: Callable) -> list[str]:
 def calls() -> dict[str, Callable]:
     """One call of each op, by name."""
     q, k, v, beta, g = static.tensors(static.Case("", 16, 16, 1), 1, 16, 16)
-    step = partial(ops.by_kernel, "step", "triton", q)
+    step = partial(kernels.by_kernel, "step", "triton", q)
     token = static.Case("step", 16, 16, 1, gated=True, norm="l2")
     return {
         "delta_rule": lambda: ops.delta_rule(q, k, v, beta, backend="triton"),

@@ -94,8 +94,8 @@ def _shapes(cases: Iterable[str]) -> list[tuple[str, int, int]]:
 def _ours(case: str) -> Function:
     def ours(q, k, v, beta, g, erase=None, write=None) -> torch.Tensor:
         if case == "linear attention":
-            return ops.linear_attention(q, k, v, g, scale=1.0, backend="torch")[0]
-        return ops.delta_rule(q, k, v, beta, g, erase, write, backend="torch")[0]
+            return ops.linear_attention(q, k, v, g, scale=1.0)[0]
+        return ops.delta_rule(q, k, v, beta, g, erase, write)[0]
 
     return ours
 

@@ -19,6 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 from .base import Mixer, StateSpec
 from .call import Inputs
 from .feature_maps import EPS
+from .kernels import by_kernel
 from .layers import (
     RMSNorm,
     at_least_fp32,
@@ -28,7 +29,6 @@ from .layers import (
     rotate,
     slow_down,
 )
-from .ops import by_kernel
 from .options import fits
 from .recurrent import LayerState
 from .rule import Rule

@@ -60,6 +60,7 @@ from torch import Tensor, nn
 from .call import Inputs
 from .epilogues import norm_gate, swiglu
 from .feature_maps import EPS, build_feature_map
+from .kernels import by_kernel
 from .layers import (
     LayerNorm,
     PreviousToken,
@@ -72,7 +73,7 @@ from .layers import (
     rotate,
 )
 from .one_token import decode_token
-from .ops import by_kernel, map_features
+from .ops import map_features
 from .plans import COLUMNS, FIRST, GATHERED, LOCAL, ROWS, SHARED, all_heads, own_heads, own_outputs
 from .projections import FusedLinears
 from .recurrent import (

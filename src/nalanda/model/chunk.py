@@ -23,11 +23,11 @@ from .layers import no_autocast
 TENSORS = len(Call._fields)
 
 
-def run_chunkwise(call: Call, scale: float, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """The outputs and the final states."""
+def run_chunkwise(call: Call, scale: float, chunk_size: int, backend: str) -> tuple[Tensor, Tensor]:
+    """The outputs and the final states. backend: "auto", or "torch" for no kernel in any part."""
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call)
     run = chunk_op if torch.compiler.is_compiling() else ChunkRecurrence.apply
-    o, state, _ = run(*call, scale, chunk_size, save)
+    o, state, _ = run(*call, scale, chunk_size, backend, save)
     return o, state
 
 
@@ -72,7 +72,7 @@ def _backward(
 
 def _setup_context(ctx, inputs, output, of_chunks: Sequence[Tensor | None] = ()) -> None:
     """Saves the call, the states and the tensors of the chunks, in this order."""
-    *tensors, ctx.scale, ctx.chunk_size, _ = inputs
+    *tensors, ctx.scale, ctx.chunk_size, ctx.backend, _ = inputs
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[2], *of_chunks)
@@ -87,13 +87,13 @@ def _gradients(
     # None where only the final state has a gradient.
     d_o = torch.zeros_like(call.v) if d_o is None else d_o
     with no_autocast(call.v):
-        grads = function(d_o, d_final, *call, states, ctx.scale, ctx.chunk_size)
+        grads = function(d_o, d_final, *call, states, ctx.scale, ctx.chunk_size, ctx.backend)
 
     # Operators return empty tensors in place of absent gradients; autograd wants None.
     grads: list[Any] = [None if x is None else d_x for x, d_x in zip(call[:-1], grads, strict=True)]
     if call.initial_state is not None:
         grads[-1] = grads[-1].to(call.initial_state.dtype)  # states are fp32 at least
-    return *grads, None, None, None, None  # of cu_seqlens, scale, chunk_size and save
+    return *grads, *[None] * 5  # of cu_seqlens, scale, chunk_size, backend and save
 
 
 # torch.compile sees the chunkwise form as one operator and its backward as another, not as an unrolled loop.
@@ -108,20 +108,20 @@ chunk_op = torch.library.custom_op(
     f"{_NAMESPACE}::chunk_recurrence",
     _forward,
     mutates_args=(),
-    schema=f"({_INPUTS}, float scale, int chunk_size, bool save) -> (Tensor, Tensor, Tensor)",
+    schema=f"({_INPUTS}, float scale, int chunk_size, str backend, bool save) -> (Tensor, Tensor, Tensor)",
 )
 _chunk_backward_op = torch.library.custom_op(
     f"{_NAMESPACE}::chunk_recurrence_backward",
     _backward,
     mutates_args=(),
-    schema=f"(Tensor d_o, Tensor? d_final, {_INPUTS}, Tensor states, float scale, int chunk_size) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor d_o, Tensor? d_final, {_INPUTS}, Tensor states, float scale, int chunk_size, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
 @chunk_op.register_fake
 def _(*inputs):
-    call, (_, chunk_size, save) = Call(*inputs[:TENSORS]), inputs[TENSORS:]
+    call, (_, chunk_size, _, save) = Call(*inputs[:TENSORS]), inputs[TENSORS:]
     batch, length, heads, V = call.v.shape
     K = call.q.shape[3]
 

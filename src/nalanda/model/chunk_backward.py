@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from .call import Call, group_of
-from .chunk_forward import Chunk, below_diagonal, read_chunk, without_onednn
+from .chunk_forward import Chunk, below_diagonal, read_chunk, span_factors, without_onednn
 from .chunk_order import Segment, order_of, ranked, unranked
+from .kernels import by_kernel
 
 
 class Gradients(NamedTuple):
@@ -72,14 +73,22 @@ class DecayShares:
 class ChunkGradients:
     """The gradients of a segment's chunks, from those of its outputs, V' and states.
 
-    state: S before each chunk, d_after: dS', [P, K, V]. d_o and d_v_new: [P, C, V].
+    state: S before each chunk, d_after: dS', [P, K, V]. d_o and d_v_new: [P, C, V]. backend: as in `chunk`.
     """
 
     beta: Tensor  # [P, C], set where there is β
     shares: DecayShares  # set where there is a decay
 
-    def __init__(self, chunk: Chunk, state: Tensor, d_after: Tensor, d_o: Tensor, d_v_new: Tensor):
-        self.chunk, self.state, self.d_v_new = chunk, state, d_v_new
+    def __init__(
+        self,
+        chunk: Chunk,
+        state: Tensor,
+        d_after: Tensor,
+        d_o: Tensor,
+        d_v_new: Tensor,
+        backend: str,
+    ):
+        self.chunk, self.state, self.d_v_new, self.backend = chunk, state, d_v_new, backend
         self.q = d_o @ state.mT  # [P, C, K], through S
         self.k = chunk.v_new @ d_after.mT  # [P, C, K], through S'
         self.v = d_v_new  # [P, C, V]; of X with β
@@ -94,21 +103,16 @@ class ChunkGradients:
 
         # QK⊤ first: it sets `shares.pairs`, to which A adds. Channel scores last: they end the shares.
         self.qk = (d_o @ chunk.v_new.mT).tril_()  # [P, C, C]
-        self._through_qk()
+        if not chunk.by_channel:
+            self._through_qk()
         if chunk.delta_rule:
             self._through_delta_rule()
         elif chunk.by_channel:
-            self._through_channel_scores([self.qk], [self.q])
+            self._through_channel_scores([self.qk], [chunk.q], [self.q])
 
     def _through_qk(self) -> None:
-        """From QK⊤ to Q and K; of decays per key channel the diagonal alone."""
+        """From QK⊤ to Q and K, without decays or with one per head."""
         chunk = self.chunk
-        if chunk.by_channel:
-            diagonal = self.qk.diagonal(0, 1, 2)[..., None]  # [P, C, 1]
-            self.q.addcmul_(diagonal, chunk.k)
-            self.k.addcmul_(diagonal, chunk.q)
-            return
-
         if chunk.g is not None:
             # chunk.qk has Δ in it, so this is the gradient of each γ_i − γ_j.
             self.shares.pairs = (self.qk * chunk.qk).tril_(-1)
@@ -141,7 +145,8 @@ class ChunkGradients:
         d_kk = d_a.mul_(chunk.beta)
 
         if chunk.by_channel:
-            self._through_channel_scores([self.qk, d_kk], [self.q, self.erased])
+            rows, d_rows = [chunk.q, chunk.erased], [self.q, self.erased]
+            self._through_channel_scores([self.qk, d_kk], rows, d_rows)
         else:
             self._through_kk(d_kk, through_a)
         self.v = d_x.mul_(chunk.beta)
@@ -159,14 +164,42 @@ class ChunkGradients:
             self.erased.baddbmm_(d_kk, chunk.k)
             self.k.baddbmm_(d_kk.mT, chunk.erased)
 
-    @without_onednn()
-    def _through_channel_scores(self, d_scores: list[Tensor], d_rows: list[Tensor]) -> None:
-        """From the scores of Q, and R, [P, C, C] to their d_rows and to K. R may be K.
+    def _through_channel_scores(
+        self, d_scores: list[Tensor], rows: list[Tensor], d_rows: list[Tensor]
+    ) -> None:
+        """From the scores [P, C, C] of rows Q, and R, to d_rows and to K. R may be K, and d_rows too.
 
-        Turns the shares of reads into dg, by adding up the products of `span_factors`, longest spans first.
+        Turns the shares of reads into dg.
         """
+        chunk, d_k, shares = self.chunk, self.k, self.shares
+        assert chunk.g is not None
+        inputs = rows, chunk.k, chunk.g, d_scores
+        if by_kernel(
+            "channel_gradients",
+            self.backend,
+            d_k,
+            *inputs,
+            d_rows,
+            d_k,
+            shares.reads,
+            shares.writes,
+        ):
+            return
+
+        # Of the diagonal, where Δ is 1 and RK⊤ has nothing.
+        diagonal = d_scores[0].diagonal(0, 1, 2)[..., None]  # [P, C, 1]
+        d_rows[0].addcmul_(diagonal, chunk.k)
+        d_k.addcmul_(diagonal, rows[0])
+        self._through_spans(d_scores, rows, d_rows)
+
+    @without_onednn()
+    def _through_spans(
+        self, d_scores: list[Tensor], rows: list[Tensor], d_rows: list[Tensor]
+    ) -> None:
+        """`_through_channel_scores` below the diagonal: the products of `span_factors`, longest spans first."""
         chunk = self.chunk
-        for late, early in reversed(chunk.factors):
+        assert chunk.g is not None
+        for late, early in reversed(span_factors(chunk.g)[2]):
             size = late.shape[2]
             tensors = chunk.k, self.k, self.shares.reads, self.shares.writes
             k, d_k, since, until = (x.unflatten(1, (-1, 2, size)) for x in tensors)
@@ -177,7 +210,7 @@ class ChunkGradients:
             # The scores that used the factors of this length.
             k_early = k[:, :, 0] * early  # [P, pairs, size, K]
             of_k: Tensor | None = None
-            for x, d_x, d_score in zip((chunk.q, chunk.erased), d_rows, d_scores, strict=False):
+            for x, d_x, d_score in zip(rows, d_rows, d_scores, strict=True):
                 x, d_x = (y.unflatten(1, (-1, 2, size))[:, :, 1] for y in (x, d_x))
                 later, block = x * late, below_diagonal(d_score, size)
                 # [P, pairs, size, K]; single tokens need no product.
@@ -222,6 +255,7 @@ def chunk_backward(
     states: Tensor,
     scale: float,
     chunk_size: int,
+    backend: str,
     saved_chunks: list[Chunk] | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of the call's tensors but cu_seqlens. Recomputes all but the states and the saved chunks."""
@@ -241,7 +275,7 @@ def chunk_backward(
         if saved_chunks:
             chunk = saved_chunks[index]
         else:
-            chunk = read_chunk(segment, call, scale, dtype)
+            chunk = read_chunk(segment, call, scale, dtype, backend)
             chunk.v_new = chunk.v
             if chunk.delta_rule:
                 # V' = U − W S from the saved states, without their recurrence.
@@ -250,7 +284,7 @@ def chunk_backward(
         d_o_chunks = segment.read(d_o, 1, dtype)
         d_v_new = chunk.qk.mT @ d_o_chunks  # tril(Δ QK⊤)⊤ dO, [P, C, V]
         d_after = pass_back(chunk, segment, d_state, d_o_chunks, d_v_new)
-        parts = ChunkGradients(chunk, state, d_after, d_o_chunks, d_v_new)
+        parts = ChunkGradients(chunk, state, d_after, d_o_chunks, d_v_new, backend)
         parts.write(segment, call, gradients, scale)
 
     return *gradients, unranked(d_state, order, heads)

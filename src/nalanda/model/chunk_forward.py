@@ -21,7 +21,6 @@ difference would lose the digits that an earlier strong decay takes from both γ
 it would be ∞ − ∞.
 """
 
-import itertools
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from .call import Call, dtype_of, group_of
 from .chunk_order import Segment, order_of, ranked, unranked
+from .kernels import by_kernel
 
 # Up to so many tokens times heads, a CPU's backward computes no chunk again: a fifth of the time for 5 to 8 kB
 # each. Training saves all where memory is free (`train.needs.needs_of`); the values are the same.
@@ -63,7 +63,7 @@ def without_onednn() -> Iterator[None]:
 class Chunk:
     """The quantities of a segment's chunks that both forward and backward need.
 
-    Attributes that a rule does not need are missing. All but `factors` are tensors or None.
+    Attributes that a rule does not need are missing. All are tensors or None.
     """
 
     q: Tensor  # [P, C, K], scaled
@@ -82,7 +82,6 @@ class Chunk:
     decay_out: Tensor  # e^{γ_C − γ}, [P, C, K or 1]
     decay_all: Tensor  # e^{γ_C}, [P, K or 1, 1]
     delta: Tensor  # Δ of a decay per head, [P, C, C]
-    factors: list[tuple[Tensor, Tensor]]  # of a decay per key channel, see `span_factors`
 
     # With β.
     beta: Tensor  # [P, C, 1]
@@ -93,7 +92,13 @@ class Chunk:
     w: Tensor  # W, [P, C, K]
 
     def __init__(
-        self, q: Tensor, k: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        beta: Tensor | None,
+        g: Tensor | None,
+        erase: Tensor | None,
+        backend: str,
     ):
         self.q, self.k, self.g, self.erase = q, k, g, erase
         self.erased = k if erase is None else erase * k
@@ -103,7 +108,7 @@ class Chunk:
             self.q_in, self.k_out = q, k
         else:
             if self.by_channel:
-                self._decay_by_channel(g, delta_rule=beta is not None)
+                self._decay_by_channel(g, beta is not None, backend)
             else:
                 self._decay_by_head(g)
             self.decay_all = self.decay_in[:, -1:].mT  # [P, K or 1, 1], scales the rows of S
@@ -134,22 +139,29 @@ class Chunk:
         self.decay_in = flushed(g.cumsum(1).exp_())[..., None]
         self.decay_out = self.delta[:, -1, :, None]  # the last row of Δ, e^{γ_C − γ}
 
-    def _decay_by_channel(self, g: Tensor, delta_rule: bool) -> None:
+    def _decay_by_channel(self, g: Tensor, delta_rule: bool, backend: str) -> None:
         """Sets QK⊤, for the delta rule RK⊤, and the decays of g [P, C, K]."""
-        self.decay_in, self.decay_out, self.factors = span_factors(g)
-        if delta_rule:
-            self.qk, self.kk = self._channel_scores((self.q, self.erased))
+        rows = (self.q, self.erased) if delta_rule else (self.q,)
+        served = by_kernel("channel_scores", backend, g, rows, self.k, g)
+        if served is None:
+            self.decay_in, self.decay_out, factors = span_factors(g)
+            scores = self._channel_scores(rows, factors)
+            # The factors pair i > j alone. On the diagonal Δ is 1, and RK⊤ has none.
+            scores[0].diagonal(0, 1, 2).copy_((self.q * self.k).sum(-1))
         else:
-            (self.qk,) = self._channel_scores((self.q,))
-        # The factors pair i > j alone. On the diagonal Δ is 1, and RK⊤ has none.
-        self.qk.diagonal(0, 1, 2).copy_((self.q * self.k).sum(-1))
+            self.decay_in, self.decay_out, *scores = served
+        self.qk, *kk = scores
+        if delta_rule:
+            (self.kk,) = kk
 
     @without_onednn()
-    def _channel_scores(self, rows: tuple[Tensor, ...]) -> list[Tensor]:
+    def _channel_scores(
+        self, rows: tuple[Tensor, ...], factors: list[tuple[Tensor, Tensor]]
+    ) -> list[Tensor]:
         """tril(Δ XK⊤, −1) for each X [P, C, K] of `rows`."""
         P, C, _ = self.k.shape
         scores = [self.k.new_zeros(P, C, C) for _ in rows]
-        for late, early in self.factors:
+        for late, early in factors:
             size = late.shape[2]
             k_early = self.k.unflatten(1, (-1, 2, size))[:, :, 0] * early  # [P, pairs, size, K]
             for x, score in zip(rows, scores, strict=True):
@@ -185,18 +197,14 @@ class Chunk:
             self.w = self.t_beta @ self.erased
 
     def tensors(self) -> tuple[list[str], list[Tensor | None]]:
-        """The names of the attributes, and their tensors, followed by those of `factors`."""
-        attributes = dict(vars(self))
-        factors = attributes.pop("factors", ())
-        return list(attributes), [*attributes.values(), *itertools.chain.from_iterable(factors)]
+        """The names of the attributes, and the attributes."""
+        return list(vars(self)), [*vars(self).values()]
 
     @classmethod
     def of_tensors(cls, names: list[str], tensors: Sequence[Any]) -> "Chunk":
         """The chunks with these `tensors()`."""
         chunk = cls.__new__(cls)
-        vars(chunk).update(zip(names, tensors, strict=False))
-        factors = tensors[len(names) :]
-        chunk.factors = list(zip(factors[::2], factors[1::2], strict=True))
+        vars(chunk).update(zip(names, tensors, strict=True))
         return chunk
 
 
@@ -236,7 +244,9 @@ def flushed(x: Tensor) -> Tensor:
     return torch.threshold_(x, torch.finfo(x.dtype).tiny * 2**27, 0)
 
 
-def read_chunk(segment: Segment, call: Call, scale: float, dtype: torch.dtype) -> Chunk:
+def read_chunk(
+    segment: Segment, call: Call, scale: float, dtype: torch.dtype, backend: str
+) -> Chunk:
     """The chunks of a segment, with their gated values."""
 
     def read(x: Tensor | None) -> Tensor | None:
@@ -246,7 +256,7 @@ def read_chunk(segment: Segment, call: Call, scale: float, dtype: torch.dtype) -
     q, k = (segment.read(x, group, dtype) for x in (call.q, call.k))
     beta, g, erase = read(call.beta), read(call.g), read(call.erase)
 
-    chunk = Chunk(q.mul_(scale), k, beta, g, erase)
+    chunk = Chunk(q.mul_(scale), k, beta, g, erase, backend)
     chunk.v = segment.read(call.v, 1, dtype)
     if call.write is not None:
         chunk.v.mul_(segment.read(call.write, 1, dtype))
@@ -254,7 +264,12 @@ def read_chunk(segment: Segment, call: Call, scale: float, dtype: torch.dtype) -
 
 
 def chunk_forward(
-    call: Call, scale: float, chunk_size: int, save: bool, saved_chunks: list[Chunk] | None = None
+    call: Call,
+    scale: float,
+    chunk_size: int,
+    backend: str,
+    save: bool,
+    saved_chunks: list[Chunk] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final states and, if `save`, the state before each chunk [P, K, V] in the chunks' order.
 
@@ -275,7 +290,7 @@ def chunk_forward(
 
     first = 0
     for segment in order.segments:
-        chunk = read_chunk(segment, call, scale, dtype)
+        chunk = read_chunk(segment, call, scale, dtype, backend)
         pairs = segment.rows * heads
         # A view of `saved`, into which `pass_states` writes.
         states = saved[first : first + pairs] if save else state.new_empty(pairs, K, V)

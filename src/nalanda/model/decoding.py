@@ -33,7 +33,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from . import ops
+from . import kernels
 from .cache import NalandaCache, StateBuffers, alike, copy_all
 from .layers import altered
 from .program import ENVIRONMENT as PROGRAM_ENVIRONMENT
@@ -345,10 +345,10 @@ def key_of(model: Any) -> tuple:
     several devices, or modules that run code of others (hooks, adapters, compiled modules).
     """
     device, modules = model.device, dict(model.named_modules())
-    graphs, kernels = Graph.serves(device), []
-    if ops._kernels is not None:
-        kernels = ops._kernels.candidates("step" if graphs else "token", "auto", device.type)
-    if not (graphs or kernels):
+    graphs, programs = Graph.serves(device), []
+    if kernels.package is not None:
+        programs = kernels.package.candidates("step" if graphs else "token", "auto", device.type)
+    if not (graphs or programs):
         raise NotServed(f"nalanda_kernels decodes no token on this {device.type}")
     for name, module in modules.items():
         if _foreign(module):
@@ -362,7 +362,7 @@ def key_of(model: Any) -> tuple:
         raise NotServed(f"the state of {growing[0]} grows with the text")
     replayer = Graph.replayer(device) if graphs else (threading.get_ident(),)
     # The address of each tensor: a graph has recorded it, so replaced weights need new graphs.
-    return (*replayer, *kernels, *map(id, modules.values()), *(x.data_ptr() for x in tensors))
+    return (*replayer, *programs, *map(id, modules.values()), *(x.data_ptr() for x in tensors))
 
 
 def _foreign(module: nn.Module) -> bool:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .kernels import by_kernel
 from .layers import RMSNorm, altered, linear_dtype
-from .ops import by_kernel
 from .projections import matrix_of
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import ops
+from . import kernels
 from .cache import NalandaCache
 from .decoding import DecoderChoice, choose_decoder
 from .program import NotServed, ProgramDecoder, build_program
@@ -66,7 +66,7 @@ def _read(model: Any, layers: tuple[int, ...], states: dict[int, dict]) -> Layer
     """The executors of one layer's calls, without decoders of whole tokens. Fills the states of all its layers."""
     mixer, weight = model.model.layers[layers[0]].mixer, next(model.model.layers.parameters())
     x = torch.zeros(1, TOKENS, model.config.hidden_size, device=weight.device, dtype=weight.dtype)
-    watch = nullcontext({}) if ops._kernels is None else ops._kernels.watch()
+    watch = nullcontext({}) if kernels.package is None else kernels.package.watch()
     with watch as attempts:
         _, state = mixer(x, Sequences(device=weight.device), {})
         of_sequence = list(attempts)

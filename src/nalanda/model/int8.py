@@ -24,7 +24,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .ops import by_kernel
+from .kernels import by_kernel
 
 METHOD = "nalanda_int8"
 LARGEST = 127

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .ops import by_kernel
+from .kernels import by_kernel
 
 
 @dataclass(eq=False)

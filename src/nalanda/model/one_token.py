@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from .call import Inputs
 from .feature_maps import EPS
+from .kernels import by_kernel, has_kernel
 from .layers import LayerNorm, RMSNorm, altered, at_least_fp32, excess, rotary_frequencies
-from .ops import by_kernel, has_kernel, l2norm
+from .ops import l2norm
 from .projections import apply_linear, matrix_of
 from .recurrent import project_inputs, up_projections
 from .sequences import Sequences

@@ -14,8 +14,6 @@ Shapes: B batch, T time, H heads of q and k, HV heads of v, K and V their featur
 """
 
 import itertools
-import warnings
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,19 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from .call import Call, FeatureMap, Options, bounds_of, dtype_of, group_of, wide_dtype
 from .chunk import run_chunkwise
+from .kernels import by_kernel
 from .layers import at_least_fp32, direction, no_autocast
-
-_API = 3
-try:  # checkpoints carry a copy of this file; the kernels there may be missing or newer
-    import nalanda_kernels as _kernels
-except ImportError:
-    _kernels = None
-else:
-    if _kernels.API != _API:
-        _installed, _kernels = _kernels.API, None
-        warnings.warn(
-            f"nalanda_kernels: API {_installed}, not {_API}; using the torch path", stacklevel=2
-        )
 
 
 def delta_rule(  # noqa: PLR0913
@@ -208,15 +195,15 @@ def _kernel_arguments(call: Call, options: Options) -> tuple[str, tuple[Tensor |
 
 def _run_in_torch(call: Call, options: Options) -> tuple[Tensor, Tensor | None]:
     """`run_recurrence` by the torch form of the options' mode; call without autocast."""
-    # "auto" may take a kernel for the map alone; "torch" takes none at all.
-    map_backend = "torch" if options.backend == "torch" else "auto"
-    q, k = map_features(call.q, call.k, options.feature_map, options.qk_norm, backend=map_backend)
+    # "auto" may take kernels for parts; "torch" takes none at all.
+    backend = "torch" if options.backend == "torch" else "auto"
+    q, k = map_features(call.q, call.k, options.feature_map, options.qk_norm, backend=backend)
     call = call._replace(q=q, k=k)
     _check_features(call)
     scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
 
     if options.mode == "chunk":
-        o, state = run_chunkwise(call, scale, options.chunk_size)
+        o, state = run_chunkwise(call, scale, options.chunk_size, backend)
     else:
         o, state = _run_stepwise(call, scale, options.mode)
     return o, state if options.output_final_state else None
@@ -290,24 +277,6 @@ def _map(q: Tensor, k: Tensor, feature_map: FeatureMap | None, qk_norm: str | No
     if qk_norm == "l2":
         q, k = l2norm(q), l2norm(k)
     return q.to(dtype), k.to(dtype)
-
-
-def by_kernel(op: str, backend: str, x: Tensor, *inputs, **options):
-    """The result of a kernel for the device of x; None if the torch path must serve the call."""
-    if _kernels is not None:
-        # A kernel runs on the current device, which is another one if a model is spread over several. In a
-        # compiled graph the operator itself goes there: AOTAutograd caches no graph that does.
-        moves = x.is_cuda and not torch.compiler.is_compiling()
-        with torch.cuda.device(x.device) if moves else nullcontext():
-            return _kernels.serve(op, backend, x.device.type, *inputs, **options)
-    if backend not in ("auto", "torch"):
-        raise ValueError(f"backend={backend!r}: needs nalanda_kernels; choose one of auto, torch")
-    return None
-
-
-def has_kernel(op: str, x: Tensor) -> bool:
-    """Whether a kernel may serve a call of the op on the device of x."""
-    return _kernels is not None and _kernels.backends_for(op, "auto", x.device.type) != []
 
 
 def _check_tensors(call: Call) -> None:

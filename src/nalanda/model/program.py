@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
+from . import kernels
 from .base import Mixer
 from .cache import NalandaCache, StateBuffers, alike, copy_all
 from .decoder import GLU, Block
 from .growing import Memory, claim_room
+from .kernels import by_kernel
 from .layers import LayerNorm, RMSNorm
 from .one_token import kernel_token
-from .ops import by_kernel
 from .recurrent import retention_decays, up_projections
 from .sequences import Sequences
 from .transnormer import SimpleRMSNorm
@@ -34,8 +34,8 @@ class NotServed(Exception):
 def build_program(model: Any, cache: NalandaCache) -> "ProgramDecoder":
     """The program of a model for the cache's batch size. Raises `NotServed` for a module that it does not know."""
     table, dtype = model.model.embed_tokens.weight, model.dtype
-    assert ops._kernels is not None  # whose "token" makes the program
-    with ops._kernels.watch() as attempts:
+    assert kernels.package is not None  # whose "token" makes the program
+    with kernels.package.watch() as attempts:
         # Weights in int8 serve more rows than others.
         program = by_kernel("token", "auto", table, cache.batch_size, dtype, table.dtype)
     if program is None:
@@ -43,7 +43,7 @@ def build_program(model: Any, cache: NalandaCache) -> "ProgramDecoder":
         raise NotServed((*refusals, f"{cache.batch_size} text(s) in {dtype}")[0])
     try:
         return ProgramDecoder(model, cache, program)
-    except ops._kernels.Unsupported as error:
+    except kernels.package.Unsupported as error:
         raise NotServed(str(error.args[0])) from None
 
 
@@ -92,12 +92,12 @@ class ProgramDecoder(StateBuffers):
             for name, x in state.items()
             if name not in ROWS
         }
-        assert ops._kernels is not None
+        assert kernels.package is not None
         try:
             step = self._add_mixer(block.mixer, in_place)
             if len(in_place) < len(state):
                 self.attending[i] = step
-        except (NotServed, ops._kernels.Unsupported) as error:
+        except (NotServed, kernels.package.Unsupported) as error:
             del self.program.operations[end:]
             self.in_python[i], in_place = (end, str(error.args[0])), {}
         self.in_place.append(in_place)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from .call import Call, Inputs, Options, wide_dtype
 from .context import cut_recurrence
 from .feature_maps import EPS, opposite
+from .kernels import by_kernel
 from .layers import at_least_fp32, excess, no_autocast, place_angles, rotate
-from .ops import by_kernel, delta_rule_flops, linear_attention_flops, map_features, run_recurrence
+from .ops import delta_rule_flops, linear_attention_flops, map_features, run_recurrence
 from .plans import own_heads
 from .projections import apply_linear
 from .rule import Rule

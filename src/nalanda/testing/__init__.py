@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils.logging import disable_progress_bar
 
 from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM, NalandaForMaskedLM, ops
-from nalanda.model import MIXERS, FeatureMap, Mixer, build_feature_map
+from nalanda.model import MIXERS, FeatureMap, Mixer, build_feature_map, kernels
 from nalanda.model.base import mix_ways
 from nalanda.model.call import Call, Inputs, Options
 from nalanda.model.context import Context
@@ -312,7 +312,7 @@ def chunkwise_is_recurrent_is_reference(model: Any) -> None:
             return _run(call, options._replace(mode=_mode))
 
         # Kernels would serve the call before the torch path is asked for a mode.
-        without_kernels = mock.patch.object(ops, "_kernels", None)
+        without_kernels = mock.patch.object(kernels, "package", None)
         with without_kernels, mock.patch.object(ops, "_run_in_torch", in_mode):
             close(logits(model, tokens), chunkwise)
 
