@@ -5,7 +5,7 @@ import torch
 
 from nalanda.common import products
 from nalanda.common.products import choose_product_route, product_route, set_product_route
-from nalanda.model import chunk_backward, chunk_forward
+from nalanda.model import chunk_channels
 from nalanda.model.ops import delta_rule
 
 
@@ -113,9 +113,8 @@ def test_products_of_few_rows_stay_with_the_default(monkeypatch):
         routes.append(product_route())
         return below_diagonal(x, size)
 
-    below_diagonal = chunk_forward.below_diagonal
-    for module in (chunk_forward, chunk_backward):
-        monkeypatch.setattr(module, "below_diagonal", view)
+    below_diagonal = chunk_channels.below_diagonal
+    monkeypatch.setattr(chunk_channels, "below_diagonal", view)
     q, k, v = (torch.randn(1, 64, 1, 8, requires_grad=True) for _ in range(3))
     beta, g = torch.rand(1, 64, 1), -torch.rand(1, 64, 1, 8)
 
@@ -125,6 +124,6 @@ def test_products_of_few_rows_stay_with_the_default(monkeypatch):
     assert set(routes) == {"default"}
     assert product_route() == "onednn"
 
-    with pytest.raises(KeyError), chunk_forward.without_onednn():
+    with pytest.raises(KeyError), chunk_channels.without_onednn():
         raise KeyError
     assert product_route() == "onednn"

@@ -1,6 +1,6 @@
 """Scores and decays of chunks whose keys decay by channel, and their backward, on a CPU.
 
-The caller has the formulas (model/chunk_forward.py). A chunk has C tokens and K channels, P are of chunks and heads.
+The caller has the formulas (model/chunk_channels.py). A chunk has C tokens and K channels, P are of chunks and heads.
 All tensors are fp32 without gaps; both functions return None for others. They raise Unsupported where the library
 cannot be built.
 """

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from .call import Call, group_of
-from .chunk_forward import Chunk, below_diagonal, read_chunk, span_factors, without_onednn
+from .chunk_channels import channel_gradients
+from .chunk_forward import Chunk, read_chunk
 from .chunk_order import Segment, order_of, ranked, unranked
-from .kernels import by_kernel
 
 
 class Gradients(NamedTuple):
@@ -167,62 +167,11 @@ class ChunkGradients:
     def _through_channel_scores(
         self, d_scores: list[Tensor], rows: list[Tensor], d_rows: list[Tensor]
     ) -> None:
-        """From the scores [P, C, C] of rows Q, and R, to d_rows and to K. R may be K, and d_rows too.
-
-        Turns the shares of reads into dg.
-        """
-        chunk, d_k, shares = self.chunk, self.k, self.shares
+        """From the scores [P, C, C] of rows Q, and R, to d_rows and to K. Turns the shares of reads into dg."""
+        chunk, shares = self.chunk, self.shares
         assert chunk.g is not None
-        inputs = rows, chunk.k, chunk.g, d_scores
-        if by_kernel(
-            "channel_gradients",
-            self.backend,
-            d_k,
-            *inputs,
-            d_rows,
-            d_k,
-            shares.reads,
-            shares.writes,
-        ):
-            return
-
-        # Of the diagonal, where Δ is 1 and RK⊤ has nothing.
-        diagonal = d_scores[0].diagonal(0, 1, 2)[..., None]  # [P, C, 1]
-        d_rows[0].addcmul_(diagonal, chunk.k)
-        d_k.addcmul_(diagonal, rows[0])
-        self._through_spans(d_scores, rows, d_rows)
-
-    @without_onednn()
-    def _through_spans(
-        self, d_scores: list[Tensor], rows: list[Tensor], d_rows: list[Tensor]
-    ) -> None:
-        """`_through_channel_scores` below the diagonal: the products of `span_factors`, longest spans first."""
-        chunk = self.chunk
-        assert chunk.g is not None
-        for late, early in reversed(span_factors(chunk.g)[2]):
-            size = late.shape[2]
-            tensors = chunk.k, self.k, self.shares.reads, self.shares.writes
-            k, d_k, since, until = (x.unflatten(1, (-1, 2, size)) for x in tensors)
-            # Back through the products of `span_factors`: a product's share belongs to both factors.
-            since[:, :, 0, -1].add_(since[:, :, 1].sum(2))
-            since[:, :, 1, -1].add_(until[:, :, 0].sum(2))
-
-            # The scores that used the factors of this length.
-            k_early = k[:, :, 0] * early  # [P, pairs, size, K]
-            of_k: Tensor | None = None
-            for x, d_x, d_score in zip(rows, d_rows, d_scores, strict=True):
-                x, d_x = (y.unflatten(1, (-1, 2, size))[:, :, 1] for y in (x, d_x))
-                later, block = x * late, below_diagonal(d_score, size)
-                # [P, pairs, size, K]; single tokens need no product.
-                of_x = block @ k_early if size > 1 else block * k_early
-                d_x.addcmul_(late, of_x)
-                since[:, :, 1].addcmul_(later, of_x)
-                moved = block.mT @ later if size > 1 else later.mul_(block)
-                of_k = moved if of_k is None else of_k.add_(moved)
-
-            assert of_k is not None
-            d_k[:, :, 0].addcmul_(early, of_k)
-            until[:, :, 0].addcmul_(k_early, of_k)
+        inputs, gradients = (rows, chunk.k, chunk.g), (d_scores, d_rows, self.k)
+        channel_gradients(*inputs, *gradients, shares.reads, shares.writes, self.backend)
 
     def write(self, segment: Segment, call: Call, target: Gradients, scale: float) -> None:
         """Passes the gates and writes the gradients into `target`."""

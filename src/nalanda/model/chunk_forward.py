@@ -22,42 +22,20 @@ it would be ∞ − ∞.
 """
 
 import math
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .call import Call, dtype_of, group_of
+from .chunk_channels import channel_scores, flushed
 from .chunk_order import Segment, order_of, ranked, unranked
-from .kernels import by_kernel
 
 # Up to so many tokens times heads, a CPU's backward computes no chunk again: a fifth of the time for 5 to 8 kB
 # each. Training saves all where memory is free (`train.needs.needs_of`); the values are the same.
 FEW_TOKENS = 16384
 SAVED_TOKENS: int = FEW_TOKENS
-
-_switching = threading.Lock()
-
-
-@contextmanager
-def without_onednn() -> Iterator[None]:
-    """torch's default library for fp32 products on a CPU. oneDNN takes up to four times as long for a few rows."""
-    setting = torch.backends.mkldnn.matmul  # pyrefly: ignore[missing-attribute]  it is an object
-    if setting.fp32_precision == "none":
-        yield
-        return
-
-    # One thread at a time, so that each finds the setting of the process.
-    with _switching:
-        before = setting.fp32_precision
-        setting.fp32_precision = "none"
-        try:
-            yield
-        finally:
-            setting.fp32_precision = before
 
 
 class Chunk:
@@ -141,35 +119,12 @@ class Chunk:
 
     def _decay_by_channel(self, g: Tensor, delta_rule: bool, backend: str) -> None:
         """Sets QK⊤, for the delta rule RK⊤, and the decays of g [P, C, K]."""
-        rows = (self.q, self.erased) if delta_rule else (self.q,)
-        served = by_kernel("channel_scores", backend, g, rows, self.k, g)
-        if served is None:
-            self.decay_in, self.decay_out, factors = span_factors(g)
-            scores = self._channel_scores(rows, factors)
-            # The factors pair i > j alone. On the diagonal Δ is 1, and RK⊤ has none.
-            scores[0].diagonal(0, 1, 2).copy_((self.q * self.k).sum(-1))
-        else:
-            self.decay_in, self.decay_out, *scores = served
+        rows = [self.q, self.erased] if delta_rule else [self.q]
+        decays, scores = channel_scores(rows, self.k, g, backend)
+        self.decay_in, self.decay_out = decays
         self.qk, *kk = scores
         if delta_rule:
             (self.kk,) = kk
-
-    @without_onednn()
-    def _channel_scores(
-        self, rows: tuple[Tensor, ...], factors: list[tuple[Tensor, Tensor]]
-    ) -> list[Tensor]:
-        """tril(Δ XK⊤, −1) for each X [P, C, K] of `rows`."""
-        P, C, _ = self.k.shape
-        scores = [self.k.new_zeros(P, C, C) for _ in rows]
-        for late, early in factors:
-            size = late.shape[2]
-            k_early = self.k.unflatten(1, (-1, 2, size))[:, :, 0] * early  # [P, pairs, size, K]
-            for x, score in zip(rows, scores, strict=True):
-                later = x.unflatten(1, (-1, 2, size))[:, :, 1] * late
-                # [P, pairs, size, size]; between single tokens a sum is cheaper than a product.
-                block = later @ k_early.mT if size > 1 else (later * k_early).sum(-1, keepdim=True)
-                below_diagonal(score, size).copy_(block)
-        return scores
 
     def _invert(self, beta: Tensor) -> None:
         """Sets T = (I + A)⁻¹ and W, for β [P, C]."""
@@ -206,42 +161,6 @@ class Chunk:
         chunk = cls.__new__(cls)
         vars(chunk).update(zip(names, tensors, strict=True))
         return chunk
-
-
-# A decay per key channel does not factor out of QK⊤, and e^{−γ} would overflow. But for tokens of two
-# neighbouring spans with border m, e^{γ_i − γ_j} = e^{γ_i − γ_m} · e^{γ_m − γ_j}, and neither factor
-# exceeds 1. Spans of 1, 2, 4, … C/2 tokens cover every pair i > j once. The factors of longer spans are
-# products of those of shorter ones, so each token takes one exponential, and a decay of 0 gives no NaN.
-
-
-def span_factors(g: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-    """eᵞ, e^{γ_C − γ} and the factors of spans of 1, 2, 4, … tokens, for g [P, C, K].
-
-    A pair of spans has e^{γ_i − γ_m} of its second one and e^{γ_m − γ_j} of its first, [P, pairs, span, K].
-    """
-    since, until = flushed(g.exp()), torch.ones_like(g)
-    factors, size = [], 1
-    while size < g.shape[1]:
-        since_pairs, until_pairs = (x.unflatten(1, (-1, 2, size)) for x in (since, until))
-        late, early = since_pairs[:, :, 1], until_pairs[:, :, 0]
-        factors.append((late.clone(), early.clone()))
-
-        # In place: from the borders of these spans to those of spans twice as long.
-        flushed(early.mul_(late[:, :, -1:]))
-        flushed(late.mul_(since_pairs[:, :, 0, -1:]))
-        size *= 2
-    return since, until, factors
-
-
-def below_diagonal(x: Tensor, size: int) -> Tensor:
-    """The blocks of [P, C, C] that pair the second span with the first: a view [P, pairs, size, size]."""
-    x = x.unflatten(2, (-1, 2, size)).unflatten(1, (-1, 2, size))[:, :, 1, :, :, 0]
-    return x.diagonal(0, 1, 3).movedim(3, 1)
-
-
-def flushed(x: Tensor) -> Tensor:
-    """x ≥ 0 with values near the smallest normal number set to 0, in place. CPUs are slow below that."""
-    return torch.threshold_(x, torch.finfo(x.dtype).tiny * 2**27, 0)
 
 
 def read_chunk(
