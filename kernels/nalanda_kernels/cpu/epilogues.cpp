@@ -73,6 +73,13 @@ inline float inverse_root(const float* s, long V, float eps) {
     return 1 / std::sqrt(squares / V + eps);
 }
 
+// run(W), of which 4 is a constant, for the compiler.
+template <class Run>
+void with_taps(long W, Run run) {
+    if (W == 4) run(std::integral_constant<int, 4>());
+    else run(int(W));
+}
+
 // One sequence's rows of a convolution, from the W − 1 before its first on.
 struct Rows {
     const Array &x, &state;
@@ -84,8 +91,8 @@ struct Rows {
     }
 
     // z_t = Σ_i w_i ⊙ x_{t−W+1+i}
-    template <class N>
-    void convolve(long t, long column, N n, const float* w, long D, long W, float* z) const {
+    template <class N, class Taps>
+    void convolve(long t, long column, N n, const float* w, long D, Taps W, float* z) const {
         float entries[BLOCK];
         for (int c = 0; c < n; c++) z[c] = 0;
         for (int i = 0; i < W; i++) {
@@ -207,7 +214,7 @@ void short_conv(const Array* x, const Array* state, const Array* y, const float*
             for (; row < std::min<long>(end, bounds[n + 1]); row++) {
                 in_blocks(0, D, [=](long column, auto width) {
                     float z[BLOCK];
-                    rows.convolve(row - rows.first, column, width, weight, D, W, z);
+                    with_taps(W, [&](auto W) { rows.convolve(row - rows.first, column, width, weight, D, W, z); });
                     if (silu) activate(x->narrow, width, z);
                     write(*y, row, column, width, z);
                 });
@@ -221,14 +228,17 @@ void short_conv_backward(const Array* x, const Array* state, const Array* dy, co
                          const float* weight, float* d_weight, const int64_t* bounds, long N, long D, long W, long silu,
                          int threads) {
     in_parts(threads, [=](Part part) {
-        long blocks = (D + BLOCK - 1) / BLOCK;
-        in_blocks(part.first(blocks) * BLOCK, std::min(part.end(blocks) * BLOCK, D), [=](long column, auto width) {
-            for (long n = 0; n < N; n++) {
-                Rows rows{*x, *state, bounds[n], (n + 1) * (W - 1)};
-                // dz of the last W tokens, at t mod W; dx_t = Σ_j w_{W−1−j} ⊙ dz_{t+j}.
-                float dz[MOST_TAPS][BLOCK] = {}, entries[BLOCK], z[BLOCK];
-                for (long t = bounds[n + 1] - rows.first - 1; t >= (state->data ? 1 - W : 0); t--) {
-                    float* dz_t = dz[(t + W) % W];
+        long blocks = (D + BLOCK - 1) / BLOCK, first = part.first(blocks) * BLOCK;
+        long end = std::min(part.end(blocks) * BLOCK, D), columns = std::max(0L, end - first);
+        // dz of the last W tokens, that of t at t mod W; dx_t = Σ_j w_{W−1−j} ⊙ dz_{t+j}.
+        std::vector<float> memory(W * columns);
+        for (long n = 0; n < N; n++) {
+            Rows rows{*x, *state, bounds[n], (n + 1) * (W - 1)};
+            std::fill(memory.begin(), memory.end(), 0);
+            for (long t = bounds[n + 1] - rows.first - 1; t >= (state->data ? 1 - W : 0); t--) {
+                auto step = [&](long column, auto width, auto W) {
+                    float *dz = memory.data() + column - first, *dz_t = dz + (t + W) % W * columns;
+                    float entries[BLOCK], z[BLOCK], dx_t[BLOCK] = {};
                     read(t < 0 ? Array() : *dy, rows.first + t, column, width, dz_t);
                     if (silu && t >= 0) {
                         rows.convolve(t, column, width, weight, D, W, z);
@@ -236,9 +246,8 @@ void short_conv_backward(const Array* x, const Array* state, const Array* dy, co
                     }
 
                     rows.at(t, column, width, entries);
-                    float dx_t[BLOCK] = {};
                     for (int j = 0; j < W; j++) {
-                        const float *later = dz[(t + W + j) % W], *w = weight + (W - 1 - j) * D + column;
+                        const float *later = dz + (t + W + j) % W * columns, *w = weight + (W - 1 - j) * D + column;
                         float* dw = d_weight + (W - 1 - j) * D + column;
                         for (int c = 0; c < width; c++) {
                             dx_t[c] += w[c] * later[c];
@@ -247,9 +256,12 @@ void short_conv_backward(const Array* x, const Array* state, const Array* dy, co
                     }
                     if (t >= 0) write(*dx, rows.first + t, column, width, dx_t);
                     else write(*d_state, rows.past + t, column, width, dx_t);
-                }
+                };
+                in_blocks(first, end, [&](long column, auto width) {
+                    with_taps(W, [&](auto W) { step(column, width, W); });
+                });
             }
-        });
+        }
     });
 }
 }
