@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .call import Call, bounds_of
 
-# Tokens times heads in a segment. On a CPU about as many as the last-level cache holds (6 kB each at K = V =
-# 128, 9 kB with decays per key channel): with half as many, calls of torch's operators cost up to a tenth of
+# Tokens times heads in a segment. On a CPU about as many as the last-level cache holds (5 kB each at K = V =
+# 128, 7 kB with decays per key channel): with half as many, calls of torch's operators cost up to a tenth of
 # the time, and with four times as many, memory. Elsewhere many, to fill the device within bounded memory.
 _CPU_TOKENS = 4096
 _DEVICE_TOKENS = 262144
