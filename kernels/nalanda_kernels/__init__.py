@@ -107,7 +107,7 @@ _chosen = [os.environ.get(ENVIRONMENT) or "auto"]
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """In this context `backend="auto"` means `name`: "torch", "triton", "fla", "flash_qla" or "auto".
+    """In this context `backend="auto"` means `name`: "torch", "triton", "fla", "flash_qla", "cpu" or "auto".
 
     Calls that `name` refuses, and ops that it lacks, go to the others in their order. A backend that does not
     run on the call's device raises ValueError. The context takes precedence over NALANDA_BACKEND.
@@ -195,7 +195,8 @@ def serve(op: str, backend: str, device_type: str, *inputs, **options):
         _load_kernel(op, name)
         try:
             served = getattr(_loaded, f"{op}_{name}")(*inputs, **options)
-            _note(op, name)
+            # A kernel that leaves a call to torch without a word returns None.
+            _note(op, "torch" if served is None else name)
             return served
         except Unsupported as reason:
             _note(op, name, str(reason.args[0]))

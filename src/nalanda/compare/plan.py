@@ -15,7 +15,7 @@ FIRST_RATE_SEED = 101
 """Rates are chosen on seeds from here on, which no verdict uses."""
 
 OCTAVES = 4
-"""Most octaves that a grid of rates grows by at an end."""
+"""Most octaves that a grid of rates grows by, at both ends together."""
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,9 @@ def delta_rule(  # noqa: PLR0913
         chunk_size: the most tokens in a chunk of the torch form, a power of two; Triton's kernels choose their own.
         mode: "chunk" for training and prompts, "recurrent" for decoding token by token, "reference" for the
             literal formula. All are differentiable.
-        backend: for mode "chunk": "auto" (Triton kernels on GPUs, torch elsewhere), "torch", "triton",
-            "fla" or "flash_qla". A backend that cannot serve a call warns once, and the next one serves it.
+        backend: for mode "chunk": "auto" (Triton kernels on GPUs; elsewhere torch, with C++ in parts on a
+            CPU), "torch", "triton", "fla" or "flash_qla". A backend that cannot serve a call warns once, and
+            the next one serves it.
             `nalanda_kernels.use_backend` and the variable NALANDA_BACKEND change what "auto" means.
 
     Returns:
