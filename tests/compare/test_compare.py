@@ -19,9 +19,11 @@ from scipy import stats
 from training import CLOCKED, ENVIRONMENT, tiny_recipe, write_recipe, write_texts
 
 from nalanda.common.errors import InputError
+from nalanda.compare.options import Execution
 from nalanda.compare.page import HEADINGS, Report, arm_rows
-from nalanda.compare.plan import choose_rate, plan_runs
-from nalanda.compare.results import Result
+from nalanda.compare.plan import choose_rate, plan_runs, rates_at_an_end
+from nalanda.compare.results import Result, other_setups
+from nalanda.compare.runs import Runner
 from nalanda.compare.study import Study, load_arms, split_settings, warn_about
 from nalanda.compare.verdict import (
     corrected,
@@ -33,6 +35,7 @@ from nalanda.compare.verdict import (
     write_interval,
 )
 from nalanda.compare.widths import KEYS, figures_of, fit, with_equal_figures
+from nalanda.config.load import load_config
 from nalanda.train.build import build_model
 from nalanda_cli import main
 
@@ -233,9 +236,39 @@ def test_an_arm_without_bits_a_byte_gets_no_verdict_beside_one_with_them(tmp_pat
 
 def test_nats_of_two_tokenizers_give_no_verdict(tmp_path):
     bits = {"a": False, "b": False}
-    assert len(judge(tmp_path, bits, tokenizers={"a": 1, "b": 1}).gaps) == 1
-    (text,) = judge(tmp_path, bits, tokenizers={"a": 1, "b": 2}).sentences
+    configs = {arm: load_config("demo", [f"output_dir={tmp_path}"]) for arm in bits}
+    assert len(judge(tmp_path, bits, configs=configs).gaps) == 1
+    configs["b"].tokenizer.vocab_size //= 2
+    (text,) = judge(tmp_path, bits, configs=configs).sentences
     assert text == "a and b: no verdict, since nats a token of two tokenizers do not compare."
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("data.mask_share=0.3", "data.mask_share"),
+        ("data.validation_source=other.jsonl", "data.validation_source"),
+        ("data.source=other.jsonl", "data.source"),
+        ("data.shuffle_buffer=10", None),
+    ],
+)
+def test_other_rows_of_validation_give_no_verdict(tmp_path, setting, named):
+    settings = [f"output_dir={tmp_path}"]
+    configs = {"a": load_config("demo", settings), "b": load_config("demo", [*settings, setting])}
+    (text,) = judge(tmp_path, dict.fromkeys(configs, True), configs=configs).sentences
+    if named is None:
+        assert "no verdict" not in text
+    else:
+        assert text.startswith("a and b: no verdict, since they are validated on other rows: ")
+        assert named in text
+
+
+@pytest.mark.parametrize("gap", [0.25, 0.1])
+def test_differences_that_are_all_equal_give_no_verdict(tmp_path, gap):
+    """Their spread is zero, up to rounding, and t is not defined."""
+    verdict = verdict_of(tmp_path, {"a": [3.0, 3.3, 3.7], "b": [3.0 + gap, 3.3 + gap, 3.7 + gap]})
+    assert not verdict.gaps[0].told
+    assert verdict.sentences[0].startswith("a and b: no verdict, since all differences are ")
 
 
 def test_a_told_difference_within_the_margin_is_called_so(tmp_path):
@@ -324,6 +357,40 @@ def test_a_rate_at_an_end_of_the_grid_asks_for_an_octave_more(tmp_path):
     assert chosen == 0.004
     assert sorted(grid) == [0.001, 0.002, 0.004, 0.008]
     assert grids == [2, 3, 4, 4]
+
+
+def test_a_best_rate_at_an_end_of_the_grown_grid_is_named(tmp_path):
+    study, results = study_of(tmp_path, rates=[0.001, 0.002]), {}
+    while any(run.trial and run.name not in results for run in plan_runs(study, results)):
+        results |= {run.name: finished(1 / run.rate) for run in plan_runs(study, results)}
+    first, _ = rates_at_an_end(study, results)
+    assert first.startswith("The best rate of decay, 0.032, stands at an end of 0.001, ")
+
+
+def test_a_finished_trial_without_a_number_is_the_worst(tmp_path):
+    study = study_of(tmp_path, rates=[0.1, 0.2, 0.3])
+    losses = {0.1: math.nan, 0.2: 3.0, 0.3: 4.0}
+    runs = plan_runs(study, {})
+    results = {run.name: finished(losses[run.rate]) for run in runs}
+    assert choose_rate(study, "decay", results)[1] == 0.2
+
+
+def test_runs_of_two_versions_are_named():
+    runs = [Result("finished", setup=(("torch", v), ("device", "cpu"))) for v in ("2.12", "2.13")]
+    assert other_setups(runs[:1]) == []
+    assert other_setups(runs) == ["The runs were not all computed alike: torch 2.12 and 2.13."]
+
+
+def test_workers_have_a_gpu_each_of_those_that_the_user_names(tmp_path, monkeypatch):
+    study = study_of(tmp_path)
+    runner = Runner(study, load_arms(study), Execution(workers=2))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for named, cards in (({"CUDA_VISIBLE_DEVICES": "2,3"}, ["2", "3"]), ({}, ["0", "1"])):
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+        environments = [dict(named), dict(named)]
+        for slot, environment in enumerate(environments):
+            runner.place(plan_runs(study, {})[0], slot, environment)
+        assert [x["CUDA_VISIBLE_DEVICES"] for x in environments] == cards
 
 
 def test_a_diverged_rate_is_the_worst(tmp_path):
@@ -637,6 +704,25 @@ def test_a_changed_arm_is_refused(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "another study: arms.decay is 'optim.weight_decay=0.1' there" in error
     assert "choose another output_dir" in error
+
+
+def test_arms_in_another_order_are_refused(tmp_path, capsys):
+    """The first arm is the one that others leave, and are made equal to."""
+    compare(tmp_path, "demo", "--seeds", "1")
+    swapped = [word for n, text in reversed(ARMS.items()) for word in ("--arm", f"{n}: {text}")]
+    with pytest.raises(SystemExit):
+        compare(tmp_path, "demo", "--seeds", "1", *swapped)
+    assert "its arms stand in the order decay, none; keep it" in capsys.readouterr().err
+
+
+def test_a_run_of_another_rate_is_refused(tmp_path, capsys):
+    """Someone edited compare.yaml: the recorded study is that of the command then."""
+    compare(tmp_path, "demo", "--seeds", "1")
+    config = tmp_path / "study" / "decay" / "seed-1" / "config.yaml"
+    config.write_text(config.read_text() + "optim: {lr: 0.5}\n")
+    with pytest.raises(SystemExit):
+        compare(tmp_path, "demo", "--seeds", "1")
+    assert "this run has optim.lr 0.5, and the study has 0.006" in capsys.readouterr().err
 
 
 def test_a_recipe_that_changed_under_a_study_is_refused(tmp_path, capsys):

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from nalanda.compare import page
 from nalanda.compare.options import Execution
-from nalanda.compare.plan import StudyRun, folder_of
-from nalanda.compare.results import RETRIES
+from nalanda.compare.plan import StudyRun, folder_of, rates_at_an_end
+from nalanda.compare.results import RETRIES, other_setups
 from nalanda.compare.runs import Runner, claimed
 from nalanda.compare.study import Study, load_arms, warn_about
-from nalanda.compare.tasks import Evaluate, score_tasks
+from nalanda.compare.tasks import Evaluate, absent_models, score_tasks
 from nalanda.compare.verdict import StudyVerdict, judge_study
 from nalanda.compare.widths import figures_of, shared_weights, with_equal_figures
-from nalanda.storage.remote import is_store, staging, upload
+from nalanda.storage.remote import is_store, read_bytes, staging, upload
 
 Sampler = Callable[[Path], Sequence[tuple[str, str]]]
 """Gives samples of the run in a folder, as (prompt, continuation)."""
@@ -54,14 +54,17 @@ def run_study(
 
         runs, results = runner.runs, runner.results
         parameters = {arm: int(each["parameters"]) for arm, each in figures.items()}
-        tokenizers = {arm: config.tokenizer for arm, config in configs.items()}
-        verdict = judge_study(study, runs, results, parameters, tokenizers)
-        looks = [*seeds_of_looks(folder), study.seeds]
+        verdict = judge_study(study, runs, results, parameters, configs)
+        notes += rates_at_an_end(study, results)
+        notes += other_setups(results[run.name] for run in runs)
+        looks = [*seeds_of_looks(study.output_dir), study.seeds]
         if min(looks) < study.seeds:
             notes.append(
                 f"Seeds were added after a verdict over {min(looks)}. Its intervals are too narrow for that."
             )
         scores = score_tasks(study, runs, results, folder, evaluate) if evaluate else []
+        if study.tasks and (absent := absent_models(study, runs, results)):
+            notes.append(f"Tasks lack models that are on other machines: {', '.join(absent)}.")
         samples = take_samples(study, runs, sample) if sample else []
         report = page.Report(
             study, verdict, runs, results, figures, notes, scores, samples, sorted({*looks})
@@ -76,10 +79,14 @@ def run_study(
     return verdict
 
 
-def seeds_of_looks(folder: Path) -> list[int]:
+def seeds_of_looks(output_dir: str) -> list[int]:
     """The numbers of seeds over which the study has had verdicts; a folder without compare.json has had none."""
     try:
-        looks = json.loads((folder / "compare.json").read_text(encoding="utf-8"))["looks"]
+        if is_store(output_dir):
+            text = read_bytes(f"{output_dir}/compare.json", RETRIES, missing=b"")
+        else:
+            text = (Path(output_dir) / "compare.json").read_bytes()
+        looks = json.loads(text)["looks"]
         return [int(seeds) for seeds in looks if int(seeds) > 1]
     except (OSError, ValueError, KeyError, TypeError):
         return []

@@ -44,7 +44,7 @@ Results = Mapping[str, Result]
 
 def plan_runs(study: Study, results: Results) -> list[StudyRun]:
     """The runs that are known so far: trials of the rates, and the runs of each arm whose rate is chosen."""
-    swept = [study.first] if study.fork_at is not None else list(study.arms)
+    swept = swept_arms(study)
     runs: list[StudyRun] = []
     rates: dict[str, float | None] = dict.fromkeys(study.arms)
     if study.rates:
@@ -86,7 +86,8 @@ def choose_rate(study: Study, arm: str, results: Results) -> tuple[list[float], 
             ended = [results[n] for n in names if n in results and results[n].ended]
             if len(ended) < len(names):
                 return grid, None
-            losses[rate] = math.fsum(result.loss for result in ended) / len(ended)
+            loss = math.fsum(result.loss for result in ended) / len(ended)
+            losses[rate] = math.inf if math.isnan(loss) else loss
 
         best = min(grid, key=losses.__getitem__)
         if not math.isfinite(losses[best]):
@@ -95,6 +96,24 @@ def choose_rate(study: Study, arm: str, results: Results) -> tuple[list[float], 
         if further is None or len(grid) >= len(study.rates) + OCTAVES:
             return grid, best
         grid.append(further)
+
+
+def swept_arms(study: Study) -> list[str]:
+    """The arms whose rates are tried. Arms that leave a run have its rate."""
+    return [study.first] if study.fork_at is not None else list(study.arms)
+
+
+def rates_at_an_end(study: Study, results: Results) -> list[str]:
+    """Sentences about chosen rates that stand at an end of their grid, which grew as far as it may."""
+    notes = []
+    for arm in swept_arms(study) if study.rates else ():
+        grid, best = choose_rate(study, arm, results)
+        if best in (min(grid), max(grid)):
+            notes.append(
+                f"The best rate of {arm}, {best:g}, stands at an end of {write_rates(grid)}; a further one may "
+                "be better."
+            )
+    return notes
 
 
 def command_of(

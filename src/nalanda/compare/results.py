@@ -2,14 +2,19 @@
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nalanda.common.errors import InputError
+from nalanda.common.files import write_atomically
 from nalanda.report.runs import read_run
 from nalanda.storage.remote import is_store, read_bytes, staging
 from nalanda.train.log import read_facts, read_metrics, with_hours
+
+ENDED = ("finished", "failed")
+"""States of run.json that no other machine changes."""
 
 RETRIES = 3
 """Tries to read a record from a store."""
@@ -33,6 +38,8 @@ class Result:
     """Whether bad steps ended it, or its loss is not finite."""
     reason: str = ""
     """Why it failed."""
+    setup: tuple[tuple[str, str], ...] = ()
+    """What computed it: versions, device and precision, by name."""
     curve: tuple[tuple[int, float], ...] = ()
     """Validations, as (tokens, nats a token)."""
 
@@ -50,7 +57,8 @@ class Result:
 def read_result(folder: str) -> Result | None:
     """The result of the run in a folder, or None if it has no records. Raises `InputError`."""
     local = staging(folder)
-    if is_store(folder) and not (local / "run.json").is_file():
+    # A record that has not ended here may have ended on another machine.
+    if is_store(folder) and read_facts(local).get("state") not in ENDED:
         fetch_records(folder, local)
     if not (local / "run.json").is_file():
         return None
@@ -83,19 +91,41 @@ def read_result(folder: str) -> Result | None:
         tokens=max((line.get("tokens", 0) for line, _ in lines), default=0),
         seconds=3600 * lines[-1][1] if lines else 0.0,
         reason=summary.problem or "",
+        setup=setup_of(facts),
         curve=curve,
     )
+
+
+def setup_of(facts: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Versions, device and precision of run.json, but those of Python."""
+    named = {
+        **facts.get("versions", {}),
+        **{key: facts.get(key) for key in ("device", "precision")},
+    }
+    return tuple((key, str(x)) for key, x in named.items() if x is not None and key != "python")
+
+
+def other_setups(results: Iterable[Result]) -> list[str]:
+    """A sentence if runs were computed in more than one way."""
+    seen: dict[str, set[str]] = {}
+    for result in results:
+        for key, value in result.setup:
+            seen.setdefault(key, set()).add(value)
+    mixed = [
+        f"{key} {' and '.join(sorted(values))}" for key, values in seen.items() if len(values) > 1
+    ]
+    return [f"The runs were not all computed alike: {'; '.join(mixed)}."] if mixed else []
 
 
 def fetch_records(folder: str, local: Path) -> None:
     """Copies the records of a finished run from a store: another machine may have trained it."""
     facts = read_bytes(f"{folder}/run.json", RETRIES, missing=b"")
-    if not facts or read_state(facts) not in ("finished", "failed"):
+    if not facts or read_state(facts) not in ENDED:
         return
     local.mkdir(parents=True, exist_ok=True)
     for name in ("config.yaml", "metrics.jsonl"):
         (local / name).write_bytes(read_bytes(f"{folder}/{name}", RETRIES))
-    (local / "run.json").write_bytes(facts)
+    write_atomically(local / "run.json", facts)
 
 
 def read_state(facts: bytes) -> Any:

@@ -19,10 +19,11 @@ from nalanda.common.progress import Progress
 from nalanda.compare.options import Execution
 from nalanda.compare.plan import StudyRun, command_of, folder_of, is_complete, plan_runs, trunk_of
 from nalanda.compare.results import RETRIES, Result, read_result
-from nalanda.compare.study import Study, check_same, study_text
+from nalanda.compare.study import Study, check_same, fork_of, study_text
 from nalanda.config.load import differences, load_config
 from nalanda.config.schema import RunConfig
 from nalanda.data.workers import processors
+from nalanda.report.runs import read_recipe
 from nalanda.storage.remote import is_store, read_bytes, staging, upload
 from nalanda.train.log import last_metrics
 
@@ -65,16 +66,22 @@ def record_study(study: Study, configs: Mapping[str, RunConfig], folder: Path) -
 
     if file.is_file():
         check_same(file.read_text(encoding="utf-8"), study, str(file))
+    recipes = folder / "arms"
+    recipes.mkdir(exist_ok=True)
     for arm, config in configs.items():
-        check_recipe(folder / "arms" / f"{arm}.yaml", config)
+        recipe = recipes / f"{arm}.yaml"
+        if is_store(study.output_dir):
+            stored = read_bytes(f"{study.output_dir}/arms/{arm}.yaml", RETRIES, missing=b"")
+            if stored:
+                write_atomically(recipe, stored)
+        check_recipe(recipe, config)
 
     for arm, config in configs.items():
-        recipe = folder / "arms" / f"{arm}.yaml"
-        recipe.parent.mkdir(exist_ok=True)
-        write_atomically(recipe, config.to_yaml())
+        write_atomically(recipes / f"{arm}.yaml", config.to_yaml())
     write_atomically(file, study_text(study))
     if is_store(study.output_dir):
-        upload(file, f"{study.output_dir}/compare.yaml", RETRIES)
+        for written in (*(recipes / f"{arm}.yaml" for arm in configs), file):
+            upload(written, f"{study.output_dir}/{written.relative_to(folder)}", RETRIES)
 
 
 def check_recipe(file: Path, config: RunConfig) -> None:
@@ -90,6 +97,31 @@ def check_recipe(file: Path, config: RunConfig) -> None:
             f"{file}: the recipe was another when the study began: {key} was {old!r} and is {new!r}; "
             "set it back, or choose another output_dir"
         )
+
+
+def check_run(study: Study, run: StudyRun, configs: Mapping[str, RunConfig]) -> None:
+    """Raises `InputError` if the records of a run are of another rate, or left the first arm's run elsewhere."""
+    folder = staging(folder_of(study, run))
+    try:
+        recipe = read_recipe(folder)
+    except ValueError:  # then the run is unreadable, which its state says
+        return
+    wanted: dict[str, Any] = {
+        "optim.lr": configs[run.arm].optim.lr if run.rate is None else run.rate
+    }
+    if trunk_of(study, run) is not None:
+        wanted["train.resume"] = f"step-{fork_of(study, configs)}"
+    for key, value in wanted.items():
+        section, name = key.split(".")
+        found = (recipe.get(section) or {}).get(name)
+        # A folder may have moved: of a checkpoint its name alone is compared.
+        found = Path(found).name if isinstance(found, str) else found
+        alike = f"{found:g}" == f"{value:g}" if isinstance(found, float) else found == value
+        if found is not None and not alike:
+            raise InputError(
+                f"{folder}: this run has {key} {found}, and the study has {value}; set compare.yaml back, or "
+                "remove the run"
+            )
 
 
 # ------------------------------ processes
@@ -145,7 +177,8 @@ class Runner:
                 if not self.workers and not waiting:
                     break
                 time.sleep(PAUSE)
-                if not self.workers or time.monotonic() - self.seen > SHARED_PAUSE:
+                shared = bool(self.workers) or is_store(self.study.output_dir)
+                if time.monotonic() - self.seen > (SHARED_PAUSE if shared else PAUSE):
                     self.look()
         # The last share to end sees what the others have finished meanwhile.
         self.look()
@@ -161,6 +194,7 @@ class Runner:
                 if self.result_of(run).ended or run in self.workers:
                     continue
                 if result := read_result(folder_of(self.study, run)):
+                    check_run(self.study, run, self.configs)
                     self.results[run.name] = result
             # What was read may tell a rate, and so further runs.
             if self.runs == before:
@@ -185,7 +219,7 @@ class Runner:
             if len(self.workers) >= self.execution.workers:
                 break
             trunk = trunk_of(self.study, run)
-            if trunk is not None and self.result_of(trunk).diverged:
+            if trunk is not None and self.result_of(trunk).diverged and not self.can_leave(trunk):
                 lost = Result("failed", diverged=True, reason=f"{trunk.name} diverged")
                 self.results[run.name] = lost
             if self.can_start(run):
@@ -196,6 +230,11 @@ class Runner:
         result, trunk = self.result_of(run), trunk_of(self.study, run)
         idle = run not in self.workers and result.state != "running" and not result.ended
         return self.is_ours(run) and idle and (trunk is None or self.result_of(trunk).ended)
+
+    def can_leave(self, trunk: StudyRun) -> bool:
+        """Whether a run has the checkpoint at which others leave it."""
+        step = fork_of(self.study, self.configs)
+        return (staging(folder_of(self.study, trunk)) / "checkpoints" / f"step-{step}").is_dir()
 
     def launch(self, run: StudyRun) -> TrainingProcess:
         """Starts a run. Its output goes to a .log beside its folder."""
@@ -230,7 +269,11 @@ class Runner:
             return []
         if torch.cuda.is_available():
             # Without the variable all cards are this command's.
-            environment.setdefault("CUDA_VISIBLE_DEVICES", str(slot % torch.cuda.device_count()))
+            cards = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(
+                map(str, range(torch.cuda.device_count()))
+            )
+            names = cards.split(",")
+            environment["CUDA_VISIBLE_DEVICES"] = names[slot % len(names)]
             return []
         cores = max(1, processors() // workers)
         threads = self.configs[run.arm].train.cpu_threads

@@ -311,6 +311,16 @@ def check_fork(study: Study, arm: str, configs: Mapping[str, RunConfig]) -> None
             )
 
 
+def validation_of(config: RunConfig) -> dict[str, Any]:
+    """The keys that say on what a model is validated, with their values."""
+    names = ["validation_source", "validation_split", "name", "revision", "text_field"]
+    if config.data.validation_source is None:
+        # A share of the training text.
+        names += ["source", "mixture", "validation_share"]
+    names += ["mask_share", "whole_words"]
+    return {f"data.{name}": getattr(config.data, name) for name in names}
+
+
 def fork_of(study: Study, configs: Mapping[str, RunConfig]) -> int:
     """The step at which the other arms leave the first arm's run."""
     return max(1, round((study.fork_at or 0) * configs[study.first].train.steps))
@@ -385,6 +395,11 @@ def check_same(text: str, study: Study, where: str) -> None:
             key, (old, new) = next(iter(differences(old, new, f"{key}.").items()))
         raise InputError(
             f"{redact(where)}: another study: {key} is {old!r} there and {new!r} here; go on with that one, "
+            "or choose another output_dir"
+        )
+    if list(study.arms) != list(recorded.arms):
+        raise InputError(
+            f"{redact(where)}: another study: its arms stand in the order {', '.join(recorded.arms)}; keep it, "
             "or choose another output_dir"
         )
     if study.seeds < recorded.seeds:

@@ -53,6 +53,14 @@ def score_tasks(
     return gather(study, tasks)
 
 
+def absent_models(
+    study: Study, runs: Sequence[StudyRun], results: Mapping[str, Result]
+) -> list[str]:
+    """The finished runs whose models are not on this machine."""
+    finished = [run for run in runs if not run.trial and results[run.name].finished]
+    return [r.name for r in finished if not (staging(folder_of(study, r)) / "final").is_dir()]
+
+
 def gather(study: Study, tasks: Mapping[StudyRun, Mapping[str, dict]]) -> list[TaskScore]:
     """The scores by task and metric. Holm's correction covers the pairs of all metrics."""
     values: dict[tuple[str, str], dict[str, dict[int, float]]] = {}

@@ -15,7 +15,8 @@ from scipy import stats
 from nalanda.common.text import si
 from nalanda.compare.plan import StudyRun
 from nalanda.compare.results import Result
-from nalanda.compare.study import Study
+from nalanda.compare.study import Study, validation_of
+from nalanda.config.schema import RunConfig
 
 Unit = Literal["bits a byte", "nats a token"]
 
@@ -40,7 +41,7 @@ class Gap:
     high: float
     p: float
     holm: float = math.nan
-    """p with Holm's correction over all pairs of the study."""
+    """p with Holm's correction over all pairs of the study; NaN, as p, for differences that are all equal."""
 
     @property
     def deviation(self) -> float:
@@ -57,9 +58,11 @@ def pair_gap(first: str, second: str, a: Sequence[float], b: Sequence[float]) ->
     """The gap of losses `a` and `b`, by seed, two or more."""
     differences = tuple(float(x - y) for x, y in zip(a, b, strict=True))
     mean = math.fsum(differences) / len(differences)
-    # Arms that compute alike have no spread, for which t is not defined.
-    if np.ptp(differences) == 0:
-        return Gap(first, second, differences, mean, mean, mean, float(mean == 0))
+    # Without a spread t is not defined. Arms that compute alike are equal; other gaps have no p.
+    rounding = 1e-9 * max(map(abs, (*a, *b)))
+    if np.ptp(differences) <= rounding:
+        p = 1.0 if abs(mean) <= rounding else math.nan
+        return Gap(first, second, differences, mean, mean, mean, p)
     test = stats.ttest_rel(a, b)
     low, high = test.confidence_interval(1 - LEVEL)
     return Gap(first, second, differences, mean, float(low), float(high), float(test.pvalue))
@@ -167,11 +170,11 @@ def judge_study(
     runs: Sequence[StudyRun],
     results: Mapping[str, Result],
     parameters: Mapping[str, int],
-    tokenizers: Mapping[str, Any] | None = None,
+    configs: Mapping[str, RunConfig] | None = None,
 ) -> StudyVerdict:
     """The verdict over the runs of a study that have ended.
 
-    parameters: of each arm's model. tokenizers: each arm's section; None: all have one tokenizer.
+    parameters: of each arm's model. configs: the arms' recipes; None: all have one tokenizer and one text.
     """
     by_arm: dict[str, dict[int, Result]] = {arm: {} for arm in study.arms}
     rates = {}
@@ -198,7 +201,9 @@ def judge_study(
         if lacking:
             verb = "has" if len(lacking) == 1 else "have"
             reasons[a, b] = f"since {' and '.join(lacking)} {verb} no {unit}"
-        elif unit == "nats a token" and tokenizers and tokenizers[a] != tokenizers[b]:
+        elif configs and (changed := differing(*(validation_of(configs[arm]) for arm in (a, b)))):
+            reasons[a, b] = f"since they are validated on other rows: {', '.join(changed)}"
+        elif configs and unit == "nats a token" and configs[a].tokenizer != configs[b].tokenizer:
             reasons[a, b] = "since nats a token of two tokenizers do not compare"
     arms = {
         arm: summarise(arm, rates.get(arm), each, list(losses[arm].values()))
@@ -217,6 +222,11 @@ def judge_study(
         else:
             sentences.append(sentence(gap, study.margin, unit, two, parameters, len(gaps)))
     return StudyVerdict(unit, study.margin, arms, gaps, sentences)
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ, or that one of the two lacks."""
+    return [key for key in {**a, **b} if a.get(key) != b.get(key)]
 
 
 def _loss_in(unit: Unit, result: Result) -> float | None:
@@ -286,6 +296,8 @@ def sentence(
         small = f", less than the margin of {margin:g}" if within else ""
         return f"{lower} is lower than {higher} by {size} {unit}{small} {setting}.{end}"
 
+    if math.isnan(gap.p):
+        return f"{a} and {b}: no verdict, since all differences are {gap.mean:+.4g} {unit} {setting}.{end}"
     interval = f"{write_interval(gap.mean, gap.low, gap.high, signed=True)} {unit} {setting}"
     if within:
         return f"{a} and {b} differ by less than {margin:g} {unit}: {interval}.{end}"

@@ -38,6 +38,8 @@ def with_equal_figures(study: Study) -> Study:
         return study
     configs, key, name = load_arms(study), study.by, KEYS[study.equal]
     wanted = figures_of(study, study.first)[name]
+    if not wanted:
+        raise InputError(f"--equal {study.equal}: arm {study.first} has none; name another figure")
     arms = dict(study.arms)
     for arm in list(arms)[1:]:
         value = field_of(configs[arm].to_dict(), key)
