@@ -109,6 +109,17 @@ def test_other_dtypes_and_gaps_are_torchs():
     q, r, k, g = draw(2, 16, 8)
     assert channel_scores((q.double(), r.double()), k.double(), g.double()) is None
     assert channel_scores((q.mT.contiguous().mT, r), k, g) is None
+    assert channel_scores([x[:, :6].contiguous() for x in (q, r)], k[:, :6], g[:, :6]) is None
+
+
+def test_no_number_spreads_to_later_tokens_alone():
+    """An infinite query of the first token has no part in the others' outputs."""
+    q, k, v = (torch.randn(1, 8, 1, 8) for _ in range(3))
+    q[0, 0] = torch.inf
+    v.requires_grad_()
+    o, _ = ops.linear_attention(q, k, v, -torch.rand(1, 8, 1, 8))
+    (d_v,) = torch.autograd.grad(o[:, 1:].sum(), v)
+    assert d_v[:, 1:].isfinite().all()
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])

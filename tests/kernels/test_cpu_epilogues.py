@@ -8,7 +8,11 @@ import torch.nn.functional as F
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu import build
 from nalanda_kernels.cpu.epilogues import rms_norm, short_convs, swiglu
+from nalanda_kernels.cpu.step import linear_rows
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nalanda.model import epilogues, projections
 
 try:
     build.library()
@@ -171,3 +175,27 @@ def test_what_is_left_to_torch():
     assert rms_norm(x, weight, EPS, dtype=torch.float64) is None
     assert rms_norm(x.half(), weight, EPS, dtype=FP32) is None
     assert short_convs([x[None]], [weight[:, None].expand(8, 9)]) is None
+
+
+def test_states_of_other_shapes_are_torchs():
+    x, taps = torch.randn(2, 9, 6), torch.randn(6, 4)
+    for shape in ((1, 3, 6), (2, 2, 6), (2, 3, 5)):
+        assert short_convs([x], [taps], [torch.randn(shape)]) is None
+
+
+def test_rows_of_another_width_are_torchs():
+    """They would be counted as more rows than there are."""
+    assert linear_rows(torch.ones(4, 8), torch.ones(64, 4)) is None
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        projections.linear_rows(torch.ones(4, 8), torch.ones(64, 4))
+
+
+def test_tensors_without_memory_are_torchs():
+    """Fake tensors, and those in transforms of functions, have none for C++ to read."""
+    a, b = torch.randn(3, 5, 8), torch.randn(3, 5, 8)
+    with FakeTensorMode() as mode:
+        assert epilogues.swiglu(*map(mode.from_tensor, (a, b))).shape == a.shape
+    torch.testing.assert_close(torch.func.vmap(epilogues.swiglu)(a, b), F.silu(a) * b)
+    slope = torch.func.grad(lambda a: epilogues.swiglu(a, b).sum())(a)
+    expected = torch.func.grad(lambda a: (F.silu(a) * b).sum())(a)
+    torch.testing.assert_close(slope, expected)

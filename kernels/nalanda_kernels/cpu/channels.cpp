@@ -183,8 +183,12 @@ void channel_scores(const float* q, const float* r, const float* k, const float*
                 for (int j = 0; j < C; j += LANES) add(columns.data(), C, j, width, of_q + j, of_r + j);
             }
             for (int i = 0; i < C; i++) {
-                std::memcpy(qk + (p * C + i) * C, of_q + i * width, 4 * C);
-                if (r) std::memcpy(rk + (p * C + i) * C, of_r + i * width, 4 * C);
+                // Above the diagonal lanes had no key yet: there 0 · ∞ is no number.
+                float *row = of_q + i * width, *other = of_r + i * width;
+                std::fill(row + i + 1, row + C, 0);
+                std::fill(other + i, other + C, 0);
+                std::memcpy(qk + (p * C + i) * C, row, 4 * C);
+                if (r) std::memcpy(rk + (p * C + i) * C, other, 4 * C);
             }
         }
     });

@@ -1,8 +1,8 @@
 """Scores and decays of chunks whose keys decay by channel, and their backward, on a CPU.
 
 The caller has the formulas (model/chunk_channels.py). A chunk has C tokens and K channels, P are of chunks and heads.
-All tensors are fp32 without gaps; both functions return None for others. They raise Unsupported where the library
-cannot be built.
+All tensors are fp32 without gaps and on a CPU, and C is at most 3 or a multiple of 4. Both functions return None for
+others. They raise Unsupported where the library cannot be built.
 """
 
 import ctypes
@@ -57,7 +57,10 @@ def _two(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def _fit(*tensors: Tensor) -> bool:
-    return all(x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
+    C = tensors[0].shape[1]
+    # Rows of scores go in fours.
+    known = all(x.dtype == torch.float32 and x.is_cpu and x.is_contiguous() for x in tensors)
+    return known and (C < 4 or C % 4 == 0)
 
 
 def _run(name: str, q: Tensor, *tensors: Tensor | None) -> None:

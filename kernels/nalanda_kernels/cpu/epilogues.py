@@ -125,6 +125,9 @@ def short_convs(
     if W > MOST_TAPS or not _fit(*xs, *weights):
         return None
     past = [state.to(xs[0].dtype) for state in states or ()]
+    N = len(xs[0]) if cu_seqlens is None else len(cu_seqlens) - 1
+    if any(y.shape != (N, W - 1, x.shape[2]) for x, y in zip(xs, past, strict=False)):
+        return None
     silu = [activation == "silu" for activation in activations]
     ys = _ShortConvs.apply(len(xs), cu_seqlens, silu, *xs, *weights, *past)
     if not output_final_state:
@@ -195,13 +198,13 @@ def _bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Where sequences begin and the last one ends, int64 `[N + 1]`."""
     B, T = x.shape[:2]
     if cu_seqlens is None:
-        return torch.arange(0, B * T + 1, T)
-    return torch.tensor(bounds_of(cu_seqlens, T))
+        return torch.arange(0, B * T + 1, T, device="cpu")
+    return torch.tensor(bounds_of(cu_seqlens, T), device="cpu")
 
 
 def _fit(*tensors: Tensor) -> bool:
     """Whether the C++ has these dtypes, and a call of it something to do."""
-    known = all(x.dtype in DTYPES for x in tensors)
+    known = all(x.dtype in DTYPES and x.is_cpu for x in tensors)
     return known and tensors[0].numel() > 0 and not torch.compiler.is_compiling()
 
 

@@ -151,6 +151,8 @@ def linear_rows(
     scale: `[M]`, for W in int8, whose rows it multiplies. bias: `[M]`.
     """
     M, K = weight.shape
+    if not K or x.shape[-1] != K:
+        return None
     N = x.numel() // K
     codes = torch.int8 if scale is not None else x.dtype
     others = [y for y in (scale, bias) if y is not None]

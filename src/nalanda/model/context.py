@@ -487,7 +487,10 @@ def cut_recurrence(call: Call, options: Options, seq: Sequences) -> tuple[Tensor
     Linear attention multiplies exp(Σ g) q with the state, without a pass.
     """
     with no_autocast(call.q):
-        q, k = map_features(call.q, call.k, options.feature_map, options.qk_norm)
+        q, k = map_features(
+            *(call.q, call.k, options.feature_map, options.qk_norm),
+            backend="torch" if options.backend == "torch" else "auto",
+        )
     options = options._replace(
         feature_map=None,
         qk_norm=None,

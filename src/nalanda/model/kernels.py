@@ -4,7 +4,7 @@ import warnings
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _API = 3
 try:
@@ -21,7 +21,7 @@ else:
 
 def by_kernel(op: str, backend: str, x: Tensor, *inputs, **options):
     """The result of a kernel for the device of x; None if the torch path must serve the call."""
-    if package is not None:
+    if package is not None and _is_plain(x):
         # A kernel runs on the current device, which is another one if a model is spread over several. In a
         # compiled graph the operator itself goes there: AOTAutograd caches no graph that does.
         moves = x.is_cuda and not torch.compiler.is_compiling()
@@ -30,6 +30,14 @@ def by_kernel(op: str, backend: str, x: Tensor, *inputs, **options):
     if backend not in ("auto", "torch"):
         raise ValueError(f"backend={backend!r}: needs nalanda_kernels; choose one of auto, torch")
     return None
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether x has memory that kernels may read: subclasses, traces and transforms of functions have none."""
+    if torch.compiler.is_compiling():
+        return True
+    transformed = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
+    return type(x) in (Tensor, nn.Parameter) and not transformed
 
 
 def has_kernel(op: str, x: Tensor) -> bool:
