@@ -99,7 +99,7 @@ def check_recipe(file: Path, config: RunConfig) -> None:
         )
 
 
-def check_run(study: Study, run: StudyRun, configs: Mapping[str, RunConfig]) -> None:
+def check_trained(study: Study, run: StudyRun, configs: Mapping[str, RunConfig]) -> None:
     """Raises `InputError` if the records of a run are of another rate, or left the first arm's run elsewhere."""
     folder = staging(folder_of(study, run))
     try:
@@ -194,7 +194,7 @@ class Runner:
                 if self.result_of(run).ended or run in self.workers:
                     continue
                 if result := read_result(folder_of(self.study, run)):
-                    check_run(self.study, run, self.configs)
+                    check_trained(self.study, run, self.configs)
                     self.results[run.name] = result
             # What was read may tell a rate, and so further runs.
             if self.runs == before:
