@@ -92,6 +92,7 @@ def test_the_transfer_reads_the_study_that_compare_has_run(tmp_path, capsys):
             name, line = run_of(*series, rate, seed)
             (tmp_path / name).mkdir(parents=True)
             (tmp_path / name / "run.json").write_text(json.dumps(FINISHED))
+            config.optim.lr = rate
             (tmp_path / name / "config.yaml").write_text(config.to_yaml())
             line |= {"step": 488, "time": 0.0}
             (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line) + "\n")

@@ -18,8 +18,9 @@ from triton.runtime.interpreter import GridExecutor
 from nalanda.model import kernels, ops
 from nalanda_lab.kernels import static
 
-OP = Path(ops.__file__)
-ROOTS = OP.parents[1], Path(nalanda_kernels.__file__).parent
+BEGINNINGS = Path(ops.__file__), Path(kernels.__file__)
+"""Files of the ops' functions, and of the way to a kernel."""
+ROOTS = BEGINNINGS[0].parents[1], Path(nalanda_kernels.__file__).parent
 
 
 def frames(call: Callable) -> list[str]:
@@ -29,7 +30,7 @@ def frames(call: Callable) -> list[str]:
     def launch(*args, **options):
         for frame in [] if found else traceback.extract_stack():
             path = Path(frame.filename)
-            if path == OP or (found and any(root in path.parents for root in ROOTS)):
+            if path in BEGINNINGS or (found and any(root in path.parents for root in ROOTS)):
                 found.append(f"{path.parent.name}/{path.name}:{frame.lineno} {frame.name}")
 
     with mock.patch.object(GridExecutor, "__call__", launch):
