@@ -265,6 +265,15 @@ def test_a_state_is_continued_again_and_again(model):
     assert len(state) == 20
 
 
+def test_a_state_keeps_no_memory_of_the_caller(small):
+    tokens = ids(1, 9).int()
+    state = small.read(tokens)
+    last = tokens[:, -1:].long()
+    tokens.zero_()
+    assert torch.equal(state.last, last)
+    assert state.last.dtype == torch.int64  # as files have it
+
+
 def test_a_state_is_continued_by_its_cache_alone(small):
     tokens, options = ids(1, 9), {"max_new_tokens": 4, **GREEDY}
     out = small.generate(state=small.read(tokens), return_dict_in_generate=True, **options)

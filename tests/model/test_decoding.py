@@ -298,8 +298,14 @@ def test_weights_that_change():
     model, tokens = tiny(), ids(1, 5)
     out = model.generate(tokens, return_dict_in_generate=True, **GREEDY)
     step = weakref.ref(out.past_key_values.decoder)
+    square = next(
+        x.weight
+        for x in model.modules()
+        if isinstance(x, torch.nn.Linear) and len({*x.weight.shape}) == 1
+    )
     for change in (
         lambda: model.lm_head.weight.neg_(),
+        lambda: setattr(square, "data", square.data.t()),  # at the same address
         lambda: model.load_state_dict(
             {name: x.clone().neg_() for name, x in model.state_dict().items()}, assign=True
         ),

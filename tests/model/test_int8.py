@@ -4,6 +4,7 @@ import pytest
 import torch
 from nalanda_kernels import use_backend
 from tiny_models import build, ids, llama, logits, main_rows, save
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from nalanda.inference.load import load_model, number_format
@@ -120,9 +121,33 @@ def test_chosen_modules_stay(tmp_path):
     wide = build(dtype=torch.float32, tie_word_embeddings=False)
     kept = Int8Config(modules_to_not_convert=["lm_head"])
     narrow = rounded(wide, tmp_path, quantization_config=kept)
-    assert type(narrow.lm_head) is torch.nn.Linear
+    assert type(narrow.lm_head) is nn.Linear
     with pytest.raises(ValueError, match="has no module 'head'"):
         rounded(wide, tmp_path, quantization_config=Int8Config(["head"]))
+
+
+def test_tied_matrices_are_converted_together(tmp_path):
+    wide = build(dtype=torch.float32, tie_word_embeddings=True)
+    both = Int8Config(["lm_head", "model.embed_tokens"])
+    assert type(rounded(wide, tmp_path / "both", quantization_config=both).lm_head) is nn.Linear
+    with pytest.raises(ValueError, match="are tied; name both or none"):
+        rounded(wide, tmp_path / "one", quantization_config=Int8Config(["lm_head"]))
+
+
+def test_sums_of_codes_stay_in_the_range_of_fp16():
+    layer = nn.Linear(1024, 64, bias=False)
+    nn.init.constant_(layer.weight, 0.05)
+    narrow = Int8Linear(layer)
+    narrow.weight.data, narrow.weight_scale.data = quantize_rows(layer.weight.data)
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        y = narrow(torch.ones(2, 1024))
+    torch.testing.assert_close(y.float(), torch.full((2, 64), 51.2), rtol=1e-2, atol=0)
+
+
+def test_an_id_that_the_table_lacks_is_refused():
+    table = Int8Embedding(nn.Embedding(8, 4))
+    with pytest.raises(IndexError):
+        table(torch.tensor([-1]))
 
 
 def test_loading_by_name(tokenizer, tmp_path):

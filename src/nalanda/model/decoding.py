@@ -361,8 +361,9 @@ def key_of(model: Any) -> tuple:
     if graphs and (growing := model.model.growing_mixers()):
         raise NotServed(f"the state of {growing[0]} grows with the text")
     replayer = Graph.replayer(device) if graphs else (threading.get_ident(),)
-    # The address of each tensor: a graph has recorded it, so replaced weights need new graphs.
-    return (*replayer, *programs, *map(id, modules.values()), *(x.data_ptr() for x in tensors))
+    # The place of each tensor: a graph has recorded it, so replaced weights need new graphs.
+    places = ((x.data_ptr(), x.stride(), x.dtype) for x in tensors)
+    return (*replayer, *programs, *map(id, modules.values()), *places)
 
 
 def _foreign(module: nn.Module) -> bool:

@@ -53,12 +53,19 @@ class Int8Linear(nn.Linear):
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        in_torch = torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
+        autocast, dtype = torch.is_autocast_enabled(x.device.type), x.dtype
+        in_torch = torch.is_grad_enabled() or autocast
         if not (in_torch or torch.compiler.is_compiling()):
             weights = self.weight, self.weight_scale, self.bias
             served = by_kernel("linear_rows", "auto", x, x, *weights)
             if served is not None:
                 return served
+        if autocast:
+            dtype = torch.get_autocast_dtype(x.device.type)
+        if dtype == torch.float16:
+            # Sums of codes exceed its range.
+            weight = self.weight.to(dtype) * self.weight_scale[:, None].to(dtype)
+            return F.linear(x, weight, self.bias)
         y = F.linear(x, self.weight.to(x.dtype)) * self.weight_scale.to(x.dtype)
         return y if self.bias is None else y + self.bias
 
@@ -73,8 +80,9 @@ class Int8Embedding(nn.Embedding):
         self.weight_scale = nn.Parameter(table.weight.new_empty(len(codes)), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
+        codes = F.embedding(ids, self.weight)  # raises for an id that the table lacks
         scale = self.weight_scale[ids]
-        return self.weight[ids].to(scale.dtype) * scale[..., None]
+        return codes.to(scale.dtype) * scale[..., None]
 
 
 REPLACED: dict[type, Any] = {nn.Linear: Int8Linear, nn.Embedding: Int8Embedding}
@@ -105,10 +113,22 @@ class Int8Quantizer(HfQuantizer):
             made = REPLACED.get(type(module))
             if made is not None and len(module.weight) >= LEAST_ROWS and name not in left:
                 model.set_submodule(name, made(module))
-        # Scales are tied as their matrices are.
-        pairs = model.all_tied_weights_keys.items()
-        model.all_tied_weights_keys |= {f"{to}_scale": f"{of}_scale" for to, of in pairs}
+        self._tie_scales(model)
         return model
+
+    def _tie_scales(self, model: Any) -> None:
+        """Ties scales as their matrices are. Raises ValueError if only one of two tied matrices is converted."""
+        tied = {}
+        for pair in model.all_tied_weights_keys.items():
+            names = [name.rpartition(".")[0] for name in pair]
+            converted = [type(model.get_submodule(n)) in REPLACED.values() for n in names]
+            if all(converted):
+                tied[f"{pair[0]}_scale"] = f"{pair[1]}_scale"
+            elif any(converted):
+                raise ValueError(
+                    f"modules_to_not_convert: {' and '.join(names)} are tied; name both or none"
+                )
+        model.all_tied_weights_keys |= tied
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         module, name = get_module_from_name(model, param_name)

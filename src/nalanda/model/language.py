@@ -245,7 +245,8 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             cache, input_ids, attention_mask = state.resumed(self, input_ids, attention_mask)
         check_prompt(input_ids, attention_mask)
         cache.convert(state_dtype)
-        last_token = input_ids[:, -1:]
+        # A copy: the state outlives the caller's ids.
+        last_token = input_ids[:, -1:].to(torch.int64, copy=True)
 
         if attention_mask is not None:
             # On the host, so that a piece of one column is not taken for a token.

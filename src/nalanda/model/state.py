@@ -22,6 +22,9 @@ from .precision import check_state_dtype, packed_spec
 
 FORMAT = "nalanda-state-2"
 
+LONGEST = 2**40
+"""Tokens that no text has. A state file with more was not written here."""
+
 SETTINGS = (
     *("mixer", "mixer_options", "feature_map", "feature_map_options", "num_heads", "conv_size"),
     *("norm_eps", "position_embedding", "scale_embeddings"),
@@ -410,7 +413,7 @@ def _parsed(path: str | Path, about: dict[str, str], name: str) -> dict[str, Any
     """The table that a state file has as JSON under this name. Raises ValueError if it has none."""
     try:
         values = json.loads(about[name])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
         raise _damaged(path, name)
@@ -489,7 +492,12 @@ def _take_tokens(
         and lengths.dim() == 1
         and len(lengths) > 0
         and last.shape == (len(lengths), 1)
-        and bool((lengths > 0).all() & (last >= 0).all() & (last < vocab_size).all())
+        and bool(
+            (lengths > 0).all()
+            & (lengths < LONGEST).all()
+            & (last >= 0).all()
+            & (last < vocab_size).all()
+        )
     )
     if not sound:
         raise _damaged(path, "last tokens or lengths")
