@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from nalanda.common.errors import InputError
 from nalanda.compare.results import Result
@@ -129,13 +130,18 @@ def command_of(
         if trunk is None:
             overrides += [f"checkpoint.every={fork}", f"checkpoint.keep_every={fork}"]
         else:
-            folder = staging(folder_of(study, trunk))
-            overrides.append(f"train.resume={folder}/checkpoints/step-{fork}")
+            overrides.append(f"train.resume={fork_checkpoint(study, trunk, configs)}")
     return study.recipe_of(run.arm), [*overrides, f"output_dir={folder_of(study, run)}"]
 
 
 def folder_of(study: Study, run: StudyRun) -> str:
     return f"{study.output_dir.rstrip('/')}/{run.name}"
+
+
+def fork_checkpoint(study: Study, trunk: StudyRun, configs: Mapping[str, RunConfig]) -> Path:
+    """The checkpoint at which others leave a run."""
+    step = fork_of(study, configs)
+    return staging(folder_of(study, trunk)) / "checkpoints" / f"step-{step}"
 
 
 def trunk_of(study: Study, run: StudyRun) -> StudyRun | None:

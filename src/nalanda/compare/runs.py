@@ -17,9 +17,17 @@ from nalanda.common.errors import InputError, output_folder
 from nalanda.common.files import alone, write_atomically
 from nalanda.common.progress import Progress
 from nalanda.compare.options import Execution
-from nalanda.compare.plan import StudyRun, command_of, folder_of, is_complete, plan_runs, trunk_of
+from nalanda.compare.plan import (
+    StudyRun,
+    command_of,
+    folder_of,
+    fork_checkpoint,
+    is_complete,
+    plan_runs,
+    trunk_of,
+)
 from nalanda.compare.results import RETRIES, Result, read_result
-from nalanda.compare.study import Study, check_same, fork_of, study_text
+from nalanda.compare.study import Study, check_same, study_text
 from nalanda.config.load import differences, load_config
 from nalanda.config.schema import RunConfig
 from nalanda.data.workers import processors
@@ -56,10 +64,7 @@ def claimed(
 def record_study(study: Study, configs: Mapping[str, RunConfig], folder: Path) -> None:
     """Writes compare.yaml, the study, and the recipe of each arm to `arms`. Raises `InputError` for another one."""
     file = folder / "compare.yaml"
-    if is_store(study.output_dir):
-        stored = read_bytes(f"{study.output_dir}/compare.yaml", RETRIES, missing=b"")
-        if stored:
-            write_atomically(file, stored)
+    fetch(study, file, folder)
     others = [p for p in folder.iterdir() if p.name != "arms" and not p.name.startswith(".")]
     if not file.is_file() and others:
         raise InputError(f"{folder} has files that are no study; choose another output_dir")
@@ -70,10 +75,7 @@ def record_study(study: Study, configs: Mapping[str, RunConfig], folder: Path) -
     recipes.mkdir(exist_ok=True)
     for arm, config in configs.items():
         recipe = recipes / f"{arm}.yaml"
-        if is_store(study.output_dir):
-            stored = read_bytes(f"{study.output_dir}/arms/{arm}.yaml", RETRIES, missing=b"")
-            if stored:
-                write_atomically(recipe, stored)
+        fetch(study, recipe, folder)
         check_recipe(recipe, config)
 
     for arm, config in configs.items():
@@ -82,6 +84,14 @@ def record_study(study: Study, configs: Mapping[str, RunConfig], folder: Path) -
     if is_store(study.output_dir):
         for written in (*(recipes / f"{arm}.yaml" for arm in configs), file):
             upload(written, f"{study.output_dir}/{written.relative_to(folder)}", RETRIES)
+
+
+def fetch(study: Study, file: Path, folder: Path) -> None:
+    """Copies a file of the study's folder from its store, if it is in one and has it."""
+    if is_store(study.output_dir):
+        url = f"{study.output_dir}/{file.relative_to(folder)}"
+        if stored := read_bytes(url, RETRIES, missing=b""):
+            write_atomically(file, stored)
 
 
 def check_recipe(file: Path, config: RunConfig) -> None:
@@ -109,8 +119,8 @@ def check_trained(study: Study, run: StudyRun, configs: Mapping[str, RunConfig])
     wanted: dict[str, Any] = {
         "optim.lr": configs[run.arm].optim.lr if run.rate is None else run.rate
     }
-    if trunk_of(study, run) is not None:
-        wanted["train.resume"] = f"step-{fork_of(study, configs)}"
+    if trunk := trunk_of(study, run):
+        wanted["train.resume"] = fork_checkpoint(study, trunk, configs).name
     for key, value in wanted.items():
         section, name = key.split(".")
         found = (recipe.get(section) or {}).get(name)
@@ -219,7 +229,11 @@ class Runner:
             if len(self.workers) >= self.execution.workers:
                 break
             trunk = trunk_of(self.study, run)
-            if trunk is not None and self.result_of(trunk).diverged and not self.can_leave(trunk):
+            if (
+                trunk is not None
+                and self.result_of(trunk).diverged
+                and not fork_checkpoint(self.study, trunk, self.configs).is_dir()
+            ):
                 lost = Result("failed", diverged=True, reason=f"{trunk.name} diverged")
                 self.results[run.name] = lost
             if self.can_start(run):
@@ -230,11 +244,6 @@ class Runner:
         result, trunk = self.result_of(run), trunk_of(self.study, run)
         idle = run not in self.workers and result.state != "running" and not result.ended
         return self.is_ours(run) and idle and (trunk is None or self.result_of(trunk).ended)
-
-    def can_leave(self, trunk: StudyRun) -> bool:
-        """Whether a run has the checkpoint at which others leave it."""
-        step = fork_of(self.study, self.configs)
-        return (staging(folder_of(self.study, trunk)) / "checkpoints" / f"step-{step}").is_dir()
 
     def launch(self, run: StudyRun) -> TrainingProcess:
         """Starts a run. Its output goes to a .log beside its folder."""

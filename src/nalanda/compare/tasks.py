@@ -40,11 +40,8 @@ def score_tasks(
     evaluate: Evaluate,
 ) -> list[TaskScore]:
     """Scores every finished model that is on this machine. An interrupted evaluation goes on from its answers."""
-    models = {}
-    for run in runs:
-        final = staging(folder_of(study, run)) / "final"
-        if not run.trial and results[run.name].finished and final.is_dir():
-            models[run] = str(final)
+    finals = finished_models(study, runs, results)
+    models = {run: str(final) for run, final in finals.items() if final.is_dir()}
     if not study.tasks or not models:
         return []
 
@@ -53,12 +50,20 @@ def score_tasks(
     return gather(study, tasks)
 
 
+def finished_models(
+    study: Study, runs: Sequence[StudyRun], results: Mapping[str, Result]
+) -> dict[StudyRun, Path]:
+    """The folder of each finished run's model, which may be on another machine."""
+    finished = [run for run in runs if not run.trial and results[run.name].finished]
+    return {run: staging(folder_of(study, run)) / "final" for run in finished}
+
+
 def absent_models(
     study: Study, runs: Sequence[StudyRun], results: Mapping[str, Result]
 ) -> list[str]:
     """The finished runs whose models are not on this machine."""
-    finished = [run for run in runs if not run.trial and results[run.name].finished]
-    return [r.name for r in finished if not (staging(folder_of(study, r)) / "final").is_dir()]
+    finals = finished_models(study, runs, results)
+    return [run.name for run, final in finals.items() if not final.is_dir()]
 
 
 def gather(study: Study, tasks: Mapping[StudyRun, Mapping[str, dict]]) -> list[TaskScore]:

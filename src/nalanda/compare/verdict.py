@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from scipy import stats
@@ -16,6 +16,7 @@ from nalanda.common.text import si
 from nalanda.compare.plan import StudyRun
 from nalanda.compare.results import Result
 from nalanda.compare.study import Study, validation_of
+from nalanda.config.load import differences
 from nalanda.config.schema import RunConfig
 
 Unit = Literal["bits a byte", "nats a token"]
@@ -201,7 +202,9 @@ def judge_study(
         if lacking:
             verb = "has" if len(lacking) == 1 else "have"
             reasons[a, b] = f"since {' and '.join(lacking)} {verb} no {unit}"
-        elif configs and (changed := differing(*(validation_of(configs[arm]) for arm in (a, b)))):
+        elif configs and (
+            changed := differences(validation_of(configs[a]), validation_of(configs[b]))
+        ):
             reasons[a, b] = f"since they are validated on other rows: {', '.join(changed)}"
         elif configs and unit == "nats a token" and configs[a].tokenizer != configs[b].tokenizer:
             reasons[a, b] = "since nats a token of two tokenizers do not compare"
@@ -222,11 +225,6 @@ def judge_study(
         else:
             sentences.append(sentence(gap, study.margin, unit, two, parameters, len(gaps)))
     return StudyVerdict(unit, study.margin, arms, gaps, sentences)
-
-
-def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ, or that one of the two lacks."""
-    return [key for key in {**a, **b} if a.get(key) != b.get(key)]
 
 
 def _loss_in(unit: Unit, result: Result) -> float | None:

@@ -58,6 +58,11 @@ class Options(NamedTuple):
     mode: str = "chunk"
     backend: str = "auto"
 
+    @property
+    def backend_of_parts(self) -> str:
+        """Of the map, and other parts of the torch form: "auto" may take kernels for them, "torch" takes none."""
+        return "torch" if self.backend == "torch" else "auto"
+
 
 def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
     """The dtype of computations with these tensors, fp32 or float64."""

@@ -15,52 +15,6 @@ from torch import Tensor
 
 from .kernels import by_kernel
 
-
-def channel_scores(
-    rows: Sequence[Tensor], k: Tensor, g: Tensor, backend: str
-) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
-    """eᵞ and e^{γ_C − γ} [P, C, K]; tril(Δ QK⊤) and, with R, tril(Δ RK⊤, −1) [P, C, C].
-
-    rows: Q, or Q and R, [P, C, K]. backend: "auto", or "torch" for no kernel.
-    """
-    served = by_kernel("channel_scores", backend, g, rows, k, g)
-    if served is not None:
-        return served[:2], [*served[2:]]
-
-    *decays, factors = span_factors(g)
-    scores = _scores(rows, k, factors)
-    # Spans pair i > j alone. On the diagonal Δ is 1, and RK⊤ has none.
-    scores[0].diagonal(0, 1, 2).copy_((rows[0] * k).sum(-1))
-    return (decays[0], decays[1]), scores
-
-
-def channel_gradients(
-    rows: Sequence[Tensor],
-    k: Tensor,
-    g: Tensor,
-    d_scores: Sequence[Tensor],
-    d_rows: Sequence[Tensor],
-    d_k: Tensor,
-    reads: Tensor,
-    writes: Tensor,
-    backend: str,
-) -> None:
-    """Adds what `d_scores` give to d_rows and d_k, and turns `reads` into dg, all in place.
-
-    reads, writes: shares of dg at the tokens that read the state and that write to it, [P, C, K]. R may be K, and its
-    gradient d_k.
-    """
-    inputs = rows, k, g, d_scores, d_rows, d_k, reads, writes
-    if by_kernel("channel_gradients", backend, d_k, *inputs):
-        return
-
-    # Of the diagonal, where Δ is 1 and RK⊤ has nothing.
-    diagonal = d_scores[0].diagonal(0, 1, 2)[..., None]  # [P, C, 1]
-    d_rows[0].addcmul_(diagonal, k)
-    d_k.addcmul_(diagonal, rows[0])
-    _through_spans(*inputs)
-
-
 _switching = threading.Lock()
 
 
@@ -82,6 +36,76 @@ def without_onednn() -> Iterator[None]:
             setting.fp32_precision = before
 
 
+def channel_scores(
+    rows: Sequence[Tensor], k: Tensor, g: Tensor, backend: str
+) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
+    """eᵞ and e^{γ_C − γ} [P, C, K]; tril(Δ QK⊤) and, with R, tril(Δ RK⊤, −1) [P, C, C].
+
+    rows: Q, or Q and R, [P, C, K]. backend: "auto", or "torch" for no kernel.
+    """
+    served = by_kernel("channel_scores", backend, g, rows, k, g)
+    if served is not None:
+        return served[:2], [*served[2:]]
+
+    decay_in, decay_out, factors = span_factors(g)
+    scores = _scores(rows, k, factors)
+    # Spans pair i > j alone. On the diagonal Δ is 1, and RK⊤ has none.
+    scores[0].diagonal(0, 1, 2).copy_((rows[0] * k).sum(-1))
+    return (decay_in, decay_out), scores
+
+
+def channel_gradients(
+    rows: Sequence[Tensor],
+    k: Tensor,
+    g: Tensor,
+    d_scores: Sequence[Tensor],
+    d_rows: Sequence[Tensor],
+    d_k: Tensor,
+    reads: Tensor,
+    writes: Tensor,
+    backend: str,
+) -> None:
+    """Adds what `d_scores` give to d_rows and d_k, and turns `reads` into dg, all in place.
+
+    reads, writes: shares of dg at the tokens that read the state and that write to it, [P, C, K]. R may be K, and its
+    gradient d_k.
+    """
+    if by_kernel(
+        "channel_gradients", backend, d_k, rows, k, g, d_scores, d_rows, d_k, reads, writes
+    ):
+        return
+
+    # Of the diagonal, where Δ is 1 and RK⊤ has nothing.
+    diagonal = d_scores[0].diagonal(0, 1, 2)[..., None]  # [P, C, 1]
+    d_rows[0].addcmul_(diagonal, k)
+    d_k.addcmul_(diagonal, rows[0])
+    # Below it, back through the products of `span_factors`, longest spans first.
+    with without_onednn():
+        for late, early in reversed(span_factors(g)[2]):
+            size = late.shape[2]
+            halves, d_halves, since, until = (
+                x.unflatten(1, (-1, 2, size)) for x in (k, d_k, reads, writes)
+            )
+            # A product's share belongs to both of its factors.
+            since[:, :, 0, -1].add_(since[:, :, 1].sum(2))
+            since[:, :, 1, -1].add_(until[:, :, 0].sum(2))
+
+            # The scores that used the factors of this length.
+            k_early = halves[:, :, 0] * early  # [P, pairs, size, K]
+            of_k = torch.zeros_like(k_early)
+            for x, d_x, d_score in zip(rows, d_rows, d_scores, strict=True):
+                x, d_x = (y.unflatten(1, (-1, 2, size))[:, :, 1] for y in (x, d_x))
+                later, block = x * late, below_diagonal(d_score, size)
+                # [P, pairs, size, K]; single tokens need no product.
+                of_x = block @ k_early if size > 1 else block * k_early
+                d_x.addcmul_(late, of_x)
+                since[:, :, 1].addcmul_(later, of_x)
+                of_k += block.mT @ later if size > 1 else later.mul_(block)
+
+            d_halves[:, :, 0].addcmul_(early, of_k)
+            until[:, :, 0].addcmul_(k_early, of_k)
+
+
 @without_onednn()
 def _scores(
     rows: Sequence[Tensor], k: Tensor, factors: list[tuple[Tensor, Tensor]]
@@ -98,43 +122,6 @@ def _scores(
             block = later @ k_early.mT if size > 1 else (later * k_early).sum(-1, keepdim=True)
             below_diagonal(score, size).copy_(block)
     return scores
-
-
-@without_onednn()
-def _through_spans(
-    rows: Sequence[Tensor],
-    k: Tensor,
-    g: Tensor,
-    d_scores: Sequence[Tensor],
-    d_rows: Sequence[Tensor],
-    d_k: Tensor,
-    reads: Tensor,
-    writes: Tensor,
-) -> None:
-    """`channel_gradients` below the diagonal: back through the products of `span_factors`, longest spans first."""
-    for late, early in reversed(span_factors(g)[2]):
-        size = late.shape[2]
-        halves, d_halves, since, until = (
-            x.unflatten(1, (-1, 2, size)) for x in (k, d_k, reads, writes)
-        )
-        # A product's share belongs to both of its factors.
-        since[:, :, 0, -1].add_(since[:, :, 1].sum(2))
-        since[:, :, 1, -1].add_(until[:, :, 0].sum(2))
-
-        # The scores that used the factors of this length.
-        k_early = halves[:, :, 0] * early  # [P, pairs, size, K]
-        of_k = torch.zeros_like(k_early)
-        for x, d_x, d_score in zip(rows, d_rows, d_scores, strict=True):
-            x, d_x = (y.unflatten(1, (-1, 2, size))[:, :, 1] for y in (x, d_x))
-            later, block = x * late, below_diagonal(d_score, size)
-            # [P, pairs, size, K]; single tokens need no product.
-            of_x = block @ k_early if size > 1 else block * k_early
-            d_x.addcmul_(late, of_x)
-            since[:, :, 1].addcmul_(later, of_x)
-            of_k += block.mT @ later if size > 1 else later.mul_(block)
-
-        d_halves[:, :, 0].addcmul_(early, of_k)
-        until[:, :, 0].addcmul_(k_early, of_k)
 
 
 def span_factors(g: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:

@@ -489,7 +489,7 @@ def cut_recurrence(call: Call, options: Options, seq: Sequences) -> tuple[Tensor
     with no_autocast(call.q):
         q, k = map_features(
             *(call.q, call.k, options.feature_map, options.qk_norm),
-            backend="torch" if options.backend == "torch" else "auto",
+            backend=options.backend_of_parts,
         )
     options = options._replace(
         feature_map=None,

@@ -196,8 +196,7 @@ def _kernel_arguments(call: Call, options: Options) -> tuple[str, tuple[Tensor |
 
 def _run_in_torch(call: Call, options: Options) -> tuple[Tensor, Tensor | None]:
     """`run_recurrence` by the torch form of the options' mode; call without autocast."""
-    # "auto" may take kernels for parts; "torch" takes none at all.
-    backend = "torch" if options.backend == "torch" else "auto"
+    backend = options.backend_of_parts
     q, k = map_features(call.q, call.k, options.feature_map, options.qk_norm, backend=backend)
     call = call._replace(q=q, k=k)
     _check_features(call)
