@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from nalanda.inference.load import is_ours
+from nalanda.model.cache import CACHE, cache_of
 
 Request = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of a context and of its continuation, both non-empty."""
@@ -143,10 +144,10 @@ def _resumes_exactly(model: PreTrainedModel) -> bool:
     """Whether the cache surely resumes exactly: it is our state, or holds only keys and values."""
     if is_ours(model):
         return True
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
+    if CACHE not in inspect.signature(model.forward).parameters:
         return False
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    cache = model(token, use_cache=True).past_key_values
+    cache = cache_of(model(token, use_cache=True))
     if type(cache) is not DynamicCache:
         return False
     # Other layers, such as those of sliding windows, may drop or merge what they read.
@@ -205,20 +206,22 @@ def _read_rows(
         kept_positions, column = position.unique(return_inverse=True)
         some = {"logits_to_keep": kept_positions.to(model.device)} if limited else {}
         # No mask: padding on the right reaches no token.
-        out = model(ids.to(model.device), past_key_values=cache, use_cache=keep, **some)
+        if cache is not None:
+            some[CACHE] = cache
+        out = model(ids.to(model.device), use_cache=keep, **some)
         logits = out.logits[row, column if limited else position]  # [N, vocabulary]
         _add_scores(logits, lambda logits: logits, token, request, tally)
-        return out.past_key_values if keep else None
+        return cache_of(out) if keep else None
 
     for start in range(0, width, COLUMNS):
         end = min(start + COLUMNS, width)
         out = model.model(
             ids[:, start:end].to(model.device),
             attention_mask=mask[:, start:end],
-            past_key_values=cache,
+            cache=cache,
             use_cache=keep or width > COLUMNS,
         )
-        cache = out.past_key_values
+        cache = cache_of(out)
         # Predictions in these columns; the head sees only their vectors.
         inside = (position >= start) & (position < end)
         hidden = out.last_hidden_state[row[inside], position[inside] - start]  # [N, D]

@@ -44,6 +44,7 @@ from nalanda.inference.load import (
 )
 from nalanda.inference.options import Sampling, sampling_options
 from nalanda.model import State
+from nalanda.model.cache import CACHE, cache_of
 
 HELP = "/save FILE, /load FILE, /reset, /quit; ctrl-C ends an answer"
 
@@ -223,15 +224,15 @@ class Conversation:
         if is_ours(self.model):
             self.state = read_with_progress(self.model, tokens, self.state)
             out = self.model.generate(state=self.state, **options)
-            self.state = State(self.model, out.past_key_values, out.sequences[:, -1:])
+            self.state = State(self.model, cache_of(out), out.sequences[:, -1:])
             return
 
         ids = self._as_row(self.tokens + tokens)
-        out = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=self.cache, **options
-        )
+        if self.cache is not None:
+            options |= {CACHE: self.cache}
+        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         self.tokens = out.sequences[0].tolist()
-        self.cache = getattr(out, "past_key_values", None)
+        self.cache = cache_of(out)
 
     def _keep_interrupted(self, tokens: list[int], answer: list[int]) -> None:
         """Reads the part of the answer that was printed: the interrupted call left the state as it was."""

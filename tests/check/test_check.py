@@ -11,6 +11,7 @@ from transformers import AutoConfig, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from nalanda.check.command import against
 from nalanda.check.page import findings_page
+from nalanda.model.cache import CACHE, cache_of
 from nalanda.testing import properties
 from nalanda.testing.properties import PROPERTIES
 from nalanda.testing.subject import Subject, around, kinds_of_layers, make
@@ -85,15 +86,15 @@ def counts_its_rows(model, inputs, out):
 
 def forgets_in_pieces(inputs):
     if inputs["input_ids"].shape[1] > 1:
-        inputs["past_key_values"] = None
+        inputs[CACHE] = None
 
 
 def remembers_its_last_cache(model, forward, inputs):
     # The cache of a class, as a module that keeps its state itself has it.
-    if inputs.get("past_key_values") is not None:
-        inputs["past_key_values"] = type(model).kept
+    if inputs.get(CACHE) is not None:
+        inputs[CACHE] = type(model).kept
     out = forward(**inputs)
-    type(model).kept = out.past_key_values
+    type(model).kept = cache_of(out)
     return out
 
 
@@ -101,8 +102,8 @@ def keeps(method):
     """A cache whose method does nothing."""
 
     def change(model, inputs, out):
-        if out.past_key_values is not None:
-            setattr(out.past_key_values, method, _nothing)
+        if out.get(CACHE) is not None:
+            setattr(out[CACHE], method, _nothing)
 
     return on_outputs(change)
 
@@ -135,8 +136,8 @@ class Losing(DynamicCache):
 
 
 def loses_its_cache(model, inputs, out):
-    if out.past_key_values is not None:
-        out.past_key_values.__class__ = Losing
+    if out.get(CACHE) is not None:
+        out[CACHE].__class__ = Losing
 
 
 def other_tokens(when):
@@ -150,11 +151,11 @@ def other_tokens(when):
 
 
 def steps(model, inputs):
-    return inputs.get("past_key_values") and inputs["input_ids"].shape[1] == 1
+    return inputs.get(CACHE) and inputs["input_ids"].shape[1] == 1
 
 
 def checks_guesses(model, inputs):
-    cache = inputs.get("past_key_values")
+    cache = inputs.get(CACHE)
     return cache and cache.get_seq_length() and inputs["input_ids"].shape[1] > 1
 
 
@@ -268,7 +269,7 @@ def test_the_page_says_what_differs_where_and_how_to_see_it():
 def test_an_error_is_told_apart_from_a_door_that_is_missing():
     def raises(error):
         def change(inputs):
-            if inputs.get("past_key_values") is not None:
+            if inputs.get(CACHE) is not None:
                 raise error
 
         return planted(on_inputs(change))

@@ -175,7 +175,7 @@ def test_what_a_model_cannot_read_is_said(monkeypatch):
     with pytest.raises(InputError, match="--length 32: the model cannot read rows of 32"):
         perplexity_by_position(gpt, many, 8, 32)
     monkeypatch.setattr(module, "AT_ONCE", 8)
-    with pytest.raises(InputError, match="--length: mamba returns no state; take at most 8"):
+    with pytest.raises(InputError, match="--length: mamba reads rows in parts"):
         surprisal(foreign(Mamba, MambaConfig, state_size=4), torch.from_numpy(many[0][0])[None])
 
 

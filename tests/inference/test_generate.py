@@ -314,11 +314,7 @@ BAD_MASK = r"attention_mask must be \[1, 5\], got"
         (ids(1, 5), {"state": True, "attention_mask": ONES(1, 6)}, BAD_MASK),
         (ids(1, 5), {"state": True, "attention_mask": ONES(2, 5)}, BAD_MASK),
         (None, {"state": "text"}, "state must be of model.read or model.load_state, not str"),
-        (
-            None,
-            {"state": True, "past_key_values": True},
-            "a state is a cache: leave past_key_values out",
-        ),
+        (None, {"state": True, "past_key_values": True}, "a state is a cache: leave cache out"),
         (
             None,
             {"state": True, "use_cache": False},

@@ -44,6 +44,7 @@ from nalanda.inference.options import (
     state_format,
 )
 from nalanda.model import NalandaCache, State
+from nalanda.model.cache import cache_of
 from nalanda.model.precision import check_state_dtype
 from nalanda.model.state import fingerprint
 
@@ -308,7 +309,7 @@ def generate(
     new = out.sequences[0, prompt_length:]
     if stream:
         seconds = time.perf_counter() - start
-        speed = describe_speed(len(new), seconds, out.past_key_values, network.device)
+        speed = describe_speed(len(new), seconds, cache_of(out), network.device)
         print(speed, file=sys.stderr)
     return decode(tokenizer, new)
 

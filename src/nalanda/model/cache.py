@@ -2,13 +2,34 @@
 
 import copy
 import weakref
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .precision import pack_state, unpack_state
+
+CACHE = next(
+    x.name for x in fields(BaseModelOutputWithPast) if x.name in ("cache", "past_key_values")
+)
+"""transformers' name of a cache, as a keyword and as an output: `past_key_values` before 5.24, then `cache`."""
+
+
+def cache_of(output: Any) -> Any:
+    """The cache in the output of any model of transformers, or of `generate`; None if it has none."""
+    return output.get(CACHE)
+
+
+def one_cache(cache: Any, past_key_values: Any) -> Any:
+    """The cache that a call gave under either name. Raises ValueError for both."""
+    if past_key_values is None:
+        return cache
+    if cache is not None:
+        raise ValueError("cache and past_key_values are one thing: give one of them")
+    return past_key_values
 
 
 class NalandaCache(Cache):
@@ -110,15 +131,18 @@ class NalandaCache(Cache):
         return True
 
     @property
+    def is_linear(self) -> list[bool]:
+        # Where all are true, `generate` gives a prompt whole, even the tokens that the cache has read.
+        return [False] * len(self)
+
+    @property
     def batch_size(self) -> int:
         return 0 if self.lengths is None else len(self.lengths)
 
     def check_batch(self, batch: int) -> None:
         """Raises ValueError if the cache is for another batch size."""
         if self.is_initialized and self.batch_size != batch:
-            raise ValueError(
-                f"past_key_values holds {self.batch_size} sequences, the input has {batch} rows"
-            )
+            raise ValueError(f"cache holds {self.batch_size} sequences, the input has {batch} rows")
 
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from .base import CarriedState, LayerState
-from .cache import NalandaCache
+from .cache import CACHE, NalandaCache, one_cache
 from .configuration import NalandaConfig
 from .context import Context, Parts
 from .epilogues import add_norm, glu_of_few_rows, swiglu
@@ -278,7 +278,7 @@ class Decoder(NalandaPreTrainedModel):
     def _check_rows(self, packing: Packing, cache: NalandaCache | None, B: int) -> None:
         carried_cache, carried = packing.carried_cache, packing.carried
         if cache is not None:
-            raise ValueError("give carried_cache or past_key_values, not both")
+            raise ValueError("give carried_cache or cache, not both")
         if carried is not None and (carried.dtype != torch.bool or carried.shape != (B,)):
             raise ValueError(
                 f"carried must be bool [{B}], one for each row, got {carried.dtype} {list(carried.shape)}"
@@ -304,22 +304,20 @@ class Decoder(NalandaPreTrainedModel):
     def _check_cache(self, cache: NalandaCache, B: int) -> None:
         if not isinstance(cache, NalandaCache):
             raise ValueError(
-                f"past_key_values must be a NalandaCache, got {type(cache).__name__}: leave it out, or give "
+                f"cache must be a NalandaCache, got {type(cache).__name__}: leave it out, or give "
                 f"NalandaCache({len(self.layers)}); prefix tuning has no keys and values to train here, "
                 "LoRA and prompt tuning work"
             )
         cache.check_batch(B)
         # A draft by the first layers lowers num_hidden_layers, and may have a cache of its own.
         if not self.config.num_hidden_layers <= len(cache) <= len(self.layers):
-            raise ValueError(
-                f"past_key_values has {len(cache)} layers, the model {len(self.layers)}"
-            )
+            raise ValueError(f"cache has {len(cache)} layers, the model {len(self.layers)}")
         check_state_dtype(cache.state_dtype, self.config)
         first: Any = self.layers[0]
         names = packed_spec(first.mixer.state_spec(1), cache.state_dtype).keys()
         if cache.is_initialized and cache.states[0].keys() != names:
             raise ValueError(
-                f"past_key_values does not fit: its first layer holds {', '.join(cache.states[0])}, the "
+                f"cache does not fit: its first layer holds {', '.join(cache.states[0])}, the "
                 f"model's {', '.join(names)}"
             )
 
@@ -339,7 +337,7 @@ class Decoder(NalandaPreTrainedModel):
         """Reads the tokens that `cache.crop` left unread."""
         unread = cache.take_unread()
         if unread is not None:
-            self(inputs_embeds=unread[0], attention_mask=unread[1], past_key_values=cache)
+            self(inputs_embeds=unread[0], attention_mask=unread[1], cache=cache)
 
     @can_return_tuple
     def forward(  # noqa: PLR0913 (transformers' own signature)
@@ -347,7 +345,7 @@ class Decoder(NalandaPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: NalandaCache | None = None,
+        cache: NalandaCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -359,6 +357,7 @@ class Decoder(NalandaPreTrainedModel):
         output_attentions: bool | None = None,
         pixel_values: Tensor | None = None,
         interpolate_pos_encoding: bool = False,
+        past_key_values: NalandaCache | None = None,
         **foreign: Any,
     ) -> DecoderOutput:
         """As `NalandaForCausalLM.forward`, without the head: `last_hidden_state` `[B, T, D]`, after the norm.
@@ -379,9 +378,8 @@ class Decoder(NalandaPreTrainedModel):
         x, grid = self._embed(
             input_ids, inputs_embeds, pixel_values, interpolate_pos_encoding, context
         )
-        batch = self.describe(
-            x, grid, attention_mask, position_ids, past_key_values, use_cache, packing
-        )
+        cache = one_cache(cache, past_key_values)
+        batch = self.describe(x, grid, attention_mask, position_ids, cache, use_cache, packing)
         batch.hidden_states = [] if output_hidden_states else None
         return self.finish(batch, self.run(batch))
 
@@ -483,7 +481,7 @@ class Decoder(NalandaPreTrainedModel):
         layout = Layout(x, attention_mask, position_ids, cu_seqlens)
         if layout.packed:
             raise ValueError(
-                "packed documents have no cache: call with use_cache=False and without past_key_values"
+                "packed documents have no cache: call with use_cache=False and without cache"
             )
         # Embeddings, not ids: the tokens that `crop` keeps are read again from them.
         cache.record(x, layout.mask)
@@ -572,9 +570,9 @@ class Decoder(NalandaPreTrainedModel):
         hidden = batch.hidden_states
         return DecoderOutput(
             last_hidden_state=x,
-            past_key_values=batch.cache,
             hidden_states=None if hidden is None else (*hidden, x),
             carried_cache=self._ended(batch.states, batch.seq) if batch.carries else None,
+            **{CACHE: batch.cache},
         )
 
     def _embed(

@@ -179,7 +179,7 @@ class GraphDecoder(StateBuffers):
         cache = StaticCache(
             [StaticState(*pair) for pair in zip(old, new, strict=True)], self.lengths
         )
-        h = model.model(input_ids=self.tokens, past_key_values=cache).last_hidden_state
+        h = model.model(input_ids=self.tokens, cache=cache).last_hidden_state
         logits = model.lm_head(h)
         # Else the next graph would read buffers that do not fit.
         if not alike(cache.states, new, dtypes=True):

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
-from .cache import NalandaCache
+from .cache import CACHE, NalandaCache, cache_of, one_cache
 from .configuration import NalandaConfig
 from .context import Context
 from .decoder import Decoder, NalandaPreTrainedModel
@@ -188,7 +188,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
         )
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if cache is None and generation_config.use_cache:
             cache = NalandaCache(self.config.num_hidden_layers)
         elif isinstance(cache, NalandaCache):
@@ -204,7 +204,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             return
         # Drafts may be cropped. A cache of an earlier call may still record for that.
         cache.recording = bool(generation_config.is_assistant)
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE] = cache
 
     def executors(self) -> list[LayerExecutors]:
         """The executor of each kind of layer, for sequences and for one token, and why it is not a faster one.
@@ -273,7 +273,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
                 mask = None if attention_mask is None else attention_mask[:, piece]
                 # A short piece is read as `generate` decodes it.
                 if self._decode_piece(ids, mask, cache) is None:
-                    self.model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+                    self.model(input_ids=ids, attention_mask=mask, cache=cache)
         return State(self, cache, last_token)
 
     def _read_parts(
@@ -316,16 +316,19 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         """
         foreign_bounds(None, {"token_type_ids": kwargs.pop("token_type_ids", None)})
         check_state_dtype(state_dtype, self.config)
+        cache = one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
         if state is None:
             if state_dtype is not None:
-                cache = kwargs.get("past_key_values") or NalandaCache(self.config.num_hidden_layers)
-                kwargs["past_key_values"] = cache.convert(state_dtype)
+                cache = cache or NalandaCache(self.config.num_hidden_layers)
+                cache.convert(state_dtype)
+            if cache is not None:
+                kwargs[CACHE] = cache
             return self._generate_from_prompt(inputs, *args, **kwargs)
 
         if kwargs.get("inputs_embeds") is not None:
             raise ValueError("a state continues with input_ids, not inputs_embeds")
         for name, refused in (
-            ("past_key_values", kwargs.get("past_key_values") is not None),
+            ("cache", cache is not None),
             ("use_cache=False", kwargs.get("use_cache") is False),
         ):
             if refused:
@@ -338,7 +341,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         cache.convert(state_dtype)
         cache.seen_tokens = 0  # `generate` counts tokens from the start of this call
         mask = torch.ones_like(ids) if mask is None else mask
-        kwargs |= {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        kwargs |= {"attention_mask": mask, CACHE: cache, "use_cache": True}
         if kwargs.get("streamer") is not None:
             kwargs["streamer"] = _WithoutFirst(kwargs["streamer"])
 
@@ -348,7 +351,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             return out[:, 1:]  # without the state's last token
         out.sequences = out.sequences[:, 1:]
         # So that the cache counts these tokens when they are continued.
-        out.past_key_values.seen_tokens -= 1
+        cache_of(out).seen_tokens -= 1
         return out
 
     def _generate_from_prompt(self, inputs: Tensor | None, *args, **kwargs):
@@ -356,7 +359,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         if prompt is None:
             prompt = kwargs.get("input_ids", inputs)
         if prompt is not None:
-            cached = kwargs.get("past_key_values") is not None
+            cached = kwargs.get(CACHE) is not None
             check_prompt(prompt, kwargs.get("attention_mask"), cached=cached)
         with choose_decoder(self):
             return super().generate(inputs, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
@@ -401,10 +404,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             mask = None if attention_mask is None else attention_mask[:, :-keep]
             if any(x is not None and x.shape[1] for x in (ids, embeddings)):
                 self.model(
-                    input_ids=ids,
-                    inputs_embeds=embeddings,
-                    attention_mask=mask,
-                    past_key_values=cache,
+                    input_ids=ids, inputs_embeds=embeddings, attention_mask=mask, cache=cache
                 )
             columns = tuple(None if x is None else x[:, -keep:] for x in columns)
 
@@ -419,7 +419,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: NalandaCache | None = None,
+        cache: NalandaCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -434,6 +434,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         return_carried_cache: bool = False,
         context: Context | None = None,
         output_attentions: bool | None = None,
+        past_key_values: NalandaCache | None = None,
         **foreign: Any,
     ) -> CausalLMOutput:
         """Next-token logits and, with labels, their loss.
@@ -461,6 +462,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             Logits and hidden states are of this process's part `[B, T/N]`, and the loss is the part's share:
             that of the rows is the sum over the processes.
         output_attentions: accepted because PEFT passes it; True is refused.
+        past_key_values: cache, under its name in transformers before 5.24.
         foreign: `shift_labels`, `[B, T]`, in place of labels: already the next tokens, of which only −100 is
             ignored. (Trainer demands of every batch what the signature calls labels.) Others are keywords
             of other libraries, as `sequences.foreign_bounds` takes them.
@@ -477,23 +479,24 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             output_hidden_states = self.config.output_hidden_states
         beside = (inputs_embeds, labels, shift_labels, cu_seqlens, carried_cache, carried)
         more_outputs = output_hidden_states or return_carried_cache or None
-        prompt = (input_ids, attention_mask, past_key_values)
+        cache = one_cache(cache, past_key_values)
+        prompt = (input_ids, attention_mask, cache)
         if decoded := self._decode_piece(*prompt, *beside, more_outputs, keep=logits_to_keep):
             return decoded
 
         # Columns without requested logits come before the mark: `crop` never removes them.
-        if isinstance(past_key_values, NalandaCache) and past_key_values.waits_for_mark:
+        if isinstance(cache, NalandaCache) and cache.waits_for_mark:
             every = output_hidden_states or any(x is not None for x in (labels, shift_labels))
             keep = 0 if every else logits_to_keep
             columns = (input_ids, inputs_embeds, position_ids)
-            columns = self._mark_before(past_key_values, keep, attention_mask, *columns)
+            columns = self._mark_before(cache, keep, attention_mask, *columns)
             input_ids, inputs_embeds, position_ids = columns
 
         out = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
@@ -516,9 +519,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         return CausalLMOutput(
             loss=loss,
             logits=logits,
-            past_key_values=out.past_key_values,
             hidden_states=out.hidden_states,
             carried_cache=out.carried_cache,
+            **{CACHE: cache_of(out)},
         )
 
     def _decode_piece(
@@ -544,7 +547,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         if logits is None:
             return None
         # pyrefly: ignore[bad-argument-type]
-        return CausalLMOutput(logits=logits[:, _positions(keep)], past_key_values=cache)
+        return CausalLMOutput(logits=logits[:, _positions(keep)], **{CACHE: cache})
 
     def _targets(
         self,

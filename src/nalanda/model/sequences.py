@@ -543,7 +543,8 @@ _FOREIGN = (
     "cache_position",  # the cache itself knows its length
     "token_type_ids",  # all zero
     "head_mask",  # None
-    "past_key_values",  # None, where a model has no cache
+    "cache",  # None, where a model has no cache
+    "past_key_values",
 )
 
 
@@ -559,7 +560,7 @@ def foreign_bounds(cu_seqlens: Tensor | None, foreign: dict[str, Any]) -> Tensor
         if name not in _FOREIGN:
             raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
 
-    for name in ("head_mask", "past_key_values"):
+    for name in ("head_mask", "cache", "past_key_values"):
         if foreign.get(name) is not None:
             raise ValueError(f"{name}: this model does not use it; leave it out")
 

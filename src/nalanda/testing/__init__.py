@@ -474,9 +474,9 @@ def padded_is_alone(model: Any) -> None:
         if model.config.is_decoder:
             cache = NalandaCache(len(model.model.layers))
             # Cut at 7: left-padded, the row of 3 tokens has only padding in the first piece.
-            first = logits(model, tokens[:, :7], attention_mask=mask[:, :7], past_key_values=cache)
+            first = logits(model, tokens[:, :7], attention_mask=mask[:, :7], cache=cache)
             # The mask is that of all columns, the cached ones too, as transformers passes it.
-            second = logits(model, tokens[:, 7:], attention_mask=mask, past_key_values=cache)
+            second = logits(model, tokens[:, 7:], attention_mask=mask, cache=cache)
             padded.append(torch.cat([first, second], 1))
         for i, row in enumerate(rows):
             alone, real = logits(model, row)[0], mask[i].bool()
@@ -538,11 +538,7 @@ def nothing_of_a_float64_model_is_fp32(model: Any) -> None:
         model.eval()
         # A prompt, then a single token.
         for length in (20, 1):
-            logits(
-                model,
-                ids(2, length),
-                **({"past_key_values": cache} if model.config.is_decoder else {}),
-            )
+            logits(model, ids(2, length), **({"cache": cache} if model.config.is_decoder else {}))
     assert not narrow.seen, narrow.seen
 
 
@@ -556,7 +552,7 @@ def half_precision_agrees(model: Any) -> None:
     halves = [logits(cast, ids(2, 40))]
     if model.config.is_decoder:
         # A prompt, a single token and a longer piece, by one cache.
-        pieces = [logits(cast, t, past_key_values=cache) for t in ids(2, 40).split([30, 1, 9], 1)]
+        pieces = [logits(cast, t, cache=cache) for t in ids(2, 40).split([30, 1, 9], 1)]
         halves.append(torch.cat(pieces, 1))
     with torch.autocast("cpu", torch.bfloat16):
         halves.append(logits(model, ids(2, 40)))

@@ -25,10 +25,11 @@ def uncached(model, input_ids, **inputs):
 
 def goes_on(model, ids, cache=None, **inputs):
     """Logits and cache of the next tokens."""
-    names = ("past_key_values", "cache_params", "state")
+    names = ("cache", "past_key_values", "cache_params", "state")
     name = next(name for name in names if name in inspect.signature(model.forward).parameters)
     out = model(ids, use_cache=True, **{name: cache}, **inputs)
-    return out.logits, out[name]
+    # transformers may give the cache back under its older name.
+    return out.logits, next(out[name] for name in names if name in out)
 
 
 def in_pieces(model, ids, sizes):
