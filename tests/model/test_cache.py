@@ -1,5 +1,7 @@
 """Generation from a cache is generation without one: beams, padding, embeddings, states that do not grow."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from transformers import TextIteratorStreamer
 
 from nalanda import NalandaCache
 from nalanda.model import MIXERS
+from nalanda.model.cache import cache_of
 
 
 def test_generate_cached_equals_uncached(small):
@@ -85,14 +88,23 @@ def test_decoding_does_not_look_at_the_mask(small):
     )
 
 
-def test_generate_goes_on_from_a_cache(small):
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_generate_goes_on_from_a_cache_by_either_name(small, name):
     kwargs = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     whole = small.generate(ids(1, 9), max_new_tokens=8, **kwargs)
     half = small.generate(ids(1, 9), max_new_tokens=4, return_dict_in_generate=True, **kwargs)
     rest = small.generate(
-        half.sequences, past_key_values=half.past_key_values, max_new_tokens=4, **kwargs
+        half.sequences, max_new_tokens=4, **kwargs, **{name: cache_of(half).fork()}
     )
     assert torch.equal(rest, whole)
+
+    last = half.sequences[:, -1:]
+    expected = small(half.sequences, use_cache=False).logits[:, -1:]
+    close(small(last, **{name: cache_of(half).fork()}).logits, expected, 1e-4)
+    both = {"cache": cache_of(half), "past_key_values": cache_of(half)}
+    for call in (small, small.model, partial(small.generate, max_new_tokens=1)):
+        with pytest.raises(ValueError, match="give one of them"):
+            call(last, **both)
 
 
 @pytest.mark.parametrize("mixer", ["softmax", "mala"])

@@ -21,9 +21,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from nalanda.model import NalandaForCausalLM, ops
+from nalanda.model.cache import CACHE
 from nalanda.testing import VOCAB, ids
 
 OLD = Path(__file__).parent / "data" / "checkpoint_aa58fb8.zip"
+
+# Code of then does not know the cache's name of transformers 5.24.
+OF_OLD_CODE = {"use_cache": False} if CACHE == "cache" else {}
 
 PROGRAM = f"""
 import sys
@@ -41,7 +45,10 @@ for folder in folders:
     assert type(model).__module__.startswith(f"transformers_modules.{{name}}."), type(model)
     with torch.no_grad():
         logits = model(tokens).logits
-        continued = model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        options = {OF_OLD_CODE} if name == "old" else {{}}
+        continued = model.generate(
+            tokens, max_new_tokens=4, do_sample=False, pad_token_id=0, **options
+        )
     results.append((logits, continued))
 torch.save(results, result)
 """
@@ -61,14 +68,18 @@ def by_todays_code(folder: Path) -> tuple[Tensor, Tensor]:
 
 def computed(expected: type, folder: Path) -> tuple[Tensor, Tensor]:
     """Logits `[2, 9, VOCAB]` and greedily continued tokens `[2, 13]`."""
-    auto = AutoModelForCausalLM if expected is NalandaForCausalLM else expected
+    ours = expected is NalandaForCausalLM
+    auto = AutoModelForCausalLM if ours else expected
+    options = {} if ours else OF_OLD_CODE
     model = auto.from_pretrained(folder).eval()
     assert type(model) is expected
 
     tokens = ids(2, 9)
     with torch.no_grad():
         logits = model(tokens).logits
-        continued = model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        continued = model.generate(
+            tokens, max_new_tokens=4, do_sample=False, pad_token_id=0, **options
+        )
     return logits, continued
 
 
