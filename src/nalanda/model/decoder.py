@@ -572,7 +572,7 @@ class Decoder(NalandaPreTrainedModel):
             last_hidden_state=x,
             hidden_states=None if hidden is None else (*hidden, x),
             carried_cache=self._ended(batch.states, batch.seq) if batch.carries else None,
-            **{CACHE: batch.cache},
+            **{CACHE: batch.cache},  # pyrefly: ignore[bad-argument-type]
         )
 
     def _embed(
