@@ -184,22 +184,27 @@ class CachedAttention(Mixer):
     def token_fields(self) -> dict[str, Any]:
         return {"scores": self.scores, "reach": self.reach or 0, "blocks": self.blocks}
 
+    def widths(self) -> tuple[int, int]:
+        """The entries of a key and of a value as `attend` takes them."""
+        return self.K, self.V
+
     def state_spec(self, T: int) -> StateSpec:
         rows, H = self.reach or T, self.num_v_heads
+        of_key, of_value = self.widths()
         return {
-            "k": ((rows, H, self.K), None),
-            "v": ((rows, H, self.V), None),
+            "k": ((rows, H, of_key), None),
+            "v": ((rows, H, of_value), None),
             **super().state_spec(T),
         }
 
     def flops(self, T: int) -> float:
-        return 2.0 * self.num_heads * (self.K + self.V) * self.seen(T) + super().flops(T)
+        return 2.0 * self.num_heads * sum(self.widths()) * self.seen(T) + super().flops(T)
 
     def seen(self, T: int) -> float:
-        """How many tokens a token sees, the mean over length T: T/2, or up to the window; twice as many in
-        both directions."""
+        """How many tokens a token sees in one call of `mix`, the mean over length T: T/2, or up to the window;
+        twice as many without a mask."""
         w = T if self.reach is None else min(T, self.reach)
-        return (1 + self.bidirectional) * (w - w * w / (2 * T))
+        return (1 + (self.bidirectional and self.rule.unmasked)) * (w - w * w / (2 * T))
 
 
 class SoftmaxAttention(CachedAttention):
@@ -386,12 +391,8 @@ class ForgettingAttention(SoftmaxAttention):
         # [N, HK, 3, group + 1], without the unit
         return of_keys.unflatten(-1, (3, -1))[..., :-1].sum(-2).flatten(1)
 
-    def state_spec(self, T: int) -> StateSpec:
-        spec = super().state_spec(T)
-        for name, size in (("k", self.width), ("v", max(self.V, self.width))):
-            (rows, heads, _), dtype = spec[name]
-            spec[name] = (rows, heads, size), dtype
-        return spec
+    def widths(self) -> tuple[int, int]:
+        return self.width, max(self.V, self.width)
 
 
 def split_in_three(x: Tensor, dtype: torch.dtype) -> Tensor:
