@@ -88,15 +88,19 @@ def test_a_saved_folder_loads_the_same(tied, dtype, tmp_path):
     assert torch.equal(again.lm_head.weight_scale, narrow.lm_head.weight_scale)
 
 
-def test_the_error_of_a_rounding():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_error_of_a_rounding(dtype):
     torch.manual_seed(0)
-    weight = torch.randn(9, 100) * torch.logspace(-6, 6, 9)[:, None]
+    # In fp16 the scales of the first rows are its least numbers.
+    ends, least = ((-6, -1), 2.0**-24) if dtype == torch.float16 else ((-6, 6), 0)
+    weight = (torch.randn(9, 100) * torch.logspace(*ends, 9)[:, None]).to(dtype)
     weight[4] = 0
     codes, scale = quantize_rows(weight)
     error = (codes.double() * scale.double()[:, None] - weight.double()).abs()
     # Half a code, and a scale of 8 bits whose largest code may be cut.
-    assert bool((error <= weight.double().abs().amax(1, keepdim=True) / 127 * 0.76).all())
-    assert torch.equal(scale.bfloat16().float(), scale)
+    largest = weight.double().abs().amax(1, keepdim=True)
+    assert bool((error <= 0.76 * largest / 127 + least / 2).all())
+    assert torch.equal(scale.bfloat16().to(dtype), scale)
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from .kernels import by_kernel
 METHOD = "nalanda_int8"
 LARGEST = 127
 TINY = torch.finfo(torch.float32).tiny
+LEAST_FP16 = 2.0**-24
 LEAST_ROWS = 64
 """Matrices of fewer rows stay as they are: gates and decays, a small part of the bytes."""
 
@@ -36,8 +37,11 @@ LEAST_ROWS = 64
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes `[M, K]` in int8 and scales `[M]` in the dtype of `weight [M, K]`."""
     # Rounded to bfloat16 first, so that a cast of the model changes no scale.
-    scale = (weight.float().abs().amax(1) / LARGEST).bfloat16()
-    codes = (weight.float() / scale.float().clamp_min(TINY)[:, None]).round()
+    scale = (weight.float().abs().amax(1) / LARGEST).bfloat16().float()
+    if weight.dtype == torch.float16:
+        # Up to a multiple of the least number, so that no code is cut.
+        scale = (scale / LEAST_FP16).ceil() * LEAST_FP16
+    codes = (weight.float() / scale.clamp_min(TINY)[:, None]).round()
     return codes.clamp(-LARGEST, LARGEST).to(torch.int8), scale.to(weight.dtype)
 
 
