@@ -599,6 +599,7 @@ def test_rwkv7_begins_as_in_fla(i):
         if mine.startswith(("shift", "rates")):
             first = layer.get_parameter(name)
             same(ours.get_parameter(mine).view(first.shape), first.double(), 1e-6)
+    same(ours.o_norm.weight, layer.g_norm.weight.double(), 1e-6)
     assert [ours.w_proj.out_features, ours.a_proj.out_features, ours.g_proj.out_features] == [
         getattr(layer, f"{name}_low_rank_dim") for name in ("decay", "a", "gate")
     ]

@@ -121,14 +121,18 @@ class HeadNorm(nn.Module):
 
     tp_style = LOCAL
 
-    def __init__(self, num_heads: int, size: int, eps: float):
+    def __init__(self, num_heads: int, size: int, eps: float, first: float):
+        """first: the initial weight."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads * size))
         self.bias = nn.Parameter(torch.empty(num_heads * size))
-        self.eps = eps
+        self.eps, self.first = eps, first
 
     def initial(self) -> dict[str, Tensor]:
-        return {"weight": torch.ones_like(self.weight), "bias": torch.zeros_like(self.bias)}
+        return {
+            "weight": torch.full_like(self.weight, self.first),
+            "bias": torch.zeros_like(self.bias),
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[B, T, H, V]` to `[B, T, H·V]`."""
@@ -150,7 +154,8 @@ class RWKV7(Mixer):
     The second adds k̃ vᵀ.
 
     Each projection reads x_t + μ ⊙ (x_{t−1} − x_t), see `TokenShift`. The paper's values of later layers are mixed
-    with the first layer's. Here they are not, because no layer hands values on to another.
+    with the first layer's. Here they are not, because no layer hands values on to another. `Rates`, `TokenShift` and
+    `HeadNorm` begin as published; matrices begin as in every mixer, where the authors' W_o is zero.
 
     Options: `token_shift` (default: in decoders, which alone can have it); `decay_rank`, `rate_rank` and `gate_rank`,
     those of W, A and U (default: as in flash-linear-attention, they grow with √D).
@@ -190,7 +195,9 @@ class RWKV7(Mixer):
             self.g_proj = nn.Linear(D, of_gate, bias=False)
             self.g_up_proj = nn.Linear(of_gate, H * V, bias=False)
         self.rates = Rates(H, K, layer_idx, L)
-        self.o_norm: Any = HeadNorm(H, V, K * config.norm_eps)
+        # As published, later layers begin with larger outputs.
+        first = ((layer_idx + 1) / L) ** 0.7
+        self.o_norm: Any = HeadNorm(H, V, K * config.norm_eps, first)
         shifts = config.is_decoder if token_shift is None else token_shift
         self.shift = TokenShift(D, [*self.linears()], layer_idx / L) if shifts else None
         self.previous = PreviousToken()
