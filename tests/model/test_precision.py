@@ -1,5 +1,7 @@
 """Half precision and autocast: decays stay fp32, sums stay in range, likelihoods do not depend on the batch."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from nalanda import NalandaCache
 from nalanda.model import MIXERS
 from nalanda.model.attention import SoftmaxAttention
+from nalanda.model.call import Inputs
+from nalanda.model.sequences import Sequences
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -60,6 +64,35 @@ def test_sums_do_not_leave_half_precisions_range(feature_map):
 def nats_a_token(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """[B, T − 1]: the log-likelihood of each token behind the first."""
     return logits.double().log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("shift", [-4, 4])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_gradients_in_bf16(mixer, shift):
+    """Of q, k, v and the gates of packed rows, under weak or strong decays: as near to float64 as bf16 is."""
+    layer = build(mixer, hidden_size=64, num_hidden_layers=1).model.layers[0].mixer
+    generator = torch.Generator().manual_seed(0)
+    drawn = {}
+    for name, linear in (layer.linears() | layer.columns()).items():
+        x = torch.randn(1, 201, linear.out_features, generator=generator)
+        drawn[name] = (x + (shift if name in ("a", "dt", "f", "w") else 0)).bfloat16()
+
+    def gradients(module, dtype):
+        leaves = {name: x.to(dtype, copy=True).requires_grad_() for name, x in drawn.items()}
+        sizes = {"q": module.K, "k": module.K, "v": module.V}
+        heads = {n: x.unflatten(-1, (-1, sizes[n])) for n, x in leaves.items() if n in sizes}
+        inputs = module.gates(leaves, Inputs(**{"k": heads["q"]} | heads))
+        o, _ = module.mix(inputs, Sequences(torch.tensor([0, 1, 38, 101, 201])), None)
+        o.backward(torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o))
+        return {name: x.grad.double() for name, x in leaves.items() if x.grad is not None}
+
+    right = gradients(layer, torch.float64)
+    found = gradients(copy.deepcopy(layer).bfloat16(), torch.bfloat16)
+    # Of a forget gate docs/formulas.md says why.
+    slack = 0.05 if mixer == "forgetting" else 8e-3
+    for name, x in right.items():
+        assert (found[name] - x).norm() < slack * x.norm(), name
 
 
 @pytest.mark.sampled

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .call import Call, Inputs, Options
 from .delta import GatedDeltaNet
-from .layers import Fp32Module, excess, no_autocast
+from .layers import Fp32Module, at_least_fp32, excess, no_autocast
 from .ops import map_features
 from .recurrent import LayerState, per_value, recurrence
 from .sequences import Sequences
@@ -84,19 +84,23 @@ class Comba(GatedDeltaNet):
         assert beta is not None
         assert g is not None
         with no_autocast(v):
-            q, k = map_features(inputs.q, inputs.k, self.feature_map)
+            # Rounded once, behind the norm.
+            q, k = (at_least_fp32(x) for x in (inputs.q, inputs.k))
+            q, k = map_features(q, k, self.feature_map)
             q = q if self.correction is None else self.correction(q, k)
             q, k = map_features(q, k, None, "l2")  # [B, T, H, F]
+            q, k = q.to(inputs.q.dtype), k.to(inputs.k.dtype)
 
         g = g.clamp_min(STRONGEST)
         # From e^g S this step erases what β would erase from S. A rounded key may be longer than 1.
         beta = beta * (-g).exp() / per_value(self, excess(k))
         # e^−20 v is zero in fp16.
-        wide = v.float() if v.dtype == torch.float16 else v
-        v = (g.exp()[..., None] * wide).to(wide.dtype)
+        v = v.float() if v.dtype == torch.float16 else v
+        # The op multiplies, in fp32: under strong decays a rounded product loses more than the gradient of g.
+        write = g.exp()[..., None].expand_as(v)
         options = Options(
             # Behind a strong decay a token turns what it erases into its negative.
             allow_neg_eigval=True,
             mode="recurrent" if q.shape[1] == 1 else "chunk",
         )
-        return recurrence(Call(q, k, v, beta, g), options, seq, state)
+        return recurrence(Call(q, k, v, beta, g, write=write), options, seq, state)

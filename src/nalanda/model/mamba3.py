@@ -62,7 +62,7 @@ class Mamba3(Mixer):
 
     Options: `num_v_heads`, a multiple of `num_heads`: the heads; `num_heads` are its groups of q and k.
     `rope_fraction`, the share of q and k that turns (½). In encoders both directions have states of their own.
-    Cost: that of `LinearAttention`. State: K × V and an angle a pair in fp32, and the last k and v.
+    Cost: that of `LinearAttention`. State: K × V, an angle a pair and the last k in fp32, and the last v.
     """
 
     equation = "S ← α S + (1−λ) Δα k₋ v₋ᵀ + λΔ k vᵀ; o = Sᵀq + D v, q and k rotated"
@@ -143,21 +143,20 @@ class Mamba3(Mixer):
         assert skip is not None
         own = share * dt  # [B, T, HV], a token's weight before the next one is known
         angles = self.angles(inputs, seq, state)
-        q_turned, k_turned = (rotate_heads(x, angles).to(v.dtype) for x in (q, k))
+        q_turned, k_turned = (rotate_heads(x, angles) for x in (q, k))
 
-        # A fp32 state for the weight and the angles.
-        (k_before, v_before), new = self.before(
-            {"conv_k": k_turned.flatten(2), "conv_v": v.flatten(2)}, seq, state
-        )
+        # fp32 but for v: in an angle's gradient those of all later tokens cancel.
         step = torch.cat([own, angles.flatten(2)], -1)
-        (step_before,), of_step = self.before({"conv_step": step}, seq, state)
+        in_fp32 = {"conv_k": k_turned.flatten(2), "conv_step": step}
+        (k_before, step_before), new = self.before(in_fp32, seq, state)
+        (v_before,), of_values = self.before({"conv_v": v.flatten(2)}, seq, state)
         weight = g.exp() * (step_before[..., : own.shape[-1]] + (1 - share) * dt)
 
         v = at_least_fp32(v)
         values = weight[..., None] * v_before.view_as(v)
         written = Inputs(q_turned, k_before.view_as(k_turned), values, g=g)
         o, of_sum = mix_sum(self, written, seq, state)
-        return o + (own * (q * k).sum(-1) + skip)[..., None] * v, new | of_step | of_sum
+        return o + (own * (q * k).sum(-1) + skip)[..., None] * v, new | of_values | of_sum
 
     def angles(self, inputs: Inputs, seq: Sequences, state: LayerState | None) -> Tensor:
         """How far q and k have turned since the text began, from 0 to 2π, `[B, T, HV, pairs]`."""
@@ -172,7 +171,7 @@ class Mamba3(Mixer):
         self, named: dict[str, Tensor], seq: Sequences, state: LayerState | None
     ) -> tuple[list[Tensor], LayerState]:
         """The token before of each `[B, T, D]`, and their states by name."""
-        past = [state[name] for name in named] if state else None
+        past = [state[name].to(x.dtype) for name, x in named.items()] if state else None
         previous = [self.previous] * len(named)
         outputs, after = convolve(previous, [*named.values()], seq, past, state is not None)
         return outputs, dict(zip(named, after or (), strict=False))
@@ -181,7 +180,7 @@ class Mamba3(Mixer):
         HV, K, V = self.num_v_heads, self.K, self.V
         return {
             "recurrent": ((HV, K, V), torch.float32),
-            "conv_k": ((1, HV * K), None),
+            "conv_k": ((1, HV * K), torch.float32),
             "conv_v": ((1, HV * V), None),
             "conv_step": ((1, HV * (1 + self.pairs)), torch.float32),
         } | super().state_spec(T)

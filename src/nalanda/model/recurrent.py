@@ -196,6 +196,8 @@ def mix_normalized(
         o, new = served
         return o.unflatten(2, (-1, 2)).flatten(-2) if mirrored else o, new
 
+    # Once: in MALA v's gradient is the difference of two, which are not to be rounded.
+    read = read._replace(v=at_least_fp32(read.v))
     if mirrored:
         q, k = map_features(inputs.q, inputs.k, layer.feature_map)
         q = torch.stack([q, opposite(q)], 3).flatten(2, 3)  # [B, T, 2H, 2K]
@@ -206,7 +208,7 @@ def mix_normalized(
     o = r / (z + EPS * t)
     if rule.read == "mala":
         # r/z + c (r − z v̄), with v̄ = Σv/t over the tokens seen.
-        total, total_state = _value_sum(layer, inputs, seq, state)
+        total, total_state = _value_sum(layer, read, seq, state)
         c = 1.0 if rule.magnitude == "literal" else 1 / t
         if rule.magnitude == "code":
             c = c * layer.K**-0.5
@@ -254,7 +256,7 @@ def _sums(
     layer: Any, inputs: Inputs, seq: Sequences, state: LayerState | None, *, mapped: bool = False
 ) -> tuple[Tensor, Tensor, LayerState]:
     """φ(q)⊤ S `[B, T, HV, V]` and φ(q)⊤ z `[B, T, HV, 1]`, in fp32, by one op: z is S with v = 1."""
-    rule, v = layer.rule, at_least_fp32(inputs.v)
+    rule, v = layer.rule, inputs.v
     one = v.new_ones(*v.shape[:3], 1)
     if rule.rotate != "features":
         wide = inputs._replace(v=torch.cat([v, one], -1))
@@ -292,9 +294,8 @@ def _value_sum(
     layer: Any, inputs: Inputs, seq: Sequences, state: LayerState | None
 ) -> tuple[Tensor, LayerState]:
     """Σv over the tokens that each token sees, `[B, T, HV, V]`: equal weights, beside the state of r and z."""
-    v = at_least_fp32(inputs.v)
-    one = v.new_ones(*v.shape[:3], 1)
-    return mix_sum(layer, Inputs(one, one, v), seq, state, mapped=True, name="value_sum")
+    one = inputs.v.new_ones(*inputs.v.shape[:3], 1)
+    return mix_sum(layer, Inputs(one, one, inputs.v), seq, state, mapped=True, name="value_sum")
 
 
 def sum_both(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float | None) -> Tensor:
