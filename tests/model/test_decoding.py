@@ -15,6 +15,7 @@ from nalanda_kernels.cpu.step import KINDS, PIECE
 from nalanda_kernels.cpu.token import Program
 from tiny_models import UNKNOWN_MAPS, VARIANTS, build, covered_rows, ids, logits, rows
 from torch.nn.utils.parametrize import register_parametrization
+from transformers.utils import ModelOutput
 
 from nalanda import NalandaCache
 from nalanda.model import MIXERS, decoding, program
@@ -320,6 +321,10 @@ def test_weights_that_change():
 
 def halved(out):
     """Half of an output, or of the first of several."""
+    if isinstance(out, ModelOutput):
+        first = next(iter(out))
+        out[first] = 0.5 * out[first]
+        return out
     return (0.5 * out[0], *out[1:]) if isinstance(out, tuple) else 0.5 * out
 
 
@@ -335,6 +340,12 @@ def new_forward(layer):
 def parametrised(layer):
     for name, _ in list(layer.named_parameters(recurse=False)):
         register_parametrization(layer, name, torch.nn.Softplus())
+
+
+def subclassed(layer):
+    kind = type(layer)
+    own = {"forward": lambda self, *args, **named: halved(kind.forward(self, *args, **named))}
+    layer.__class__ = type("Own", (kind,), own)
 
 
 def check_decoded(model):
@@ -354,7 +365,7 @@ def test_a_hook_in_a_mixer_acts_on_every_token(mixer):
         check_decoded(model)
 
 
-@pytest.mark.parametrize("change", [new_forward, parametrised])
+@pytest.mark.parametrize("change", [new_forward, parametrised, subclassed])
 def test_what_replaces_a_layer_acts_on_every_token(change):
     for name in ("q_conv1d", "o_norm", "decay"):
         model = tiny()
@@ -362,6 +373,32 @@ def test_what_replaces_a_layer_acts_on_every_token(change):
         change(model.model.layers[0].mixer.get_submodule(name))
         assert not torch.allclose(logits(model, ids(1, 5)), before)
         check_decoded(model)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "model", "model.embed_tokens", "model.norm", "model.layers.1", "lm_head"]
+    + [f"model.layers.0.{name}" for name in ("mixer", "mixer.o_proj", "mixer_norm", "mlp")]
+)  # fmt: skip
+def test_a_class_of_ones_own_acts_on_every_token(name):
+    model = tiny()
+    before = logits(model, ids(1, 5))
+    subclassed(model.get_submodule(name))
+    assert not torch.allclose(logits(model, ids(1, 5)), before)
+    check_decoded(model)
+
+
+def test_dropout_acts_where_it_alone_is_in_training_mode():
+    model, tokens = tiny(dropout=0.5), ids(1, 5)
+    options = GREEDY | {"output_logits": True, "return_dict_in_generate": True}
+    plain = model.generate(tokens, **options)
+    model.model.layers[0].dropout.train()
+    dropped = model.generate(tokens, **options)
+    for one, other in zip(plain.logits, dropped.logits, strict=True):
+        assert not torch.allclose(one, other)
+    seen = []
+    model.eval().model.layers[0].dropout.register_forward_hook(lambda *_: seen.append(1))
+    model.generate(tokens, **options)
+    assert len(seen) == 2 * NEW
 
 
 def test_where_a_token_runs_eagerly(runs, monkeypatch):

@@ -69,6 +69,7 @@ from .layers import (
     altered,
     at_least_fp32,
     direction,
+    overrides,
     place_angles,
     rotate,
 )
@@ -123,7 +124,7 @@ def convolve(
 
     filters = [conv.filters(x) for conv, x in zip(convs, xs, strict=True)]
     # An offloaded one is in memory only while its own module runs.
-    if not filters[0].is_meta and not any(map(altered, convs)):
+    if not (filters[0].is_meta or any(map(altered, convs)) or any(map(overrides, convs))):
         served = by_kernel(
             "short_convs",
             "auto",

@@ -20,7 +20,7 @@ from .configuration import NalandaConfig
 from .context import Context, Parts
 from .epilogues import add_norm, glu_of_few_rows, swiglu
 from .int8 import Int8Config  # noqa: F401 (its import tells transformers of the class)
-from .layers import PatchEmbedding, RMSNorm, ShortConv, any_observed, rotary_angles
+from .layers import PatchEmbedding, RMSNorm, ShortConv, altered, any_observed, rotary_angles
 from .mixers import build_mixer, uncut_mixers
 from .plugins import load_copies
 from .precision import check_state_dtype, pack_state, packed_spec, unpack_state
@@ -115,11 +115,13 @@ class Block(GradientCheckpointingLayer):
     ) -> tuple[Tensor, LayerState | CarriedState | None]:
         x, h = add_norm(x, None, self.mixer_norm)
         y, state = self.mixer(h, seq, state)
-        if self.training:  # calls to dropout would slow decoding
+        # Calls without an effect would slow decoding.
+        drops = self.dropout.training or altered(self.dropout)
+        if drops:
             y = self.dropout(y)
 
         # Another module in its place runs as it is.
-        if type(self.mlp) is GLU:
+        if type(self.mlp) is GLU and not drops:
             finished = glu_of_few_rows(x, y, self.mlp_norm, self.mlp)
             if finished is not None:
                 return finished, state
@@ -127,7 +129,7 @@ class Block(GradientCheckpointingLayer):
         # The residual sum and its norm, by one kernel where one serves.
         x, h = add_norm(x, y, self.mlp_norm)
         y = self.mlp(h)
-        if self.training:
+        if drops:
             y = self.dropout(y)
         return x + y, state
 

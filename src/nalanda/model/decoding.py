@@ -342,7 +342,7 @@ def key_of(model: Any) -> tuple:
     """What a decoder of the model depends on besides the batch size.
 
     Raises `NotServed` without a GPU or a program in C++; for states that grow with the text on a GPU, a model on
-    several devices, or modules that run code of others (hooks, adapters, compiled modules).
+    several devices, dropout that acts, or modules that run code of others (hooks, adapters, compiled modules).
     """
     device, modules = model.device, dict(model.named_modules())
     graphs, programs = Graph.serves(device), []
@@ -353,6 +353,8 @@ def key_of(model: Any) -> tuple:
     for name, module in modules.items():
         if _foreign(module):
             raise NotServed(f"{name or 'the model'} has a hook or an adapter, or is compiled")
+        if isinstance(module, nn.Dropout) and module.training and not model.training:
+            raise NotServed(f"{name} alone is in training mode")
     tensors = [*model.parameters(), *model.buffers()]
     if any(x.device != device for x in tensors):
         raise NotServed("the model is on several devices")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels import by_kernel
-from .layers import RMSNorm, altered, linear_dtype
+from .layers import RMSNorm, altered, linear_dtype, overrides
 from .projections import matrix_of
 
 
@@ -76,8 +76,12 @@ def _norm_by_kernel(x: Tensor, norm: RMSNorm, **options):
 
 
 def _plain(norm: RMSNorm) -> bool:
-    """Whether a kernel may read the norm's weight: an adapter has none, an offloaded one is not in memory."""
-    return isinstance(norm, RMSNorm) and not norm.weight.is_meta and not altered(norm)
+    """Whether a kernel may read the norm's weight: an adapter has none, an offloaded one is not in memory.
+
+    A subclass with a forward of its own computes something else.
+    """
+    own = isinstance(norm, RMSNorm) and not overrides(norm)
+    return own and not norm.weight.is_meta and not altered(norm)
 
 
 def _by_kernel(op: str, x: Tensor, *inputs, **options):

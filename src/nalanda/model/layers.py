@@ -56,6 +56,11 @@ def altered(module: nn.Module) -> bool:
     )
 
 
+def overrides(module: nn.Module) -> bool:
+    """Whether a class from outside gives a module of this package or torch another `forward`."""
+    return not type(module).forward.__module__.startswith((f"{__package__}.", "torch."))
+
+
 def any_observed(modules: Iterable[nn.Module]) -> bool:
     """Whether code from outside sees shapes of inputs or outputs of the modules or their children.
 

@@ -19,7 +19,15 @@ from torch.utils._pytree import tree_leaves
 from .call import Inputs
 from .feature_maps import EPS
 from .kernels import by_kernel, has_kernel
-from .layers import LayerNorm, RMSNorm, altered, at_least_fp32, excess, rotary_frequencies
+from .layers import (
+    LayerNorm,
+    RMSNorm,
+    altered,
+    at_least_fp32,
+    excess,
+    overrides,
+    rotary_frequencies,
+)
 from .ops import l2norm
 from .projections import apply_linear, matrix_of
 from .recurrent import project_inputs, up_projections
@@ -39,7 +47,11 @@ def is_described(layer: Any) -> bool:
     if rule.write == "rows" and rule.decay != "none":
         return False
     # A kernel reads the norm's weight, which an adapter around the norm does not have.
-    return rule.norm != "head" or isinstance(layer.o_norm, RMSNorm)
+    if rule.norm == "head" and not isinstance(layer.o_norm, RMSNorm):
+        return False
+    # It reads decays and convolutions too. Maps say themselves what computes them.
+    parts = [x for name, x in layer.named_children() if name != "feature_map"]
+    return not any(map(overrides, (layer, *parts)))
 
 
 def decay_of(layer: Any) -> tuple[Tensor, Tensor] | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import kernels
 from .base import Mixer
 from .cache import NalandaCache, StateBuffers, alike, copy_all
-from .decoder import GLU, Block
+from .decoder import GLU, Block, Decoder
 from .growing import Memory, claim_room
 from .kernels import by_kernel
 from .layers import LayerNorm, RMSNorm
@@ -67,6 +67,8 @@ class ProgramDecoder(StateBuffers):
         # The residual stream and its norm, [batch·most, D].
         D = model.config.hidden_size
         self.x, self.h = program.array("x", D), program.array("h", D)
+        own = type(self.network) is Decoder
+        refuse(not own, f"a decoder of the class {type(self.network).__name__}")
         # A draft of the first layers alone runs eagerly.
         refuse(model.config.num_hidden_layers != len(self.network.layers), "a part of the layers")
         for i, block in enumerate(self.network.layers):
@@ -80,9 +82,9 @@ class ProgramDecoder(StateBuffers):
         self.most = 1 if self.in_python else program.most
 
     def _add_block(self, i: int, block: Block, state: dict[str, Tensor]) -> None:
+        known = type(block).forward is Block.forward and type(block.mlp).forward is GLU.forward
+        refuse(not known, f"a layer of the class {type(block).__name__}")
         mlp = block.mlp
-        others = type(block).forward is not Block.forward or type(mlp).forward is not GLU.forward
-        refuse(others, f"a layer of the class {type(block).__name__}")
         self._add_norm(block.mixer_norm, self.x, self.h)
         # A mixer that cannot be added leaves no operation behind.
         end = len(self.program.operations)
