@@ -155,7 +155,8 @@ class NalandaConfig(PreTrainedConfig):
     scale_embeddings: bool = False
     """Whether embeddings are multiplied by √hidden_size."""
     use_bias: bool = False
-    """Whether the projections of mixers and GLU have biases."""
+    """Whether the projections of q, k, v, output and its gate, and those of the GLU, have biases. Gates of low rank,
+    gates of the state and that of softmax attention do not follow it."""
     dropout: float = 0.0
     """Rate for the embeddings and the outputs of mixers and GLU."""
     initializer: str = "normal"
