@@ -1,5 +1,6 @@
 """A whole token in C++: the text of eager decoding, and states in place that nobody else sees change."""
 
+import collections
 import contextlib
 import gc
 import itertools
@@ -365,6 +366,18 @@ def test_a_hook_in_a_mixer_acts_on_every_token(mixer):
         check_decoded(model)
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_hook_on_any_module_runs_for_every_token(mixer):
+    model, calls = tiny(mixer=mixer), collections.Counter()
+    named = model.named_modules()
+    called = {name: x for name, x in named if not isinstance(x, torch.nn.ModuleList)}
+    for name, module in called.items():
+        module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    model.generate(ids(1, 5), **GREEDY)
+    assert not {name for name in called if calls[name] < NEW}
+
+
 @pytest.mark.parametrize("change", [new_forward, parametrised, subclassed])
 def test_what_replaces_a_layer_acts_on_every_token(change):
     for name in ("q_conv1d", "o_norm", "decay"):
@@ -395,10 +408,6 @@ def test_dropout_acts_where_it_alone_is_in_training_mode():
     dropped = model.generate(tokens, **options)
     for one, other in zip(plain.logits, dropped.logits, strict=True):
         assert not torch.allclose(one, other)
-    seen = []
-    model.eval().model.layers[0].dropout.register_forward_hook(lambda *_: seen.append(1))
-    model.generate(tokens, **options)
-    assert len(seen) == 2 * NEW
 
 
 def test_where_a_token_runs_eagerly(runs, monkeypatch):

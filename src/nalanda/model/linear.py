@@ -278,10 +278,9 @@ class GLA(Mixer):
             )
         self.rule = replace(self.rule, temperature=float(gate_temperature))
         super().__init__(config, layer_idx)
-        self.gk_proj: Any = nn.Sequential(
-            nn.Linear(config.hidden_size, gate_rank, bias=False),
-            nn.Linear(gate_rank, self.num_heads * self.K),
-        )
+        down = nn.Linear(config.hidden_size, gate_rank, bias=False)
+        # A list, which takes no hooks for calls: each layer is called by itself.
+        self.gk_proj: Any = nn.ModuleList([down, nn.Linear(gate_rank, self.num_heads * self.K)])
 
     def linears(self) -> dict[str, nn.Linear]:
         return super().linears() | {"a": self.gk_proj[0]}
