@@ -365,7 +365,8 @@ def key_of(model: Any) -> tuple:
     replayer = Graph.replayer(device) if graphs else (threading.get_ident(),)
     # The place of each tensor: a graph has recorded it, so replaced weights need new graphs.
     places = ((x.data_ptr(), x.stride(), x.dtype) for x in tensors)
-    return (*replayer, *programs, *map(id, modules.values()), *places)
+    kinds = map(type, modules.values())
+    return (*replayer, *programs, *map(id, modules.values()), *kinds, *places)
 
 
 def _foreign(module: nn.Module) -> bool:
