@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
+from nalanda.common.text import markdown_table
 from nalanda.compare.verdict import pair_gap
 from nalanda.config.load import load_config
 from nalanda.report.figures import COLOURS, REFERENCE, drawing, log_axis
@@ -34,24 +35,23 @@ def report(out: Path) -> str:
     arms = load_config(RECIPE).linearize.arms
     first = next(iter(arms))
     titles = [f"{what} {stage}" for what in ("perplexity", "last words") for stage in STAGES]
-    titles += ["nats to the first", "over batches"]
-    lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
 
     again = records_of(read, "teacher", "distilled")
     cells = [f"{perplexity(teacher):.1f}", "", cell(map(perplexity, again))]
     cells += [f"{accuracy(teacher):.1f} %", "", cell(map(accuracy, again), " %")]
-    lines.append(f"| teacher | {' | '.join(cells)} | {distance(read, 'teacher', first)} |")
+    lines = [["teacher", *cells, *distance(read, "teacher", first)]]
     for arm in arms:
         stages = [records_of(read, arm, stage) for stage in STAGES]
         cells = [cell(map(perplexity, each)) for each in stages]
         cells += [cell(map(accuracy, each), " %") for each in stages]
-        lines.append(f"| {arm} | {' | '.join(cells)} | {distance(read, arm, first)} |")
-    for name, cost in decoding.items():
-        lines.append(
-            f"\n{name}: {cost['seconds'] * 1e3:.0f} ms a token, {cost['bytes'] / 2**20:.0f} MiB"
-        )
+        lines.append([arm, *cells, *distance(read, arm, first)])
+    costs = [
+        f"{name}: {cost['seconds'] * 1e3:.0f} ms a token, {cost['bytes'] / 2**20:.0f} MiB"
+        for name, cost in decoding.items()
+    ]
     draw(read, list(arms), perplexity(teacher), out / "linearize")
-    return "\n".join(lines)
+    table = markdown_table(["", *titles, "nats to the first", "over batches"], lines)
+    return "\n\n".join([table, *costs])
 
 
 def draw(read: Records, arms: list[str], teacher: float, file: Path) -> None:
@@ -83,17 +83,17 @@ def cell(values: Iterable[float], unit: str = "") -> str:
     return f"{mean:.1f}{f' ± {half:.1f}' if half else ''}{unit}" if math.isfinite(mean) else ""
 
 
-def distance(read: Records, arm: str, first: str) -> str:
+def distance(read: Records, arm: str, first: str) -> list[str]:
     """Two cells: nats a token to the first arm with the interval over orders, and that over held-out batches."""
     pairs = pairs_of(read, arm, first)
     if not pairs or arm == first:
-        return " | "
+        return ["", ""]
     mean, half = interval(math.log(perplexity(a) / perplexity(b)) for a, b in pairs)
     ours, theirs = (np.array([pair[i]["nats"] for pair in pairs]) for i in (0, 1))
     labels = np.array(pairs[0][0]["labels"])
     error = math.sqrt(document_variance(ours, theirs, labels))
     batches = float(stats.t.ppf(0.975, len(labels) - 1)) * error
-    return f"{signed(mean, '.3f')} ± {half:.3f} | ± {batches:.3f}"
+    return [f"{signed(mean, '.3f')} ± {half:.3f}", f"± {batches:.3f}"]
 
 
 def perplexity(record: dict) -> float:

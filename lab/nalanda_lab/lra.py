@@ -1,12 +1,11 @@
 """`nalanda-lab lra`: Long Range Arena (arXiv 2011.04006) for the mixers as encoders, and their speed.
 
-`run_lra` trains one model on one task; `lra` plans the runs, trains those without a record in DIR/runs.jsonl,
+`run_lra` trains one model on one task; `lra` plans the runs, trains those without a record in DIR/runs,
 and writes results.json, .md and a picture. `lra_speed` times training steps beside softmax attention.
 """
 
 import copy
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -15,21 +14,16 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from nalanda_eval.report import markdown_table
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from nalanda.common.errors import InputError, output_folder
-from nalanda.common.files import write_atomically
-from nalanda.common.text import suggest
+from nalanda.common.text import markdown_table, suggest
 from nalanda.common.versions import list_versions, versions
 from nalanda.config.schema import OptimConfig, ScheduleConfig
 from nalanda.inference.load import choose_device
@@ -42,6 +36,7 @@ from nalanda_lab.lra_data import ARENA, QUICK_ARENA, ArenaTask, prepare
 from nalanda_lab.paired import take_step
 from nalanda_lab.sweep import follow, key
 from nalanda_lab.synthetic import best_constant
+from nalanda_lab.track import publish, take_turns
 
 # (layers, width, heads, width of the GLU, batch, learning rate). `skyformer` is that of code/config.py in
 # github.com/pkuzengqi/Skyformer, with PolaFormer's rate for pathfinder. `transnormer_paper` is appendix E of
@@ -367,30 +362,10 @@ def draw_arena(rows: list[dict[str, Any]], tasks: dict[str, ArenaTask], file: Pa
     return files(file)
 
 
-def titled(header: list[str], lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    """The table for a terminal: without `parameters`, and `from` as a line of its own."""
-    shown = []
-    for kind, group in itertools.groupby(lines, lambda line: line[1]):
-        if kind.startswith("published"):
-            shown.append([kind] + [""] * (len(header) - 3))
-        shown += [[line[0], *line[2:-2], line[-1]] for line in group]
-    return [header[0], *header[2:-2], header[-1]], shown
-
-
-def show(header: list[str], lines: list[list[str]], console: Console) -> None:
-    """Prints a table."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
-    for i, head in enumerate(header):
-        table.add_column(head, justify="right" if i else "left", overflow="fold", no_wrap=i > 0)
-    for line in lines:
-        table.add_row(*line)
-    console.print(table, markup=False)
-
-
 # ------------------------------ speed and memory
 
 
-def peak_bytes(step: Callable[[], None], device: str) -> int:
+def peak_bytes(step: Callable[[], object], device: str) -> int:
     """The most memory that tensors made by `step` hold at once."""
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats(device)
@@ -440,12 +415,8 @@ def lra_speed(
             steps[label(model)] = partial(training_step, net, ids)
 
         peaks = {name: peak_bytes(step, device) for name, step in steps.items()}
-        seconds = dict.fromkeys(steps, math.inf)
-        for _ in range(rounds):
-            for name, step in steps.items():
-                start = time.perf_counter()
-                step()
-                seconds[name] = min(seconds[name], time.perf_counter() - start)
+        turns = take_turns(steps, rounds, f"{length:,} tokens")
+        seconds = {name: min(each) for name, each in turns.items()}
         for name in steps:
             rows.append(
                 {
@@ -460,12 +431,14 @@ def lra_speed(
     return rows
 
 
-def training_step(net: ArenaNet, ids: Tensor) -> None:
-    """A forward and a backward pass, to their end."""
+def training_step(net: ArenaNet, ids: Tensor) -> float:
+    """The seconds of a forward and a backward pass, to their end."""
+    start = time.perf_counter()
     net(ids).logsumexp(-1).sum().backward()
     net.zero_grad()
     if ids.is_cuda:
         torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def lengths_table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -480,7 +453,7 @@ def lengths_table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]
         speeds = [f"{row['speed']:.2f}×" for row in each]
         sizes = [f"{row['bytes'] / 2**20:,.0f}" for row in each]
         lines.append([name, *speeds, *sizes])
-    return ["model", *(f"speed\n{n:,}" for n in lengths), *(f"MiB\n{n:,}" for n in lengths)], lines
+    return ["model", *(f"speed {n:,}" for n in lengths), *(f"MiB {n:,}" for n in lengths)], lines
 
 
 # ------------------------------ the command
@@ -503,8 +476,7 @@ def lra(
 ) -> list[dict[str, Any]]:
     """Trains every model on every task, prints a table, and writes results.json, .md and the figure lra.
 
-    `output` also gets runs.jsonl, a line for each finished run, which is not trained again, and the tasks'
-    rows as arrays.
+    `output` also gets runs/, a file for each finished run, which is not trained again, and the tasks' rows as arrays.
 
     Args:
         tasks: names from `ARENA`; by default all, without `data` those that are generated.
@@ -525,7 +497,6 @@ def lra(
     Raises:
         InputError: an unknown name, or files that are missing or have other columns.
     """
-    console = Console(emoji=False)
     folder = output_folder(output, "--output")
     device = choose_device(device)
     arena = QUICK_ARENA if quick else ARENA
@@ -545,9 +516,8 @@ def lra(
         lengths = (256, 512, 1024) if quick else (1024, 2048, 4096, 8192)
         rows = lra_speed(candidates, lengths, size, device)
         title = "Training step on one row, beside softmax (SDPA): times as fast, and peak MiB of tensors"
-        header, lines = lengths_table(rows)
-        report = _Report("speed", title, rows, header, lines, notes, [versions()])
-        _publish(report, (header, lines), 1, folder, console)
+        table = markdown_table(*lengths_table(rows), 1)
+        publish_table("speed", title, rows, table, notes, [versions()], folder)
         return rows
 
     chosen = {name: task for name, task in arena.items() if not tasks or name in tasks}
@@ -566,60 +536,31 @@ def lra(
         for model in candidates
     ]
     jobs = {key(arena_settings(*run)): partial(run_lra, *run, device=device) for run in runs}
-    records = follow(jobs, folder / "runs.jsonl", workers, describe_arena)
+    records = follow(jobs, folder / "runs", workers, describe_arena)
 
     rows = arena_rows(records)
     order = [label(model) for model in candidates]
     rows.sort(key=lambda row: order.index(row["model"]))
     draw_arena(rows, chosen, folder / "lra")
     title = "Long Range Arena: accuracy, %" + ("; small tasks" if quick else "")
-    header, lines = arena_table(rows, chosen, size)
+    table = markdown_table(*arena_table(rows, chosen, size), 2)
     made = [record.get("versions", {}) for record in records]
-    report = _Report("results", title, rows, header, lines, notes, made)
-    _publish(report, titled(header, lines), 2, folder, console)
+    publish_table("results", title, rows, table, notes, made, folder)
     return rows
 
 
-class _Report(NamedTuple):
-    """The results of a command."""
-
-    name: str
-    """Of its files."""
-    title: str
-    rows: list[dict[str, Any]]
-    header: list[str]
-    lines: list[list[str]]
-    notes: list[str]
-    versions: list[dict[str, str]]
-
-
-def _publish(
-    report: _Report,
-    shown: tuple[list[str], list[list[str]]],
-    left: int,
+def publish_table(
+    name: str,
+    title: str,
+    rows: list[dict[str, Any]],
+    table: str,
+    notes: list[str],
+    made: list[dict[str, str]],
     folder: Path,
-    console: Console,
 ) -> None:
-    """Writes .json and .md, and prints the table.
-
-    shown: header and lines of the printed table. left: columns of text at the left of the written one.
-    """
-    content = {
-        "rows": report.rows,
-        "notes": report.notes,
-        "versions": list_versions(report.versions),
-    }
-    text = json.dumps(content, indent=1, ensure_ascii=False)
-    write_atomically(folder / f"{report.name}.json", text + "\n")
-    header = [head.replace("\n", " ") for head in report.header]
-    table = markdown_table(header, report.lines, left)
-    blocks = [f"# {report.title}", table, *report.notes]
-    write_atomically(folder / f"{report.name}.md", "\n\n".join(blocks) + "\n")
-
-    console.print(report.title, style="bold", markup=False, highlight=False, soft_wrap=True)
-    show(*shown, console)
-    for note in [*report.notes, f"table and numbers in {folder}"]:
-        console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+    """Writes and prints the results of a command. made: versions of what made them."""
+    content = {"rows": rows, "notes": notes, "versions": list_versions(made)}
+    publish(folder, name, "\n\n".join([f"# {title}", table, *notes]), content)
 
 
 def describe_arena(record: dict[str, Any]) -> str:

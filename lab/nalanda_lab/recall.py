@@ -1,7 +1,7 @@
 """Recall of token mixers: small decoders trained on generated tasks at equal parameters and equal state.
 
 `run_recall` trains one model on one task with one seed and learning rate, and returns its record. `recall`
-plans a sweep of such runs, trains those without a record in DIR/runs.jsonl, and writes results.json, .md and
+plans a sweep of such runs, trains those without a record in DIR/runs, and writes results.json, .md and
 pictures.
 """
 
@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from math import isnan
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -20,11 +19,9 @@ from zlib import crc32
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from nalanda.common.errors import InputError, output_folder
-from nalanda.common.files import write_atomically
 from nalanda.common.text import size, suggest
 from nalanda.common.versions import list_versions, versions
 from nalanda.config.load import parse_yaml
@@ -44,7 +41,7 @@ from nalanda_lab.equal import (
     with_state,
 )
 from nalanda_lab.paired import take_step
-from nalanda_lab.recall_report import draw_recall, print_recall, recall_markdown
+from nalanda_lab.recall_report import draw_recall, recall_markdown
 from nalanda_lab.sweep import Jobs, follow, key
 from nalanda_lab.synthetic import (
     IGNORED,
@@ -52,13 +49,12 @@ from nalanda_lab.synthetic import (
     TASKS,
     Copying,
     ListOps,
-    Needle,
     Needles,
-    Regression,
     StateTracking,
     Task,
     best_constant,
 )
+from nalanda_lab.track import publish
 
 SIGNED = ("deltanet:allow_neg_eigval=true", "gated_deltanet:allow_neg_eigval=true")
 STATES = (2048, 8192, 32768)
@@ -81,39 +77,21 @@ class Training:
     """Whether the trained cases come in turn, not mixed: `Task.batches`."""
 
 
-class Reader(nn.Module):
-    """The decoder on a task's inputs: tokens `[n, T]`, or numbers `[n, T, dim]` through a linear layer."""
-
-    def __init__(self, config: NalandaConfig, task: Task):
-        super().__init__()
-        self.read_in = None
-        if isinstance(task, Regression):
-            self.read_in = nn.Linear(task.dim, config.hidden_size)
-        self.decoder = NalandaForCausalLM(config)
-
-    def forward(self, inputs: Tensor, answered: Tensor) -> Tensor:
-        """The head's outputs `[A, vocab_size]` at the A positions of `answered`, bool `[n, T]`."""
-        if self.read_in is None:
-            out = self.decoder.model(inputs, use_cache=False)
-        else:
-            out = self.decoder.model(inputs_embeds=self.read_in(inputs), use_cache=False)
-        return self.decoder.lm_head(out.last_hidden_state[answered])
-
-
-def seeded_reader(config: NalandaConfig, task: Task, seed: int) -> Reader:
+def seeded_model(config: NalandaConfig, seed: int) -> NalandaForCausalLM:
     """A model whose weights of one name and shape are those of every other model of this seed."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        net = Reader(config, task)
-        for name, module in net.decoder.named_modules():
+        net = NalandaForCausalLM(config)
+        for name, module in net.named_modules():
             torch.manual_seed(seed + crc32(name.encode()))
-            net.decoder._init_weights(module)
+            net._init_weights(module)
     return net
 
 
-def has_answer(labels: Tensor) -> Tensor:
-    """Whether an answer is asked, bool, of labels `[n, T]`."""
-    return ~labels.isnan() if labels.is_floating_point() else labels != IGNORED
+def answers(net: NalandaForCausalLM, ids: Tensor, asked: Tensor) -> Tensor:
+    """The logits `[A, vocab_size]` at the A positions of `asked`, bool `[n, T]`."""
+    out = net.model(ids, use_cache=False)
+    return net.lm_head(out.last_hidden_state[asked])
 
 
 def run_recall(
@@ -136,9 +114,8 @@ def run_recall(
         seed: seed of the weights and of the training data.
 
     Returns:
-        `settings`, from `recall_settings`, the record's key; `scores` of the test, one for each of `cases`,
-        and their mean `score`: accuracies, with those of the best constant answer in `chance`, or relative
-        errors of a regression, with those of least squares in `reference`; `validation`, the mean score on
+        `settings`, from `recall_settings`, the record's key; `scores` of the test, an accuracy for each of `cases`,
+        and their mean `score`; `chance`, the accuracies of the best constant answer; `validation`, the mean score on
         other rows, for choosing settings; `curve`, [step, mean training loss since the last point, score on a
         part of the validation]; `parameters`; `state_bytes` after
         the longest trained length, and `state_grows`; `flops_per_token` of a forward pass at that length;
@@ -157,7 +134,8 @@ def _run_recall(
 ) -> dict[str, Any]:
     started = time.perf_counter()
     config = configured(model, task.vocab_size)
-    net = seeded_reader(config, task, seed).to(device)
+    net: Any = seeded_model(config, seed)
+    net.to(device)
     optim = OptimConfig(lr=training.lr, weight_decay=training.weight_decay)
     schedule = ScheduleConfig(warmup_steps=training.steps // 10)
     optimizer = build_optimizer(net, optim)
@@ -165,16 +143,16 @@ def _run_recall(
     tests = fixed_batches(task, training.rows, "test")
     held_out = fixed_batches(task, training.rows, "validation")
     # Points of the curve are measured on fewer rows.
-    sample = [(inputs[:64], labels[:64]) for inputs, labels in held_out]
+    sample = [(ids[:64], labels[:64]) for ids, labels in held_out]
     points = {round(training.steps * (i + 1) / training.points) for i in range(training.points)}
 
     curriculum = training.steps if training.curriculum else None
     batches = task.batches(seed, training.batch_size, "train", curriculum)
     losses, curve = [], []
     for step in range(1, training.steps + 1):
-        inputs, labels = (x.to(device) for x in next(batches))
-        answered = has_answer(labels)
-        loss = objective(net(inputs, answered), labels[answered])
+        ids, labels = (x.to(device) for x in next(batches))
+        asked = labels != IGNORED
+        loss = F.cross_entropy(answers(net, ids, asked), labels[asked])
         loss.backward()
         rate = learning_rate(step, training.steps, training.lr, schedule)
         take_step(optimizer, net, rate, optim.max_grad_norm)
@@ -192,6 +170,7 @@ def _run_recall(
         "cases": list(task.cases),
         "scores": scores,
         "score": fmean(scores),
+        "chance": [best_constant(labels) for _, labels in tests],
         "validation": fmean(evaluate_recall(net, held_out)),
         "curve": curve,
         "parameters": sum(p.numel() for p in net.parameters()),
@@ -202,12 +181,6 @@ def _run_recall(
         "device": device,
         "versions": versions(),
     }
-    if isinstance(task, Regression):
-        record["reference"] = [
-            relative_error(task.least_squares(inputs), labels[:, -1]) for inputs, labels in tests
-        ]
-    else:
-        record["chance"] = [best_constant(labels) for _, labels in tests]
     return json.loads(json.dumps(record))  # as read from a file: tuples become lists
 
 
@@ -229,32 +202,15 @@ def fixed_batches(task: Task, rows: int, split: str) -> list[tuple[Tensor, Tenso
     return [task.batch(draw, rows, split, case) for case in task.cases]
 
 
-def objective(out: Tensor, labels: Tensor) -> Tensor:
-    """out `[A, vocab_size]`, labels `[A]`: cross-entropy, or the squared error of float labels."""
-    if labels.is_floating_point():
-        return F.mse_loss(out[:, 0], labels)
-    return F.cross_entropy(out, labels)
-
-
-def relative_error(guess: Tensor, y: Tensor) -> float:
-    """Σ(ŷ − y)² / Σy²."""
-    return ((guess - y).square().sum() / y.square().sum()).item()
-
-
 @torch.no_grad()
-def evaluate_recall(net: Reader, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
-    """The score on each batch: the accuracy, or the relative error of float answers."""
-    device = net.decoder.device
+def evaluate_recall(net: NalandaForCausalLM, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+    """The accuracy on each batch."""
     scores = []
     net.eval()
-    for inputs, labels in batches:
-        answered = has_answer(labels)
-        out = net(inputs.to(device), answered.to(device)).cpu()  # [A, vocab_size]
-        right = labels[answered]
-        if right.is_floating_point():
-            scores.append(relative_error(out[:, 0], right))
-        else:
-            scores.append((out.argmax(-1) == right).double().mean().item())
+    for ids, labels in batches:
+        asked = labels != IGNORED
+        guesses = answers(net, ids.to(net.device), asked.to(net.device)).argmax(-1).cpu()
+        scores.append((guesses == labels[asked]).double().mean().item())
     net.train()
     return scores
 
@@ -316,15 +272,8 @@ def describe_recall(record: dict[str, Any]) -> str:
     return f"{chosen['task']['name']}: {label(chosen['model'])} {record['score']:.3f}"
 
 
-SHARED = (
-    "cases",
-    "parameters",
-    "state_bytes",
-    "state_grows",
-    "flops_per_token",
-    "chance",
-    "reference",
-)
+SHARED = ("cases", "parameters", "state_bytes", "state_grows", "flops_per_token", "chance")
+"""Figures that the runs of a row have in common."""
 
 
 def summary(
@@ -349,10 +298,8 @@ def _summarised(
         ]
         runs[training.lr] = [by_key[key(each)] for each in settings]
 
-    # The lowest error or the highest accuracy; NaN last.
-    sign = 1 if trial.task.error else -1
-    means = {lr: sign * fmean(run["validation"] for run in each) for lr, each in runs.items()}
-    lr = min(means, key=lambda lr: (isnan(means[lr]), means[lr]))
+    means = {lr: fmean(run["validation"] for run in each) for lr, each in runs.items()}
+    lr = max(means, key=means.__getitem__)
     best = runs[lr]
 
     # A column for each case, and one for the mean over cases.
@@ -370,7 +317,7 @@ def _summarised(
         "score": score,
         "spread": spread,
     }
-    return row | {name: best[0][name] for name in SHARED if name in best[0]}
+    return row | {name: best[0][name] for name in SHARED}
 
 
 # ------------------------------ the command
@@ -380,7 +327,6 @@ QUICK: dict[str, Task] = {
     task.name: task
     for task in (
         MQAR(pairs=(2, 4, 8, 12), sequence=48, values=16),
-        Needle(sequence=32, values=16),
         Needles(keys=(2, 4, 8, 12), sequence=40, values=16),
         Copying(lengths=(4, 8, 16), longer=(24,), symbols=16),
         StateTracking("parity", "Z2", trained_length=16),
@@ -388,7 +334,6 @@ QUICK: dict[str, Task] = {
         StateTracking("s3", "S3", trained_length=8),
         StateTracking("a5", "A5", trained_length=8),
         StateTracking("s5", "S5", trained_length=8),
-        Regression(examples=(1, 2, 4, 8)),
         ListOps(bands=((4, 12), (12, 24))),
     )
 }
@@ -424,7 +369,7 @@ def recall(
 ) -> list[dict[str, Any]]:
     """Trains every mixer × map on every task, prints tables, and writes results.json, .md and pictures.
 
-    `output` also gets runs.jsonl, a line for each finished run, which is not trained again.
+    `output` also gets runs/, a file for each finished run, which is not trained again.
 
     Args:
         tasks: names from `TASKS`; by default all except ListOps of the published size.
@@ -448,7 +393,6 @@ def recall(
     Raises:
         InputError: an unknown name, or invalid values.
     """
-    console = Console(emoji=False)
     output = output_folder(output, "--output")
     device = choose_device(device)
     all_tasks, base, training = override(QUICK if quick else TASKS, overrides or [])
@@ -482,7 +426,7 @@ def recall(
         for trial in trials
         for each in trainings
     ]
-    records = follow(recall_jobs(jobs, device), output / "runs.jsonl", workers, describe_recall)
+    records = follow(recall_jobs(jobs, device), output / "runs", workers, describe_recall)
     rows = summary(trials, records, seeds, trainings)
     figures = draw_recall(rows, all_tasks, output)
     results = {
@@ -491,13 +435,7 @@ def recall(
         "figures": [file.name for file in figures],
         "versions": list_versions(record.get("versions", {}) for record in records),
     }
-    text = json.dumps(results, indent=1, ensure_ascii=False)
-    write_atomically(output / "results.json", text + "\n")
-    write_atomically(output / "results.md", recall_markdown(rows, all_tasks, list(notes)))
-    print_recall(rows, all_tasks, list(notes), console)
-    console.print(
-        f"tables, numbers and figures in {output}", markup=False, highlight=False, soft_wrap=True
-    )
+    publish(output, "results", recall_markdown(rows, all_tasks, list(notes)), results)
     return rows
 
 

@@ -6,12 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from nalanda_eval.report import markdown_table
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from nalanda.common.text import size
+from nalanda.common.text import markdown_table, size
 from nalanda.report.figures import GREY, drawing, files, in_panels, log_axis
 from nalanda_lab.synthetic import Task
 
@@ -24,30 +19,22 @@ def tables(
     for name in dict.fromkeys(row["task"] for row in rows):
         task = tasks[name]
         of_task = [row for row in rows if row["task"] == name]
-        lines = [_line(task, row) for row in of_task]
-        if reference := of_task[0].get("reference"):
-            errors = [*reference, fmean(reference)]
-            values = [_value(task, error) for error in errors]
-            lines.append(["least squares", of_task[-1]["match"], *values, *["–"] * 4])
-
-        measure = "relative error; predicting 0 has 1"
-        if not task.error:
-            chance = _value(task, fmean(chance_by_case(task, of_task)))
-            measure = f"accuracy, %; chance {chance}, the best constant answer"
+        lines = [_line(row) for row in of_task]
+        chance = f"chance {_percent(fmean(of_task[0]['chance']))}, the best constant answer"
         cases = [case_name(case) for case in task.cases]
         header = ["model", "equal", *cases, "mean", "lr", "parameters", "state", "MFLOPs"]
-        titled.append((f"{name}: {measure}; by {task.axis}", header, lines))
+        titled.append((f"{name}: accuracy, %; {chance}; by {task.axis}", header, lines))
     return titled
 
 
-def _line(task: Task, row: dict) -> list[str]:
+def _line(row: dict) -> list[str]:
     """The cells of a model."""
     cases = zip(row["scores"], row["spreads"], strict=True)
     return [
         row["model"],
         row["match"],
-        *(_value(task, score, spread) for score, spread in cases),
-        _value(task, row["score"], row["spread"]),
+        *(_percent(score, spread) for score, spread in cases),
+        _percent(row["score"], row["spread"]),
         f"{row['lr']:g}",
         f"{row['parameters']:,}",
         size(row["state_bytes"]) + (", grows" if row["state_grows"] else ""),
@@ -55,16 +42,10 @@ def _line(task: Task, row: dict) -> list[str]:
     ]
 
 
-def _value(task: Task, mean: float, spread: float = 0.0) -> str:
-    """A relative error, or an accuracy in percent, with its deviation."""
-    scale, form = (1, ".3f") if task.error else (100, ".1f")
-    deviation = f" ± {scale * spread:{form}}" if spread else ""
-    return f"{scale * mean:{form}}{deviation}"
-
-
-def chance_by_case(task: Task, rows: list[dict]) -> list[float]:
-    """By case the score of the best constant answer to the test rows; of guessing, in older records."""
-    return next((row["chance"] for row in rows if "chance" in row), [task.chance] * len(task.cases))
+def _percent(mean: float, spread: float = 0.0) -> str:
+    """An accuracy with its deviation."""
+    deviation = f" ± {100 * spread:.1f}" if spread else ""
+    return f"{100 * mean:.1f}{deviation}"
 
 
 def case_name(case: Any) -> str:
@@ -77,36 +58,15 @@ def recall_markdown(rows: list[dict], tasks: dict[str, Task], notes: list[str]) 
         f"## {title}\n\n{markdown_table(header, lines)}"
         for title, header, lines in tables(rows, tasks)
     ]
-    return "\n\n".join(["# Recall", *blocks, *notes]) + "\n"
-
-
-def print_recall(
-    rows: list[dict], tasks: dict[str, Task], notes: list[str], console: Console
-) -> None:
-    """Prints the tables, one for each way of matching, without learning rates."""
-    for title, header, lines in tables(rows, tasks):
-        console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
-        shown = [i for i, head in enumerate(header) if head not in ("equal", "lr")]
-        for match, group in itertools.groupby(lines, lambda line: line[1]):
-            if match:
-                console.print(f"equal {match}", style="dim", highlight=False)
-            table = Table(
-                box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1)
-            )
-            for i in shown:
-                narrow = i > 0 and not any("±" in line[i] for line in lines)
-                table.add_column(
-                    header[i], justify="right" if i else "left", no_wrap=narrow, overflow="fold"
-                )
-            for line in group:
-                table.add_row(*(line[i] for i in shown))
-            console.print(table, markup=False)
-    for note in notes:
-        console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+    return "\n\n".join(["# Recall", *blocks, *notes])
 
 
 ROWS = 4
 """Rows of panels of a figure; what is left is drawn in another."""
+
+
+def percents(shares: Iterable[float]) -> list[float]:
+    return [100 * share for share in shares]
 
 
 class _Figures:
@@ -118,31 +78,16 @@ class _Figures:
         seeds = rows[0]["seeds"]
         self.over = f"over n = {seeds} seeds" if seeds > 1 else "of n = 1 seed, so without bars"
         self.bars = "; bars: ± 1 standard deviation" if seeds > 1 else ""
-        self.chance = chance_by_case(task, rows)
-        self.title = self._title()
-
-    def _title(self) -> str:
-        best = (min if self.task.error else max)(self.rows, key=lambda row: row["score"])
-        if self.task.error:
-            found = f"lowest mean error {best['score']:.3f}"
-        else:
-            found = f"highest mean accuracy {100 * best['score']:.0f} %"
-        return f"{self.task.name}: {found}, {best['model']}"
-
-    def scaled(self, values: Iterable[float]) -> list[float]:
-        """Errors for a logarithmic axis, or accuracies in percent."""
-        return [max(x, 1e-4) if self.task.error else 100 * x for x in values]
+        self.chance = rows[0]["chance"]
+        best = max(rows, key=lambda row: row["score"])
+        found = f"highest mean accuracy {100 * best['score']:.0f} %"
+        self.title = f"{task.name}: {found}, {best['model']}"
 
     def finish(self, axes: Any, places: Iterable[float], chance: Iterable[float]) -> None:
         """Draws chance, and labels the axis of the scores."""
-        label = "predicting 0" if self.task.error else "chance"
         style = {"color": GREY, "linestyle": ":", "linewidth": 1}
-        axes.plot(places, self.scaled(chance), label=label, **style)
-        if self.task.error:
-            log_axis(axes.yaxis)
-            axes.set(ylabel="relative error (ratio)")
-        else:
-            axes.set(ylabel="accuracy (%)", ylim=(0, 102))
+        axes.plot(places, percents(chance), label="chance", **style)
+        axes.set(ylabel="accuracy (%)", ylim=(0, 102))
 
     def draw_cases(self, groups: list[tuple[str, list[str]]], suffix: str) -> list[Path]:
         """Scores by case, a panel for each (kind, models) and way of matching."""
@@ -163,12 +108,9 @@ class _Figures:
         places = range(len(self.task.cases))  # evenly spaced: cases are doubling sizes or bands
         for row in self.rows:
             if row["match"] == match and row["model"] in models:
-                y, bar = self.scaled(row["scores"]), self.scaled(row["spreads"])
+                y, bar = percents(row["scores"]), percents(row["spreads"])
                 look = self.looks[row["model"]]
                 axes.errorbar(places, y, bar, clip_on=False, label=row["model"], **look)
-        if reference := self.rows[0].get("reference"):
-            style = {"color": GREY, "linestyle": "--"}
-            axes.plot(places, self.scaled(reference), label="least squares", **style)
 
         axis = self.task.axis if "(" in self.task.axis else f"{self.task.axis} (number)"
         axes.set_xticks(places, map(case_name, self.task.cases))
@@ -205,8 +147,8 @@ class _Figures:
         sizes, look = sorted(at_size), self.looks[name]
         if any(row["state_grows"] for row in at_size.values()):
             look = look | {"linestyle": "", "marker": look["marker"] or "o", "mfc": "white"}
-        y = self.scaled(at_size[x]["score"] for x in sizes)
-        bar = self.scaled(at_size[x]["spread"] for x in sizes)
+        y = percents(at_size[x]["score"] for x in sizes)
+        bar = percents(at_size[x]["spread"] for x in sizes)
         axes.errorbar(sizes, y, bar, clip_on=False, label=name, **look)
 
 

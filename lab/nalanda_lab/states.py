@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nalanda.common.errors import InputError, output_folder
 from nalanda.common.files import write_atomically
-from nalanda.common.text import suggest
+from nalanda.common.text import markdown_table, suggest
 from nalanda.common.versions import versions
 from nalanda.config.schema import OptimConfig, ScheduleConfig
 from nalanda.data.python_docs import python_documents
@@ -212,11 +212,10 @@ def holds(record: dict[str, Any], arm: str) -> bool:
     return nats <= HELD_NATS and exact["recall_end"] - of["recall_end"] <= HELD_RECALL
 
 
-def state_table(records: dict[str, dict[str, Any]]) -> list[str]:
+def state_table(records: dict[str, dict[str, Any]]) -> str:
     """The table of the page: a row a model, with what each arm loses at the stream's end."""
     lost = [arm for arm in ARMS if arm != "float32"]
-    head = ["model", "bytes", "nats, recall, needles", *lost]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines = []
     for name, record in records.items():
         exact, small = record["arms"]["float32"], record["arms"]["int8"]
         cells = [name.replace("-", " + "), f"{exact['state_bytes']} → {small['state_bytes']}"]
@@ -227,8 +226,8 @@ def state_table(records: dict[str, dict[str, Any]]) -> list[str]:
             points = 100 * (exact["recall_end"] - of["recall_end"])
             mark = "" if holds(record, arm) else " ✗"
             cells.append(f"{of['nats_end'] - exact['nats_end']:+.4f}, {points:+.1f}{mark}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        lines.append(cells)
+    return markdown_table(["model", "bytes", "nats, recall, needles", *lost], lines)
 
 
 def states(models: list[str] | None, length: int, output: str) -> None:
@@ -244,4 +243,4 @@ def states(models: list[str] | None, length: int, output: str) -> None:
             write_atomically(file, jsonlib.dumps(measure(known[name], length), indent=1) + "\n")
     files = {name: folder / f"{name}.json" for name in known}
     records = {n: jsonlib.loads(f.read_text()) for n, f in files.items() if f.exists()}
-    print("\n".join(state_table(records)))
+    print(state_table(records))

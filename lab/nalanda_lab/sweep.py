@@ -1,23 +1,21 @@
-"""Sweeps over runs: finished ones are read from a file of records, the others are run in processes."""
+"""Sweeps over runs: finished ones are read from their files, the others are run in processes."""
 
-import contextlib
 import json
-import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-from nalanda.common.files import alone
+from nalanda.common.files import write_atomically
 from nalanda.common.processes import end_with_parent
 from nalanda.common.progress import Progress
-from nalanda.train.log import read_metrics
+from nalanda.common.text import digest
 
 Record = dict[str, Any]
 """Results of a run; its `settings` determine them, and are its key."""
@@ -29,47 +27,24 @@ def key(settings: dict[str, Any]) -> str:
     return json.dumps(settings, sort_keys=True)
 
 
-def records(file: Path) -> dict[str, Record]:
-    """The records of a file by key; {} without a file. A torn line of a killed run is skipped."""
-    return {key(record["settings"]): record for record in (read_metrics(file))}
+def follow(jobs: Jobs, folder: Path, workers: int, tell: Callable[[Record], str]) -> list[Record]:
+    """The jobs' records, a file each in the folder. Runs that have none are trained, with a progress bar.
 
-
-def sweep(jobs: Jobs, file: Path, workers: int) -> Iterator[Record]:
-    """The jobs' records: first those in the file, then the others as their runs end.
-
-    Each finished run appends a line to the file, which others may read meanwhile. A killed run leaves no line
-    and is run again. Raises `InputError` while another command appends to the file.
+    A run that is killed leaves no file, and is trained again.
     """
-    finished = records(file)
-    yield from (finished[name] for name in jobs if name in finished)
-    todo = [job for name, job in jobs.items() if name not in finished]
-    if not todo:
-        return
-    with appended(file) as stream, contextlib.closing(trained(todo, workers)) as new:
-        for record in new:
-            stream.write(json.dumps(record).encode() + b"\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-            yield record
+    files = {name: folder / f"{digest(name)}.json" for name in jobs}
+    todo = [job for name, job in jobs.items() if not files[name].is_file()]
+    folder.mkdir(parents=True, exist_ok=True)
+    done = len(jobs) - len(todo)
+    with Progress("training", len(jobs), "runs", start=done, stream=sys.stdout) as progress:
+        for record in trained(todo, workers):
+            write_atomically(files[key(record["settings"])], json.dumps(record) + "\n")
+            done += 1
+            progress.to(done, tell(record), end=True)
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files.values()]
 
 
-@contextlib.contextmanager
-def appended(file: Path) -> Iterator[BinaryIO]:
-    """The file, open at its end, where a new line begins. One process at a time has it."""
-    taken = f"{file}: another command adds its runs there; wait for its end, or take another folder"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with alone(file.with_name(f".{file.name}.lock"), taken), file.open("a+b") as stream:
-        stream.seek(0)
-        if last := stream.read().rpartition(b"\n")[2]:
-            try:
-                json.loads(last)
-                stream.write(b"\n")
-            except ValueError:  # a kill has torn it
-                stream.truncate(stream.tell() - len(last))
-        yield stream
-
-
-def trained(jobs: list[Callable[[], Record]], workers: int) -> Generator[Record]:
+def trained(jobs: Sequence[Callable[[], Record]], workers: int) -> Generator[Record]:
     """Records in the order in which the runs end. Each run has one thread, in this process or its own."""
     torch.set_flush_denormal(True)
     if min(workers, len(jobs)) < 2:
@@ -106,14 +81,3 @@ def _begin_worker() -> None:
     warnings.simplefilter("ignore")  # and warnings of feature maps
     torch.set_flush_denormal(True)
     torch.set_num_threads(1)
-
-
-def follow(jobs: Jobs, file: Path, workers: int, tell: Callable[[Record], str]) -> list[Record]:
-    """The records of `sweep`, with a progress bar; without a terminal, with a line for each run."""
-    ended: list[Record] = []
-    finished = len(records(file).keys() & jobs.keys())
-    with Progress("training", len(jobs), "runs", start=finished, stream=sys.stdout) as progress:
-        for record in sweep(jobs, file, workers):
-            ended.append(record)
-            progress.to(len(ended), tell(record), end=True)
-    return ended

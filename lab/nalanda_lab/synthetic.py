@@ -47,8 +47,6 @@ class Task:
     name: str
     axis: ClassVar[str]
     """Quantity that a case gives, with its unit."""
-    error: ClassVar[bool] = False
-    """Whether scores are relative squared errors, not accuracies."""
 
     @property
     def vocab_size(self) -> int:
@@ -62,11 +60,6 @@ class Task:
     @property
     def trained(self) -> tuple:
         return self.cases
-
-    @property
-    def chance(self) -> float:
-        """The score of guessing among all possible answers."""
-        raise NotImplementedError
 
     def length(self, case) -> int:
         """The largest T of a batch of this case."""
@@ -97,7 +90,7 @@ class Task:
                 yield self.batch(draw, rows, split, case)
 
     def kept(self, rows: Callable[[int], Tensor], n: int, split: str) -> Tensor:
-        """The first n rows of the split; `rows(m)` makes m candidates of integers or floats.
+        """The first n rows of the split; `rows(m)` makes m candidates.
 
         Raises `InputError` if no candidate is of the split.
         """
@@ -107,9 +100,7 @@ class Task:
             if missing == n and len(rounds) == 100:  # of 16 or more candidates
                 raise self.too_few(split)
             candidates = rows(max(16, missing * 9 // len(values)))
-            is_float = candidates.is_floating_point()
-            bits = candidates.view(torch.int32) if is_float else candidates
-            rounds.append(candidates[torch.isin(hash_rows(bits), values)])
+            rounds.append(candidates[torch.isin(hash_rows(candidates), values)])
             missing -= len(rounds[-1])
         return torch.cat(rounds)[:n]
 
@@ -165,7 +156,6 @@ class MQAR(Task):
 
     vocab_size = property(lambda self: 1 + 2 * self.values)
     cases = property(lambda self: self.pairs)
-    chance = property(lambda self: 1 / self.values)
 
     def length(self, case: int) -> int:
         return self.sequence
@@ -189,49 +179,6 @@ class MQAR(Task):
 
 
 @dataclass(frozen=True)
-class Needle(Task):
-    """One key and its value in noise; the sequence ends with the key, and its value is asked.
-
-    Case: the depth, the share of the noise before the needle. Split by the pair of key and value.
-    """
-
-    name: str = "needle"
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    sequence: int = 128
-    values: int = 32
-    """Number of values, of keys and of noise tokens."""
-    axis: ClassVar[str] = "depth (share of the noise before the needle)"
-
-    vocab_size = property(lambda self: 3 * self.values)
-    cases = property(lambda self: self.depths)
-    trained = property(lambda self: (None,))  # any depth
-    chance = property(lambda self: 1 / self.values)
-
-    def length(self, case: float | None) -> int:
-        return self.sequence
-
-    def batch(
-        self, draw: torch.Generator, n: int, split: str, case: float | None
-    ) -> tuple[Tensor, Tensor]:
-        def pairs(m: int) -> Tensor:
-            offsets = torch.tensor([0, self.values])
-            return torch.randint(self.values, (m, 2), generator=draw) + offsets
-
-        pair = self.kept(pairs, n, split)
-        last = self.sequence - 1
-        ids = torch.randint(2 * self.values, 3 * self.values, (n, last + 1), generator=draw)
-        if case is None:
-            where = torch.randint(last - 1, (n, 1), generator=draw)
-        else:
-            where = torch.full((n, 1), round(case * (last - 2)))
-        ids = ids.scatter(1, torch.cat([where, where + 1], 1), pair)
-        ids[:, last] = pair[:, 0]
-        labels = torch.full_like(ids, IGNORED)
-        labels[:, last] = pair[:, 1]
-        return ids, labels
-
-
-@dataclass(frozen=True)
 class Needles(Task):
     """Keys and their values scattered in noise; then every key, in random order, and its value is asked.
 
@@ -251,7 +198,6 @@ class Needles(Task):
 
     vocab_size = property(lambda self: 3 * self.values)
     cases = property(lambda self: self.keys)
-    chance = property(lambda self: 1 / self.values)
 
     def length(self, case: int) -> int:
         return self.sequence
@@ -292,7 +238,6 @@ class Copying(Task):
     vocab_size = property(lambda self: self.symbols + 1)
     cases = property(lambda self: self.lengths + self.longer)
     trained = property(lambda self: self.lengths)
-    chance = property(lambda self: 1 / self.symbols)
 
     def length(self, case: int) -> int:
         return 2 * case
@@ -375,7 +320,6 @@ class StateTracking(Task):
     vocab_size = property(lambda self: len(cayley(self.group)))
     cases = property(lambda self: tuple(k * self.trained_length for k in self.times))
     trained = property(lambda self: (*self.shorter, self.trained_length))
-    chance = property(lambda self: 1 / self.vocab_size)
 
     def length(self, case: int) -> int:
         return case
@@ -400,47 +344,6 @@ class StateTracking(Task):
         if split != "train":
             labels[:, : max(head, case // 2)] = IGNORED  # longer: only what training never reached
         return ids, labels
-
-
-@dataclass(frozen=True)
-class Regression(Task):
-    """In-context linear regression (arXiv 2208.01066): x₁, y₁, x₂, y₂, … with y = w·x, w and x ~ N(0, I).
-
-    Inputs are float `[n, T, dim]`: an x, or a y in the first feature. Labels are float: the y of each x, NaN
-    where nothing is asked. Training asks for every y, tests for the last. Case: the number of examples before
-    that. Split by the bits of w. Scores are relative errors Σ(ŷ − y)² / Σy²; predicting 0 has 1.
-    """
-
-    name: str = "regression"
-    dim: int = 4
-    examples: tuple[int, ...] = (1, 2, 4, 8, 16)
-    axis: ClassVar[str] = "examples"
-    error: ClassVar[bool] = True
-
-    vocab_size = property(lambda self: 1)  # the head's only output is ŷ
-    cases = property(lambda self: self.examples)
-    trained = property(lambda self: self.examples[-1:])
-    chance = property(lambda self: 1.0)
-
-    def length(self, case: int) -> int:
-        return 2 * case + 1
-
-    def batch(self, draw: torch.Generator, n: int, split: str, case: int) -> tuple[Tensor, Tensor]:
-        w = self.kept(lambda m: torch.randn(m, self.dim, generator=draw), n, split)
-        x = torch.randn(n, case + 1, self.dim, generator=draw)
-        y = (x @ w[:, :, None]).squeeze(2)
-        inputs = torch.zeros(n, 2 * case + 2, self.dim)
-        inputs[:, ::2], inputs[:, 1::2, 0] = x, y
-        labels = torch.full((n, 2 * case + 1), torch.nan)
-        asked = slice(0, None, 2) if split == "train" else slice(2 * case, None)
-        labels[:, asked] = y if split == "train" else y[:, -1:]
-        return inputs[:, :-1], labels
-
-    @staticmethod
-    def least_squares(inputs: Tensor) -> Tensor:
-        """The prediction for the last x by the shortest w that fits the examples, `[n]`."""
-        x, y = inputs[:, :-1:2].double(), inputs[:, 1::2, :1].double()
-        return (inputs[:, -1:].double() @ (torch.linalg.pinv(x) @ y)).flatten().float()
 
 
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
@@ -472,7 +375,6 @@ class ListOps(Task):
 
     vocab_size = property(lambda self: len(LISTOPS_TOKENS))
     cases = property(lambda self: self.bands)
-    chance = property(lambda self: 0.1)
 
     def length(self, case: tuple[int, int]) -> int:
         return case[1] - 1
@@ -526,7 +428,6 @@ TASKS: dict[str, Task] = {
     task.name: task
     for task in (
         MQAR(),
-        Needle(),
         Needles(),
         Copying(),
         StateTracking("parity", "Z2"),
@@ -534,7 +435,6 @@ TASKS: dict[str, Task] = {
         StateTracking("s3", "S3", trained_length=16),
         StateTracking("a5", "A5", trained_length=16),
         StateTracking("s5", "S5", trained_length=16),
-        Regression(),
         ListOps(),
         ListOps("listops_lra", bands=((500, 2000),)),
     )

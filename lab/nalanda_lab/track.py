@@ -1,14 +1,18 @@
-"""What measurements share: progress, sides that take turns, a table, and a file for the figures."""
+"""What measurements share: conditions, progress, sides that take turns, a table, and a file for the figures."""
 
 import json
+import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from rich import box
 from rich.table import Table
 
 from nalanda.common.errors import output_file
+from nalanda.common.files import write_atomically
 from nalanda.common.progress import Progress
 
 T = TypeVar("T")
@@ -20,6 +24,30 @@ def track(items: Collection[T], what: str, *, quiet: bool = False) -> Iterator[T
         for item in items:
             yield item
             progress.advance()
+
+
+@contextmanager
+def on_cpu(threads: int, what: str, **facts: Any) -> Iterator[dict[str, Any]]:
+    """In this context torch has so many threads. Prints `what` is measured, and gives the conditions, with `facts`."""
+    from nalanda.common.products import (
+        product_route,
+    )  # older code has none; `speed.train` imports this file there
+    from nalanda.common.versions import cpu_model, list_versions, versions
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        used, products = versions(), product_route()
+        machine = f"{threads} threads of {cpu_model()}, {products} products"
+        print(f"{what}; {machine}, {list_versions([used])}")
+        yield {
+            "machine": cpu_model(),
+            "threads": threads,
+            "products": products,
+            "versions": used,
+        } | facts
+    finally:
+        torch.set_num_threads(before)
 
 
 def take_turns(
@@ -38,6 +66,15 @@ def take_turns(
     return seconds
 
 
+def ratios_of(a: Iterable[float], b: Iterable[float]) -> list[float]:
+    """The ratios within the rounds: what else the machine does hits both sides."""
+    return [x / y for x, y in zip(a, b, strict=True)]
+
+
+def median_ratio(a: Iterable[float], b: Iterable[float]) -> float:
+    return statistics.median(ratios_of(a, b))
+
+
 def figures_file(name: str | Path | None) -> Callable[[Any], None]:
     """Writes figures to the file of `--json`, if it is given. Raises `InputError` for a file that cannot be."""
     file = None if name is None else output_file(name, "--json")
@@ -47,6 +84,15 @@ def figures_file(name: str | Path | None) -> Callable[[Any], None]:
             file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
     return write
+
+
+def publish(folder: Path, name: str, text: str, content: dict[str, Any]) -> None:
+    """Writes a text in Markdown as NAME.md and `content` as NAME.json, and prints the text."""
+    write_atomically(
+        folder / f"{name}.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    )
+    write_atomically(folder / f"{name}.md", text + "\n")
+    print(f"{text}\n\n{folder / name}.md, .json and figures beside them")
 
 
 def plain_table(

@@ -55,7 +55,7 @@ def make_recall(folder: Path, mixers: int, seeds: int) -> None:
     maps, rows = ("silu", "nala(power=3, angle=rms)", "relu"), []
     names = ["softmax", *(f"mixer{i} + {name}" for i in range(mixers) for name in maps)]
     for task, name, match in itertools.product(
-        ("mqar", "regression"), names, ("parameters", "state 2.0 KiB")
+        ("mqar", "copying"), names, ("parameters", "state 2.0 KiB")
     ):
         cases = len(QUICK[task].cases)
         rows.append(
@@ -67,7 +67,7 @@ def make_recall(folder: Path, mixers: int, seeds: int) -> None:
                 "state_grows": name == "softmax",
             }
             | {"scores": [0.5] * cases, "spreads": [0.01] * cases, "score": 0.5, "spread": 0.01}
-            | {"state_bytes": 2048, "reference": [0.1] * cases if task == "regression" else None}
+            | {"state_bytes": 2048, "chance": [0.1] * cases}
         )
     draw_recall(rows, QUICK, folder)
 

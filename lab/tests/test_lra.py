@@ -255,31 +255,16 @@ def test_command(tmp_path, monkeypatch):
     assert "| transnormer_t2 | ours |" in text
     assert "| PolaFormer, α = 5 | published, not comparable | 38.8 | 80.4 | 59.6 |" in text
     assert (tmp_path / "lra.png").stat().st_size > 2000
-    lines = (tmp_path / "runs.jsonl").read_text()
-    assert len(lines.splitlines()) == 4
+    assert len(list((tmp_path / "runs").iterdir())) == 4
     monkeypatch.setattr(lra_module, "run_lra", pytest.fail)
-    rows = lra(
-        tasks=["listops", "retrieval"],
-        mixers=["softmax", "transnormer_t2"],
-        steps=1,
-        quick=True,
-        output=tmp_path,
-        workers=1,
-    )
-    assert (tmp_path / "runs.jsonl").read_text() == lines
-    assert [row["model"] for row in rows] == ["softmax", "transnormer_t2"]
-    old = lines.replace(f'"torch": "{torch.__version__}"', '"torch": "2.0.1"', 1)
-    (tmp_path / "runs.jsonl").write_text(old)
-    lra(
-        tasks=["listops", "retrieval"],
-        mixers=["softmax", "transnormer_t2"],
-        steps=1,
-        quick=True,
-        output=tmp_path,
-        workers=1,
-    )
+    again = {"tasks": ["listops", "retrieval"], "mixers": ["softmax", "transnormer_t2"]}
+    again |= {"steps": 1, "quick": True, "output": tmp_path, "workers": 1}
+    assert [row["model"] for row in lra(**again)] == ["softmax", "transnormer_t2"]
+    old = next((tmp_path / "runs").iterdir())
+    old.write_text(old.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "2.0.1"'))
+    lra(**again)
     kept = json.loads((tmp_path / "results.json").read_text())["versions"]
-    assert f"torch 2.0.1 and {torch.__version__}" in kept
+    assert "torch 2.0.1 and" in kept or f"{torch.__version__} and 2.0.1" in kept
 
 
 def test_other_pictures_are_refused(tmp_path):

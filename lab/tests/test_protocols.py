@@ -29,7 +29,7 @@ def test_rates_are_not_chosen_on_the_test(monkeypatch):
 
     def look(net, batches):
         modes = []
-        hook = net.decoder.model.register_forward_pre_hook(lambda m, *_: modes.append(m.training))
+        hook = net.model.register_forward_pre_hook(lambda m, *_: modes.append(m.training))
         found = evaluate(net, batches)
         hook.remove()
         scored.append(
@@ -45,7 +45,7 @@ def test_rates_are_not_chosen_on_the_test(monkeypatch):
     monkeypatch.setattr(recall, "evaluate_recall", look)
     clip, norms = torch.nn.utils.clip_grad_norm_, []
     monkeypatch.setattr(
-        recall.nn.utils, "clip_grad_norm_", lambda p, m: norms.append(m) or clip(p, m)
+        torch.nn.utils, "clip_grad_norm_", lambda p, m: norms.append(m) or clip(p, m)
     )
     build, rate, made, rates = recall.build_optimizer, recall.learning_rate, [], []
     monkeypatch.setattr(recall, "build_optimizer", lambda *a: made.append(build(*a)) or made[0])
