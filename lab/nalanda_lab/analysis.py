@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from nalanda.common.errors import InputError, output_folder
+from nalanda.common.progress import Progress
+from nalanda.common.text import without_infinities
 from nalanda.common.versions import versions
 from nalanda.config.bounds import check_seed
-from nalanda.config.load import load_config
+from nalanda.config.load import is_recipe, load_config
 from nalanda.config.model import build_model_config
 from nalanda.config.schema import DataConfig
 from nalanda.data.tokenizer import build_tokenizer
@@ -33,9 +35,8 @@ from nalanda.model import build_feature_map
 from nalanda.model.sequences import Sequences
 from nalanda.train.build import build_model
 from nalanda.train.needs import check_weights_fit
-from nalanda.train.resolve import resolve
-from nalanda_lab.names import is_model
-from nalanda_lab.plots import draw_analysis
+from nalanda.train.resolve import find_run, resolve
+from nalanda_lab.plots import draw_analysis, print_analysis
 
 WINDOWS = [i / 50 for i in range(51)]
 """Windows of the local score, as shares of the length."""
@@ -376,10 +377,27 @@ def analyze(
         "map_entropy": map_entropy(head_dim, length, seed),
     }
     figures = draw_analysis(result, directory)
-    result = finite(result | {"figures": [path.name for path in figures]})
+    named = result | {"figures": [path.name for path in figures]}
+    # JSON has neither NaN nor infinities.
+    result = without_infinities(named, lambda _: None)
     content = json.dumps(result, indent=1, allow_nan=False)
     (directory / "analysis.json").write_text(content + "\n", encoding="utf-8")
     return result, directory
+
+
+def show_analysis(model: str, **options: Any) -> None:
+    """`analyze`, printed."""
+    with Progress("measuring"):
+        result = analyze(model, **options)
+    print_analysis(*result)
+
+
+def is_model(name: str) -> bool:
+    """Whether a command that also takes recipes gets a run, a model folder or a hub id."""
+    if is_recipe(name):
+        return False
+    path = find_run(name)
+    return path.is_dir() or ("/" in name and not path.is_file())
 
 
 def open_model(
@@ -441,12 +459,3 @@ def text_rows(
             "needed; give a longer text, fewer --rows or a smaller --length"
         )
     return torch.tensor(spans)
-
-
-def finite(value: Any) -> Any:
-    """The value with None for NaN and infinities, because JSON has neither."""
-    if isinstance(value, dict):
-        return {key: finite(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from nalanda_typer import loading_torch, resolve_models, run_command, under_way
+from nalanda_typer import loading_torch, run_command
 
 app = typer.Typer(
     help="Measure speed against peers, and what mixers can learn.",
@@ -71,7 +71,7 @@ def calls(place: str, group: typer.Typer = app) -> Callable[[Callable], Callable
     return register
 
 
-@app.command()
+@calls("analysis:show_analysis")
 def analyze(
     model: Annotated[str, Argument(metavar="MODEL_OR_RECIPE", help="checkpoint, hub id or recipe")],
     overrides: Overrides = None,
@@ -99,27 +99,6 @@ def analyze(
     Measures their entropy, sign, locality and rank, and the spread of gradients; writes figures and a JSON
     file. A recipe means the model that its run has trained, or an untrained one.
     """
-    from nalanda_lab.names import is_model
-
-    if is_model(model):
-        model = resolve_models([model])[0]
-    with loading_torch():
-        from nalanda_lab.analysis import analyze
-        from nalanda_lab.plots import print_analysis
-
-    with under_way("measuring"):
-        result = analyze(
-            model,
-            overrides,
-            text=text,
-            length=length,
-            rows=rows,
-            output=output,
-            seed=seed,
-            device=device,
-            trust_remote_code=trust_remote_code,
-        )
-    print_analysis(*result)
 
 
 @calls("speed.ops:bench_ops")
@@ -135,19 +114,15 @@ def ops(threads: Threads = 2, json: Json = None) -> None:
 
 @calls("speed.train:bench_train")
 def train(
+    against: Annotated[str, Argument(metavar="DIR", help="another checkout of Nalanda")],
     threads: Threads = 2,
     rounds: Annotated[int, Option(min=1, help="steps of each model")] = 15,
-    against: Annotated[
-        str | None, Option(metavar="DIR", help="another checkout of Nalanda to compare with")
-    ] = None,
     json: Json = None,
 ) -> None:
-    """Time training steps at the demo's shape.
+    """Time training steps at the demo's shape beside another checkout's.
 
     \b
-    nalanda-lab train --rounds 5
-
-    Compares Gated DeltaNet, with and without the NaLa map, to transformers' Qwen3.5 and Llama.
+    nalanda-lab train ../nalanda-before --rounds 5
     """
 
 
@@ -156,12 +131,10 @@ def context(
     length: Annotated[int, Option(min=1024, help="tokens of the row for memory and time")] = 65536,
     json: Json = None,
 ) -> None:
-    """Compare rows cut over processes to whole rows.
+    """Measure memory and time of rows cut over processes, on this CPU.
 
     \b
     nalanda-lab context --length 16384
-
-    On this CPU: errors, memory and time.
     """
 
 
@@ -256,8 +229,8 @@ def recall(
         str | None,
         Option(
             callback=several,
-            help="comma-separated: mqar, needle, needles, copying, parity, modular, s3, a5, s5, regression, "
-            "listops (default: all of these), or listops_lra, with the published length",
+            help="comma-separated: mqar, needles, copying, parity, modular, s3, a5, s5, listops (default: all of "
+            "these), or listops_lra, with the published length",
         ),
     ] = None,
     mixers: Annotated[
@@ -475,39 +448,6 @@ def field(
     Each class in a process of its own, by `nalanda check`. A difference enters the table once it was verified
     by hand and is listed in lab/nalanda_lab/field.yaml.
     """
-
-
-@app.command()
-def kernels(
-    what: Annotated[str, Argument(metavar="static|traffic", help="compile, or count bytes moved")],
-    arch: Annotated[list[str] | None, Option(help="for static: sm_80, sm_90, sm_100")] = None,
-    case: Annotated[list[str] | None, Option(help="run only this case of the table")] = None,
-    peer: Annotated[
-        bool,
-        Option("--peer", help="measure flash-linear-attention's kernels instead of using records"),
-    ] = False,
-    json: Json = None,
-) -> None:
-    """Measure the kernels' registers, memory and traffic, without a GPU.
-
-    \b
-    nalanda-lab kernels static --arch sm_90
-    nalanda-lab kernels traffic
-
-    Beside those of a peer. The compiler reports registers, spills and shared memory, the interpreter counts
-    bytes.
-    """
-    import subprocess
-
-    if what not in ("static", "traffic"):
-        raise typer.BadParameter("choose static or traffic")
-    options = [("--arch", arch or []), ("--case", case or []), ("--json", [json] if json else [])]
-    rest = [text for name, values in options for value in values for text in (name, value)]
-
-    # In a new process, because Triton chooses to compile or to interpret when kernels are imported.
-    command = [sys.executable, "-m", f"nalanda_lab.kernels.{what}", *rest, *["--peer"] * peer]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    raise typer.Exit(subprocess.run(command, env=environment).returncode)
 
 
 @app.command()

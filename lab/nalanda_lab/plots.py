@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from nalanda.report.figures import (
     COLOURS,
@@ -17,6 +16,7 @@ from nalanda.report.figures import (
     log_axis,
     look,
 )
+from nalanda_lab.track import plain_table
 
 
 def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
@@ -157,24 +157,13 @@ def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
     return written
 
 
-def print_analysis(result: dict[str, Any], directory: Path, console: Console | None = None) -> None:
+def print_analysis(result: dict[str, Any], directory: Path) -> None:
     """Prints the table, one row a layer, and where the files are."""
-    console = console or Console(highlight=False, emoji=False)
     tenth = result["windows"].index(0.1)
-    table = Table("layer", "mixer", box=None, pad_edge=False, collapse_padding=True)
-    table.columns[1].no_wrap = True
-    for head in (
-        "entropy\nnats",
-        "negative",
-        "within\nT/10",
-        "effective\nrank",
-        "same\nsigns",
-        "‖k‖\nspread",
-        "gradient\nstd/mean",
-    ):
-        table.add_column(head, justify="right")
-    rows: list[dict] = [*result["layers"], {"layer": "", "mixer": "uniform"} | result["uniform"]]
-    for row in rows:
+    names = ["entropy\nnats", "negative", "within\nT/10", "effective\nrank"]
+    names += ["same\nsigns", "‖k‖\nspread", "gradient\nstd/mean"]
+    lines = []
+    for row in [*result["layers"], {"layer": "", "mixer": "uniform"} | result["uniform"]]:
         cells = (
             (row.get("entropy"), ".2f"),
             (row.get("negative_share"), ".1%"),
@@ -185,14 +174,11 @@ def print_analysis(result: dict[str, Any], directory: Path, console: Console | N
             (row.get("gradients", {}).get("mixer_output"), ".3f"),
         )
         shown = ("–" if value is None else format(value, form) for value, form in cells)
-        table.add_row(str(row["layer"]), row["mixer"], *shown)
-    heading = f"{result['model']}, {result['rows']} × {result['length']} tokens"
-    console.print(heading, style="bold", markup=False, soft_wrap=True)
-    console.print(table, markup=False)
-    for note in result["notes"]:
-        console.print(note, style="dim", markup=False, soft_wrap=True)
-    console.print(
-        f"\nfigures (.png, .pdf) and numbers in {directory}:", markup=False, soft_wrap=True
-    )
-    names = [name.removesuffix(".png") for name in result["figures"] if name.endswith(".png")]
-    console.print("  " + ", ".join(["analysis.json", *names]), markup=False)
+        lines.append([str(row["layer"]), row["mixer"], *shown])
+
+    print(f"{result['model']}, {result['rows']} × {result['length']} tokens")
+    Console(emoji=False).print(plain_table(["layer", "mixer", *names], lines, left=2), markup=False)
+    print(*result["notes"], sep="\n")
+    figures = [name.removesuffix(".png") for name in result["figures"] if name.endswith(".png")]
+    print(f"figures (.png, .pdf) and numbers in {directory}:")
+    print(", ".join(["analysis.json", *figures]))

@@ -24,7 +24,6 @@ from nalanda_lab.analysis import (
     share_of_negatives,
 )
 from nalanda_lab.plots import print_analysis
-from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nalanda import NalandaConfig, NalandaForCausalLM
@@ -306,7 +305,7 @@ OF_PAIRS = {"signs_of_pairs", "key_norms"}
 OF_ALL = {"map_entropy", "effective_rank_projections", "gradient_relative_std"}
 
 
-def test_analyze_a_checkpoint(tokenizer, tmp_path, prose):
+def test_analyze_a_checkpoint(tokenizer, tmp_path, prose, capsys):
     model = ours(mixer="deltanet", feature_map="silu")
     name = saved(model, tokenizer, tmp_path / "run" / "final")
     found, directory = analyze(name, text=prose, length=32, rows=3)
@@ -324,9 +323,8 @@ def test_analyze_a_checkpoint(tokenizer, tmp_path, prose):
         for suffix, magic in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
             assert f"{figure}.{suffix}" in found["figures"]
             assert (directory / f"{figure}.{suffix}").read_bytes().startswith(magic)
-    console = Console(record=True, width=80)
-    print_analysis(found, directory, console)
-    text = console.export_text()
+    print_analysis(found, directory)
+    text = capsys.readouterr().out
     assert f"{found['layers'][1]['entropy']:.2f}" in text
     assert f"{found['layers'][1]['local_score'][5]:.1%}" in text  # r = 0.1
 
@@ -345,7 +343,7 @@ def test_analyze_models_of_transformers(tokenizer, tmp_path, prose, blank):
     assert {path.stem for path in directory.glob("*.p*")} == OF_ALL
     assert set(found["layers"][0]) == {"layer", "mixer", "projections", "gradients"}
     assert set(found["layers"][0]["projections"]) == {"in_proj", "x_proj", "dt_proj", "out_proj"}
-    print_analysis(found, directory, Console(record=True))
+    print_analysis(found, directory)
 
 
 def test_a_recipe_stands_for_its_runs_model_or_an_untrained_one(tokenizer, tmp_path, prose, blank):
@@ -393,11 +391,24 @@ def test_rows_are_beginnings_first_and_begin_with_bos(tokenizer, tmp_path):
     assert "c" not in "".join(texts)
 
 
-def test_json_has_null_for_what_could_not_be_measured():
-    assert analysis.finite({"a": [math.nan, 1.0, {"b": math.inf}], "c": 2}) == {
-        "a": [None, 1.0, {"b": None}],
-        "c": 2,
-    }
+@pytest.mark.parametrize("name", ["m[lr=1]", "odd[/b]", "a|b", ":smile:"])
+def test_names_of_models_are_no_markup(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    facts = {"layers": [{"layer": 0, "mixer": name}], "uniform": {}, "windows": [0.1]}
+    facts |= {"model": name, "rows": 1, "length": 8, "notes": [], "figures": []}
+    print_analysis(facts, "d")
+    assert capsys.readouterr().out.count(name) == 2
+
+
+def test_a_recipes_name_is_no_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "mine"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.json").write_text("{}")
+    (tmp_path / "runs" / "recipe.yaml").write_text("")
+    names = ("demo", "mine", "other", "runs/demo", "runs/recipe.yaml", "owner/name")
+    found = [name for name in names if analysis.is_model(name)]
+    assert found == ["mine", "runs/demo", "owner/name"]
 
 
 def test_bad_input_is_one_line(tokenizer, tmp_path, prose):

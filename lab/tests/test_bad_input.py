@@ -16,7 +16,6 @@ MEMORY = r"model: .* parameters take .*, .* of memory is free: .*"
 SEED = r"--seed: expected 0 to 4294967295, got -1"
 TABLE = [
     ("lra --fast", r"nalanda-lab lra: No such option: --fast.*"),
-    ("kernels speed", r"nalanda-lab kernels: Invalid value: choose static or traffic"),
     ("recall --output out --mixers deltanets", r"--mixers: unknown .*; did you mean deltanet\?"),
     (
         "recall --output out --mixers deltanet:allow_neg_eigvl=true",
@@ -41,7 +40,7 @@ TABLE = [
     ("recall --output dangling", rf"--output {DANGLING}"),
     ("ops --json dangling", rf"--json {DANGLING}"),
     ("decode --png folder", r"--png folder: a folder; name a file"),
-    ("train --against folder", r".*folder.*no checkout of Nalanda.*"),
+    ("train folder", r".*folder.*no checkout of Nalanda.*"),
 ]
 
 

@@ -67,7 +67,8 @@ def test_a_mistake_in_a_command_is_noticed():
     study = ["nalanda", "compare", "lab/nalanda_lab/width.yaml", "model.hidden=3"]
     assert "unknown model key 'hidden'" in mistake(study)
     assert mistake(["make", "gpu-weeks"])
-    assert not mistake(["nalanda-lab", "kernels"], named=True)
+    assert not mistake(["nalanda-lab", "analyze"], named=True)
+    assert mistake(["python", "-m", "nalanda_lab.kernels.cost"])
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -12,7 +12,7 @@ from nalanda.common.errors import InputError
 @pytest.mark.slow
 def test_tokens_a_second_of_each_model_and_number_of_clients(tmp_path, monkeypatch, capsys):
     pytest.importorskip("uvicorn")
-    monkeypatch.setattr(serve, "SYSTEMS", {"gated_deltanet": serve.SYSTEMS["gated_deltanet"]})
+    monkeypatch.setattr(serve, "OURS", {"gated_deltanet": serve.OURS["gated_deltanet"]})
     monkeypatch.setattr(serve, "SIZES", serve.SIZES | {"hidden_size": 32, "vocab_size": 300})
     found = serve.bench_serve(clients=(1, 3), tokens=4, threads=1, json=tmp_path / "figures.json")
     speeds = found["tokens_per_second"]

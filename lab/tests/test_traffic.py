@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from nalanda_lab.kernels import traffic
-from nalanda_lab.kernels.static import CASES, DELTA, LIMITS, Case, limits
+from nalanda_lab.kernels.static import CASES, LIMITS, Case, limits
 
 
 @triton.jit
@@ -91,8 +91,8 @@ def test_floor():
 
 
 def test_bytes_by_token_and_head_do_not_depend_on_their_number():
-    case = Case(**DELTA, K=16, V=16, H=1, map="nala", gated=True)
-    more = Case(**DELTA, K=16, V=16, H=2, map="nala", gated=True)
+    case = Case(K=16, V=16, H=1, map="nala", gated=True)
+    more = Case(K=16, V=16, H=2, map="nala", gated=True)
     one, other = (
         traffic.totals(traffic.our_count(c, B, T)) for c, B, T in ((case, 1, 64), (more, 2, 128))
     )

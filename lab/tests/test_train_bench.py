@@ -9,23 +9,14 @@ from nalanda.common.errors import InputError
 
 
 @pytest.mark.slow
-def test_all_models_take_turns(tmp_path):
+def test_models_of_two_checkouts_take_turns(tmp_path):
     checkout, file = Path(__file__).parents[2], tmp_path / "figures.json"
-    rows = {
-        row["model"]: row
-        for row in bench_train(threads=1, rounds=1, against=checkout, json=file)["rows"]
-    }
-    ours = {f"{name}, {kind}" for name in OURS for kind in KINDS}
-    peers = {"Qwen3.5, dense", "Llama, dense", "Llama, packed"}
-    assert rows.keys() == ours | peers | {f"earlier {name}" for name in ours}
-    for name, row in rows.items():
-        assert row["tokens_per_second"] > 0
-        assert row["ratios"].keys() == {"Llama", "Qwen3.5"} | (
-            {"earlier"} if name in ours else set()
-        )
+    rows = bench_train(str(checkout), threads=1, rounds=1, json=file)["rows"]
+    assert [row["model"] for row in rows] == [f"{name}, {kind}" for name in OURS for kind in KINDS]
+    assert all(row["tokens_per_second"] > 0 and row["ratio"] > 0 for row in rows)
     assert file.is_file()
 
 
 def test_against_something_else(tmp_path):
     with pytest.raises(InputError, match="no checkout of Nalanda"):
-        bench_train(against=tmp_path)
+        bench_train(str(tmp_path))

@@ -10,7 +10,6 @@ reads when a kernel is decorated.
 
 import argparse
 import contextlib
-import dataclasses
 import importlib.metadata
 import importlib.util
 import io
@@ -18,11 +17,13 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import groupby, repeat
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,13 +32,16 @@ from unittest import mock
 import torch
 from nalanda_kernels import KERNELS, interpreting
 from nalanda_kernels.triton.common import PROCESSORS  # the peer asks for it, too
+from nalanda_kernels.tune import NALA
+from rich.console import Console
+from rich.table import Table
 
 from nalanda import NalandaConfig
 from nalanda.model import one_token
 from nalanda.model.mixers import build_mixer
 from nalanda.model.sequences import Sequences
-
-from . import hazards
+from nalanda_lab.kernels import hazards
+from nalanda_lab.track import plain_table
 
 SHARED = {  # most bytes of a program
     "sm_75": 65_536,
@@ -63,22 +67,22 @@ SHAPES = (8, 2048, 8), (2, 8192, 8), (1, 8192, 8), (1, 8192, 4), (1, 32768, 4)
 # ------------------------------------------------------------------------------------------------- the calls
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Case:
     """A call of an op, as in a recipe.
 
-    K, V: widths of a head before the map. H: heads. map: its name or None. norm: "l2" or None.
+    K, V: widths of a head before the map. H: heads. map: its name or None. norm: of q and k, "l2" or None.
     channels: decays per key channel. erase: also gates of what is erased and written. evaluated: the forward of
     a call that needs no gradients.
     """
 
-    op: str
-    K: int
-    V: int
-    H: int
+    op: str = "delta_rule"
+    K: int = 128
+    V: int = 128
+    H: int = 8
     map: str | None = None
     gated: bool = False
-    norm: str | None = None
+    norm: str | None = "l2"
     dtype: torch.dtype = torch.bfloat16
     options: tuple[tuple[str, object], ...] = ()  # further keyword arguments of the op
     channels: bool = False
@@ -94,67 +98,49 @@ class Case:
 # Mixers whose whole token is a case, each with its map.
 TOKENS = [("kda", "nala"), ("gated_deltanet2", "silu"), ("gla", None), ("nala", "nala")]
 TOKENS += [("retention", None), ("mamba2", "silu"), ("mala", "elu1"), ("pola", "pola")]
-DELTA = {"op": "delta_rule", "norm": "l2"}
-LINEAR = {"op": "linear_attention", "K": 128, "H": 8}
+LINEAR = {"op": "linear_attention", "norm": None}
+FLAGSHIP = Case(V=256, H=6, map="nala", gated=True)
+GATED = Case(map="silu", gated=True)
+WIDE = Case(K=256, V=512, H=6, map="silu", gated=True)
 CASES = {
-    "flagship": Case(**DELTA, K=128, V=256, H=6, map="nala", gated=True),
-    "gated_deltanet": Case(**DELTA, K=128, V=256, H=6, map="silu", gated=True),
-    "flagship fp16": Case(**DELTA, K=128, V=256, H=6, map="nala", gated=True, dtype=torch.float16),
-    "flagship fp32": Case(**DELTA, K=128, V=256, H=6, map="nala", gated=True, dtype=torch.float32),
-    "gated_deltanet 128": Case(**DELTA, K=128, V=128, H=8, map="silu", gated=True),
-    "deltanet": Case(**DELTA, K=128, V=128, H=8, map="silu"),
-    "deltanet fp32": Case(**DELTA, K=128, V=128, H=8, map="silu", dtype=torch.float32),
-    "nala_deltanet": Case(**DELTA, K=128, V=128, H=8, map="nala"),
-    "gated_deltanet 128 evaluated": Case(
-        **DELTA, K=128, V=128, H=8, map="silu", gated=True, evaluated=True
-    ),
-    "nala_deltanet evaluated": Case(**DELTA, K=128, V=128, H=8, map="nala", evaluated=True),
-    "deltanet fp32 evaluated": Case(
-        **DELTA, K=128, V=128, H=8, map="silu", dtype=torch.float32, evaluated=True
-    ),
-    "kda evaluated": Case(
-        **DELTA, K=128, V=128, H=8, map="silu", gated=True, channels=True, evaluated=True
-    ),
-    "linear_attention": Case(**LINEAR, V=128, map="elu1"),
-    "retnet": Case("linear_attention", K=256, V=512, H=4, gated=True),
-    "gated_deltanet 256": Case(**DELTA, K=256, V=512, H=6, map="silu", gated=True),
-    "gated_deltanet 256 fp32": Case(
-        **DELTA, K=256, V=512, H=6, map="silu", gated=True, dtype=torch.float32
-    ),
-    "delta_product": Case(
-        "delta_rule", K=128, V=128, H=8, gated=True, options=(("allow_neg_eigval", True),)
-    ),  # the mixer forms the features
-    "kda": Case(**DELTA, K=128, V=128, H=8, map="silu", gated=True, channels=True),
-    "kda fp32": Case(**DELTA, K=128, V=128, H=8, gated=True, channels=True, dtype=torch.float32),
-    "nala gated_deltanet2": Case(
-        **DELTA, K=128, V=256, H=6, map="nala", gated=True, channels=True, erase=True
-    ),
-    "gla": Case("linear_attention", K=128, V=256, H=4, gated=True, channels=True),
-    "linear_attention sums": Case("normalized_attention", 128, 128, 8, map="elu1"),
-    "mala sums": Case(
-        "normalized_attention", 128, 128, 8, map="elu1", options=(("magnitude", "code"),)
-    ),
-    "nala sums": Case("normalized_attention", 128, 128, 8, map="nala"),
-    "pola sums": Case(
-        "normalized_attention", 128, 64, 8, map="pola", options=(("mirrored", True),)
-    ),
-    "nala map": Case("map_features", 128, 128, 8, map="nala", norm="l2"),
-    "pola map": Case("map_features", 128, 128, 8, map="pola"),
-    "silu map": Case("map_features", 128, 128, 8, map="silu", norm="l2"),
-    "softmax blocks": Case("block_attention", 128, 128, 8),
-    "relu blocks": Case("block_attention", 128, 128, 8, map="relu"),
-    "short_conv": Case("short_convs", 128, 256, 6),
-    "step": Case("step", 128, 256, 6, map="nala", gated=True, norm="l2"),
-    "step deltanet": Case("step", 128, 128, 8, map="silu", norm="l2"),
-    "step kda": Case("step", 128, 128, 8, map="silu", norm="l2", gated=True, channels=True),
-    "step gated_deltanet2": Case(
-        "step", 128, 128, 8, map="silu", norm="l2", gated=True, channels=True, erase=True
-    ),
-    "step delta_product": Case("step", 128, 128, 8, map="silu", norm="l2", options=(("steps", 4),)),
-    **{
-        f"token {x}": Case("fused_step", 128, 128, 8, map=y, options=(("mixer", x),))
-        for x, y in TOKENS
-    },
+    "flagship": FLAGSHIP,
+    "gated_deltanet": replace(FLAGSHIP, map="silu"),
+    "flagship fp16": replace(FLAGSHIP, dtype=torch.float16),
+    "flagship fp32": replace(FLAGSHIP, dtype=torch.float32),
+    "gated_deltanet 128": GATED,
+    "deltanet": Case(map="silu"),
+    "deltanet fp32": Case(map="silu", dtype=torch.float32),
+    "nala_deltanet": Case(map="nala"),
+    "gated_deltanet 128 evaluated": replace(GATED, evaluated=True),
+    "nala_deltanet evaluated": Case(map="nala", evaluated=True),
+    "deltanet fp32 evaluated": Case(map="silu", dtype=torch.float32, evaluated=True),
+    "kda evaluated": replace(GATED, channels=True, evaluated=True),
+    "linear_attention": Case(**LINEAR, map="elu1"),
+    "retnet": Case(**LINEAR, K=256, V=512, H=4, gated=True),
+    "gated_deltanet 256": WIDE,
+    "gated_deltanet 256 fp32": replace(WIDE, dtype=torch.float32),
+    # The mixer forms the features.
+    "delta_product": Case(gated=True, norm=None, options=(("allow_neg_eigval", True),)),
+    "kda": replace(GATED, channels=True),
+    "kda fp32": Case(gated=True, channels=True, dtype=torch.float32),
+    "nala gated_deltanet2": replace(FLAGSHIP, channels=True, erase=True),
+    "gla": Case(**LINEAR, V=256, H=4, gated=True, channels=True),
+    "linear_attention sums": Case("normalized_attention", map="elu1"),
+    "mala sums": Case("normalized_attention", map="elu1", options=(("magnitude", "code"),)),
+    "nala sums": Case("normalized_attention", map="nala"),
+    "pola sums": Case("normalized_attention", V=64, map="pola", options=(("mirrored", True),)),
+    "nala map": Case("map_features", map="nala"),
+    "pola map": Case("map_features", map="pola", norm=None),
+    "silu map": Case("map_features", map="silu"),
+    "softmax blocks": Case("block_attention"),
+    "relu blocks": Case("block_attention", map="relu"),
+    "short_conv": Case("short_convs", V=256, H=6),
+    "step": replace(FLAGSHIP, op="step"),
+    "step deltanet": Case("step", map="silu"),
+    "step kda": replace(GATED, op="step", channels=True),
+    "step gated_deltanet2": replace(GATED, op="step", channels=True, erase=True),
+    "step delta_product": Case("step", map="silu", options=(("steps", 4),)),
+    **{f"token {x}": Case("fused_step", map=y, options=(("mixer", x),)) for x, y in TOKENS},
     "swiglu": Case("swiglu", 2816, 2816, 1),
     "head loss": Case("cross_entropy", 2048, 32_000, 1),
     "glu of a token": Case("glu_rows", 1024, 2816, 1),
@@ -171,23 +157,12 @@ PEERS = (
 )  # cases also compiled with the peer's kernels
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class StandIn:
     """The attributes of a feature map that kernels read."""
 
     fused: dict
     feature_dim: int
-
-
-# Exponents that follow the length of q, as in `nala`.
-NALA = {
-    "name": "nala",
-    "angle": "rms",
-    "power": 2.0,
-    "power_norm": "rms",
-    "direction_scale": "sqrt",
-}
-NALA |= {"query_power": None, "key_power": 2.0}
 
 
 def feature_map(case: Case) -> StandIn | None:
@@ -531,7 +506,7 @@ def compile_cases(arch: str, names: Iterable[str], by_peer: bool = False) -> lis
             backward(peer(case)())
         for B, T, H in () if by_peer else SHAPES:
             with torch.set_grad_enabled(not case.evaluated):
-                outputs = ours(dataclasses.replace(case, H=min(case.H, H)), B, T)()
+                outputs = ours(replace(case, H=min(case.H, H)), B, T)()
             backward(outputs)
 
     return compile_calls(arch, [(name, lambda case=CASES[name]: call(case)) for name in names])
@@ -629,34 +604,27 @@ def _one_line(found: re.Match) -> str:
 
 def print_figures(rows: list[dict], recorded: dict, whose: str = "ours") -> None:
     """Prints kernels by job, with the peer's recorded kernels under each job."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    jobs: dict[tuple[str, str], list[dict]] = {}
-    for row in rows:
-        jobs.setdefault((row["arch"], row["job"]), []).append(row | {"whose": whose})
-    for (arch, job), found in jobs.items():
+    lines = []
+    for (arch, job), found in groupby(rows, lambda row: (row["arch"], row["job"])):
         theirs = recorded.get("peer", {}).get(arch, {}).get(job, {})
-        found += [{"whose": "peer", "kernel": kernel} | x for kernel, x in theirs.items()]
-    table = Table(box=box.SIMPLE, title="bytes: spilled by a thread, shared by a program")
-    for name in ("arch", "job", "", "kernel"):
-        table.add_column(name, overflow="fold")
-    for name in FIGURES:
-        table.add_column(name.replace("_", " "), justify="right")
-    table.add_column("tensor cores")
-    for (arch, job), found in jobs.items():
-        for i, row in enumerate(found):
-            figures = [f"{row[x]:,}" if x in row else "" for x in FIGURES]  # counts of ours
-            first = (arch, job) if i == 0 else ("", "")
-            last = i == len(found) - 1
-            table.add_row(
-                *first, row["whose"], row["kernel"], *figures, row["tensor_cores"], end_section=last
-            )
-    width = None if sys.stdout.isatty() else 160
-    Console(width=width).print(table)
+        lines += [[arch, job, whose, row["kernel"], *_cells(row)] for row in found]
+        lines += [[arch, job, "peer", kernel, *_cells(row)] for kernel, row in theirs.items()]
+    figures = [name.replace("_", " ") for name in FIGURES]
+    header = ["arch", "job", "", "kernel", *figures, "tensor cores"]
+    title = "bytes: spilled by a thread, shared by a program"
+    print_wide(plain_table(header, lines, left=4, title=title))
     if "peer_version" in recorded:
         print(f"peer: flash-linear-attention, fla-core {recorded['peer_version']}, as recorded")
+
+
+def _cells(row: dict) -> list[str]:
+    """The figures of a kernel; counts are only of ours."""
+    return [*(f"{row[x]:,}" if x in row else "" for x in FIGURES), row["tensor_cores"]]
+
+
+def print_wide(table: Table) -> None:
+    """Prints a table that is wider than the width rich takes where there is no terminal."""
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -672,15 +640,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--peer", action="store_true", help="compile the peer's kernels (many minutes, once)"
     )
-    parser.add_argument(
-        "--json", metavar="FILE", help="also write figures to FILE; - prints only them"
-    )
+    parser.add_argument("--json", metavar="FILE", help="also write figures to FILE")
     options = parser.parse_args(arguments)
-    if options.json == "-":
-        assert options.case is not None
-        rows = [x for a in options.arch for x in compile_cases(a, options.case, options.peer)]
-        print(json.dumps(rows))
-        return
     if options.peer and not importlib.util.find_spec("fla"):
         sys.exit("--peer: flash-linear-attention is missing; pip install flash-linear-attention")
     archs = options.arch or [x for x in SHARED if not options.peer or x not in CASES_OF]
@@ -707,27 +668,11 @@ def _cases_of(arch: str, peer: bool) -> Iterable[str]:
 
 def _in_processes(cases: dict[str, Iterable[str]], peer: bool) -> list[dict]:
     """Rows of one process per arch, two at a time; a compilation uses one core. cases: by arch."""
-    environment = {x: y for x, y in os.environ.items() if x != "TRITON_INTERPRET"}
-
-    def rows_of(arch: str) -> list[dict]:
-        chosen = [x for case in cases[arch] for x in ("--case", case)] + ["--peer"] * peer
-        command = [
-            sys.executable,
-            "-m",
-            "nalanda_lab.kernels.static",
-            "--json",
-            "-",
-            "--arch",
-            arch,
-            *chosen,
-        ]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            sys.exit(f"{arch}: kernels did not compile; see the error above")
-        return json.loads(done.stdout)
-
-    with ThreadPoolExecutor(2) as pool:
-        return [row for rows in pool.map(rows_of, cases) for row in rows]
+    os.environ.pop("TRITON_INTERPRET", None)
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(2, spawn, max_tasks_per_child=1) as pool:
+        rows = pool.map(compile_cases, cases, map(tuple, cases.values()), repeat(peer))
+        return [row for each in rows for row in each]
 
 
 if __name__ == "__main__":

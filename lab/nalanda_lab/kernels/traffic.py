@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -33,16 +32,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 from triton.runtime.autotuner import Autotuner
 
-from .static import DELTA, Call, Card, Case, limits, ours, peer, pretend, write_limits
+from nalanda_lab.kernels.static import (
+    Call,
+    Card,
+    Case,
+    limits,
+    ours,
+    peer,
+    pretend,
+    print_wide,
+    write_limits,
+)
+from nalanda_lab.track import plain_table
 
 CASES = {
-    "deltanet": Case(**DELTA, K=128, V=128, H=1),
-    "gated_deltanet": Case(**DELTA, K=128, V=128, H=1, gated=True),
-    "nala_deltanet": Case(**DELTA, K=128, V=128, H=1, map="nala"),
-    "nala_deltanet 256": Case(**DELTA, K=128, V=256, H=1, map="nala"),
-    "flagship": Case(**DELTA, K=128, V=256, H=1, map="nala", gated=True),
-    "kda": Case(**DELTA, K=128, V=128, H=1, gated=True, channels=True),
-    "gated_deltanet2": Case(**DELTA, K=128, V=128, H=1, gated=True, channels=True, erase=True),
+    "deltanet": Case(H=1),
+    "gated_deltanet": Case(H=1, gated=True),
+    "nala_deltanet": Case(H=1, map="nala"),
+    "nala_deltanet 256": Case(H=1, V=256, map="nala"),
+    "flagship": Case(H=1, V=256, map="nala", gated=True),
+    "kda": Case(H=1, gated=True, channels=True),
+    "gated_deltanet2": Case(H=1, gated=True, channels=True, erase=True),
 }
 TOKENS = 256
 PASSES = ("forward", "backward")
@@ -237,24 +247,16 @@ def totals(found: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def print_traffic(rows: dict[str, dict]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE, title="bytes by token and head, bf16")
-    for name in ("case", "K → features", "V", "pass"):
-        table.add_column(name, no_wrap=True)
-    for name in ("floor", "ours", "peer", "ours / peer"):
-        table.add_column(name, justify="right")
+    lines = []
     for name, row in rows.items():
         case = CASES[name]
-        for i, part in enumerate(PASSES):
-            first = (name, f"{case.K} → {case.F}", str(case.V)) if i == 0 else ("", "", "")
+        for part in PASSES:
             mine, theirs = (totals(row[x])[part] if row[x] else None for x in ("ours", "peer"))
             shown = ["–" if x is None else f"{x:,.0f}" for x in (row["floor"][part], mine, theirs)]
             ratio = f"{mine / theirs:.0%}" if mine and theirs else "–"
-            table.add_row(*first, part, *shown, ratio, end_section=i == 1)
-    Console(width=None if sys.stdout.isatty() else 100).print(table)
+            lines.append([name, f"{case.K} → {case.F}", str(case.V), part, *shown, ratio])
+    header = ["case", "K → features", "V", "pass", "floor", "ours", "peer", "ours / peer"]
+    print_wide(plain_table(header, lines, left=4, title="bytes by token and head, bf16"))
     print(
         "both with block sizes for sm_90; peer: flash-linear-attention's kernels, plus the least bytes of a"
     )

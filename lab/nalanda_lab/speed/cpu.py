@@ -54,8 +54,9 @@ from nalanda_lab.speed.decode import (
     timed_calls,
     timed_tokens,
 )
+from nalanda_lab.speed.serve import byte_tokenizer
 from nalanda_lab.speed.train import build_llama, random_batch, training_step
-from nalanda_lab.track import take_turns
+from nalanda_lab.track import median_ratio, ratios_of, take_turns
 
 Shape = dict[str, Any]
 """Keys of a model's config."""
@@ -162,6 +163,21 @@ def side(call: Side, new: bool, route: str | None = None) -> Side:
     return measure
 
 
+def before_and_now(name: str, call: Side) -> dict[str, Side]:
+    return {f"{name}, before": side(call, new=False), f"{name}, now": side(call, new=True)}
+
+
+def token_of(name: str, model: NalandaForCausalLM, tokens: int) -> dict[str, Side]:
+    """A token of a model, before a layer at a time, and its matrix products alone."""
+    decode = partial(timed_tokens, model, read_prompt(model), tokens)
+    products = partial(timed_calls, products_of(model), tokens)
+    return {
+        f"{name}, before": side(partial(decode, as_generate=False), new=False),
+        f"{name}, now": side(decode, new=True),
+        f"{name}, products alone": side(products, new=True),
+    }
+
+
 def build_ours(shape: Shape, **options: Any) -> NalandaForCausalLM:
     keys: Shape = {"mixer": "gated_deltanet", "tie_word_embeddings": True} | shape | options
     torch.manual_seed(0)
@@ -176,10 +192,10 @@ def train_sides(length: int, dtype: torch.dtype) -> dict[str, Side]:
     for name in ("num_heads", "head_dim"):
         del sizes[name]
     step = training_step(build_llama(**sizes, max_position_embeddings=length), batch, dtype)
-    sides = {"Llama, before": side(step, new=False), "Llama, now": side(step, new=True)}
+    sides = before_and_now("Llama", step)
     for name, options in MIXERS.items():
         step = training_step(build_ours(TRAINED, **options), batch, dtype)
-        sides |= {f"{name}, before": side(step, new=False), f"{name}, now": side(step, new=True)}
+        sides |= before_and_now(name, step)
         sides[f"{name}, torch on our route"] = side(step, new=False, route=choose_route())
     return sides
 
@@ -192,8 +208,7 @@ def evaluation_sides() -> dict[str, Side]:
         model = build_ours(SHAPES["30 M"], **options).eval()
         batch = random_batch(rows, length, model.config.vocab_size)
         forward = torch.inference_mode()(partial(summed_loss, model, batch, model.device))
-        step = partial(timed_calls, forward, 1)
-        sides |= {f"{name}, before": side(step, new=False), f"{name}, now": side(step, new=True)}
+        sides |= before_and_now(name, partial(timed_calls, forward, 1))
     return sides
 
 
@@ -207,11 +222,7 @@ def token_sides(size: str, mixers: tuple[str, ...], peer: bool = True) -> dict[s
     sides: dict[str, Side] = {}
     for name in mixers:
         model = build_ours(SHAPES[size], **MIXERS[name]).eval()
-        decode = partial(timed_tokens, model, read_prompt(model), TOKENS[size])
-        sides[f"{name}, before"] = side(partial(decode, as_generate=False), new=False)
-        sides[f"{name}, now"] = side(decode, new=True)
-        products = partial(timed_calls, products_of(model), TOKENS[size])
-        sides[f"{name}, products alone"] = side(products, new=True)
+        sides |= token_of(name, model, TOKENS[size])
     if peer:
         token, _ = qwen3_next(SHAPES[size] | {"tie_word_embeddings": True}, 16)
         sides["Qwen3-Next"] = side(partial(timed_calls, token, TOKENS[size]), new=False)
@@ -246,8 +257,7 @@ def map_sides() -> dict[str, Side]:
         features = ops.map_features(q, k, feature_map, "l2")
         torch.autograd.grad(features, (q, k), gradients)
 
-    step = partial(timed_calls, call, 4)
-    return {"map, before": side(step, new=False), "map, now": side(step, new=True)}
+    return before_and_now("map", partial(timed_calls, call, 4))
 
 
 def channel_sides() -> dict[str, Side]:
@@ -255,9 +265,7 @@ def channel_sides() -> dict[str, Side]:
     sides = {}
     for sizes, (T, H) in ROWS_OF_HEADS.items():
         for case in (recurrences.CASES[0], *recurrences.CHANNEL_CASES):
-            step = recurrences.timed_case(case, T, H)
-            sides[f"{case}, {sizes}, before"] = side(step, new=False)
-            sides[f"{case}, {sizes}, now"] = side(step, new=True)
+            sides |= before_and_now(f"{case}, {sizes}", recurrences.timed_case(case, T, H))
     return sides
 
 
@@ -270,11 +278,7 @@ def llama_sides() -> dict[str, Side]:
     model = build_ours(SHAPES["30 M"], bos_token_id=0, eos_token_id=0).eval()
     for name, dtype in (("f32", torch.float32), ("bf16", torch.bfloat16)):
         ours = model if dtype == torch.float32 else in_bf16(model)
-        decode = partial(timed_tokens, ours, read_prompt(ours), TOKENS["llama.cpp"])
-        sides[f"{name}, before"] = side(partial(decode, as_generate=False), new=False)
-        sides[f"{name}, now"] = side(decode, new=True)
-        products = partial(timed_calls, products_of(ours), TOKENS["llama.cpp"])
-        sides[f"{name}, products alone"] = side(products, new=True)
+        sides |= token_of(name, ours, TOKENS["llama.cpp"])
         sides[f"{name}, llama.cpp"] = llama_token(model, name, TOKENS["llama.cpp"])
     return sides
 
@@ -337,20 +341,11 @@ def llama_token(model: NalandaForCausalLM, dtype: str, tokens: int) -> Side:
 
 def write_gguf_of(model: NalandaForCausalLM, folder: Path, dtype: str) -> Path:
     """Writes the model as a file for llama.cpp, with a tokenizer of single bytes."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     from nalanda.convert.engines import quiet
     from nalanda.convert.gguf import write_gguf
 
-    end = "<|endoftext|>"
-    alphabet = [end, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    vocabulary = {token: i for i, token in enumerate([*alphabet, "th"])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [("t", "h")]))  # llama.cpp needs a merge
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end)
     with quiet(), redirect_stderr(StringIO()):
-        saved.save_pretrained(folder)
+        byte_tokenizer(("t", "h")).save_pretrained(folder)  # llama.cpp needs a merge
         model.save_pretrained(folder)
         return write_gguf(folder, folder / f"{dtype}.gguf", dtype, check=False)
 
@@ -595,7 +590,7 @@ def table_of(folder: Path, names: list[str]) -> str:
 
 def figures_of(line: Line, seconds: Measured) -> dict[str, Any]:
     """A line's figures: medians of its own ratios within a round, their quartiles, and its medians in ms."""
-    ratios = ratios_of(seconds, line.numerator, line.denominator)
+    ratios = ratios_of(seconds[line.numerator], seconds[line.denominator])
     median = statistics.median(ratios)
     quartiles = (
         statistics.quantiles(ratios, n=4, method="inclusive") if ratios[1:] else [median] * 3
@@ -603,15 +598,11 @@ def figures_of(line: Line, seconds: Measured) -> dict[str, Any]:
     return {
         "now": 1e3 * statistics.median(seconds[line.ours]),
         "before": 1e3 * statistics.median(seconds[line.ours_before]),
-        "ratio_before": statistics.median(ratios_of(seconds, *line.before)),
+        "ratio_before": median_ratio(*(seconds[name] for name in line.before)),
         "ratio": median,
         "low": quartiles[0],
         "high": quartiles[2],
     }
-
-
-def ratios_of(seconds: Measured, numerator: str, denominator: str) -> list[float]:
-    return [a / b for a, b in zip(seconds[numerator], seconds[denominator], strict=True)]
 
 
 def line_of(line: Line, figures: dict[str, Any]) -> str:
@@ -651,8 +642,8 @@ def profile_of(line: Line, record: dict[str, Any]) -> str:
     """Where the time of our side of a line goes."""
     shares = {}
     if line.floor is not None:
-        share = ratios_of(record["seconds"], line.floor, line.ours)
-        shares[line.floor] = statistics.median(share)
+        seconds = record["seconds"]
+        shares[line.floor] = median_ratio(seconds[line.floor], seconds[line.ours])
     shares |= record["profiles"][line.ours]
     listed = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.01)
     return f"\nTime of {line.ours} in {record['settings']['row']}: {listed}."

@@ -1,13 +1,11 @@
 """Measures decoding time per token at growing contexts, beside transformers' Qwen3-Next and softmax."""
 
-import platform
 import statistics
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,12 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from nalanda.common.errors import output_file
-from nalanda.common.products import product_route
 from nalanda.inference.generate import cache_bytes
 from nalanda.model import NalandaCache, NalandaConfig, NalandaForCausalLM
 from nalanda.model.decoding import choose_decoder
 from nalanda.model.ops import by_kernel
 from nalanda.report.figures import REFERENCE, drawing, files, log_axis, look
-from nalanda_lab.track import figures_file, plain_table, take_turns
+from nalanda_lab.track import figures_file, median_ratio, on_cpu, plain_table, take_turns
 
 LAYERS, WIDTH, HEADS, HEAD_DIM, INNER, VOCABULARY = 8, 512, 4, 128, 1536, 4096
 CONTEXTS = (1024, 4096, 16384, 65536)
@@ -70,41 +67,18 @@ def bench_decode(
     """
     write = figures_file(json)
     picture = None if png is None else output_file(png, "--png")
-    console, before = Console(highlight=False, emoji=False), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        console.print(
-            f"one token, batch 1, fp32, {LAYERS} layers × {WIDTH}, {HEADS} heads of {HEAD_DIM}, {threads} "
-            f"threads, {platform.machine()}, torch {torch.__version__}, {product_route()} products, "
-            f"transformers {version('transformers')}",
-            soft_wrap=True,
-        )
-        with torch.inference_mode():
-            rows = _measure(rounds, read)
-    finally:
-        torch.set_num_threads(before)
+    console = Console(highlight=False, emoji=False)
+    shape = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "head_dim": HEAD_DIM, "inner": INNER}
+    what = f"one token, batch 1, fp32, {LAYERS} layers × {WIDTH}, {HEADS} heads of {HEAD_DIM}"
+    facts = {"shape": shape, "rounds": rounds, "states_read": read}
+    with on_cpu(threads, what, **facts) as conditions, torch.inference_mode():
+        rows = _measure(rounds, read)
     _print_rows(console, rows)
-    figures = {
-        "machine": f"{platform.machine()}, {platform.processor() or platform.system()}",
-        "threads": threads,
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "shape": {
-            "layers": LAYERS,
-            "width": WIDTH,
-            "heads": HEADS,
-            "head_dim": HEAD_DIM,
-            "inner": INNER,
-        },
-        "rounds": rounds,
-        "states_read": read,
-        "rows": rows,
-    }
+    figures = conditions | {"rows": rows}
     write(figures)
     if picture is not None:
-        console.print(
-            f"picture: {', '.join(map(str, draw_decode(figures, picture)))}", soft_wrap=True
-        )
+        drawn = ", ".join(map(str, draw_decode(figures, picture)))
+        console.print(f"picture: {drawn}", soft_wrap=True)
     return figures
 
 
@@ -127,17 +101,12 @@ def _measure(rounds: int, read: bool) -> list[dict]:
             "context": context,
             "ms": 1e3 * statistics.median(times),
             "fastest_ms": 1e3 * min(times),
-            "ratio_to_peer": _ratio(seconds[PEER, context], times),
-            "growth": _ratio(times, seconds[name, CONTEXTS[0]]),
+            "ratio_to_peer": median_ratio(seconds[PEER, context], times),
+            "growth": median_ratio(times, seconds[name, CONTEXTS[0]]),
             "state_bytes": steps[name, context][1],
         }
         for (name, context), times in seconds.items()
     ]
-
-
-def _ratio(a: list[float], b: list[float]) -> float:
-    """The median of ratios within a round: what else the machine does hits both."""
-    return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
 def _shape() -> dict[str, Any]:

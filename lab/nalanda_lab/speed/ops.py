@@ -1,13 +1,11 @@
 """Measures the speed of the ops beside a peer's, after checking that their results agree."""
 
 import inspect
-import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -16,13 +14,12 @@ from rich.console import Console
 
 from nalanda.common.allocator import keep_freed_memory
 from nalanda.common.errors import InputError
-from nalanda.common.products import product_route
 from nalanda.model import ops
-from nalanda_lab.track import figures_file, plain_table, take_turns, track
+from nalanda_lab.track import figures_file, median_ratio, on_cpu, plain_table, take_turns
 
 CASES = ("gated delta rule", "delta rule", "linear attention")
 CHANNEL_CASES = ("KDA", "Gated DeltaNet 2")
-"""Delta rules with gates by channel; timed beside the gated delta rule."""
+"""Delta rules with gates by channel; `speed cpu` times them beside the gated delta rule."""
 HEAD_DIM = 128
 """K and V."""
 SHAPES = ((2048, 8), (8192, 4))
@@ -43,8 +40,7 @@ def bench_ops(
     The peers are transformers' torch paths: Qwen3-Next's gated delta rule and MiniMax's lightning attention.
     Prints the agreement of outputs and gradients, then per shape the median milliseconds of both (runs
     alternate), the median ratio of neighbouring runs, and our share of the machine's matrix-product rate
-    (three times the forward FLOPs, without recomputation). Then come the delta rules with gates by channel,
-    as multiples of the gated delta rule's time; last, the time per token up to T = 65 536.
+    (three times the forward FLOPs, without recomputation). Last, the time per token up to T = 65 536.
 
     Args:
         threads: number of threads for torch.
@@ -55,40 +51,21 @@ def bench_ops(
     Raises:
         InputError: ours and the peer disagree; nothing is timed.
     """
-    write = figures_file(json)
-    console, before = Console(emoji=False), torch.get_num_threads()
-    torch.set_num_threads(threads)
+    write, console = figures_file(json), Console(emoji=False)
     keep_freed_memory()
-    try:
-        console.print(
-            f"forward + backward, fp32, B = 1, K = V = {HEAD_DIM}, {threads} threads, "
-            f"{platform.machine()}, torch {torch.__version__}, {product_route()} products\n"
-            f"peers: torch_chunk_gated_delta_rule (Qwen3-Next) and MiniMaxLightningAttention of transformers "
-            f"{version('transformers')}"
-        )
+    what = (
+        f"forward + backward, fp32, B = 1, K = V = {HEAD_DIM}; peers: torch_chunk_gated_delta_rule (Qwen3-Next) "
+        "and MiniMaxLightningAttention of transformers"
+    )
+    with on_cpu(threads, what) as conditions:
         _print_agreement(console)
-        rows = [_compare(*each, repeats) for each in track(_shapes(CASES), "against the peer")]
+        rows = [_compare(case, T, H, repeats) for case in CASES for T, H in SHAPES]
         _print_rows(console, rows)
-        shapes = track(_shapes(CHANNEL_CASES), "gates by channel")
-        channels = [_against_scalar(*each, repeats) for each in shapes]
-        _print_channels(console, channels)
         linearity = _linearity(repeats) if long else []
         _print_linearity(console, linearity)
-    finally:
-        torch.set_num_threads(before)
-    figures = {
-        "threads": threads,
-        "torch": torch.__version__,
-        "shapes": rows,
-        "channels": channels,
-        "linearity": linearity,
-    }
+    figures = conditions | {"shapes": rows, "linearity": linearity}
     write(figures)
     return figures
-
-
-def _shapes(cases: Iterable[str]) -> list[tuple[str, int, int]]:
-    return [(case, T, H) for case in cases for T, H in SHAPES]
 
 
 def _ours(case: str) -> Function:
@@ -199,48 +176,31 @@ def _print_agreement(console: Console) -> None:
             )
 
 
-def _matmul_rate(size: int = 1536) -> float:
-    """FLOP/s of one large fp32 matrix product."""
+def _product(size: int = 1536) -> float:
+    """Seconds a FLOP of one large fp32 matrix product."""
     a, b = torch.randn(size, size), torch.randn(size, size)
     start = time.perf_counter()
     torch.mm(a, b)
-    return 2 * size**3 / (time.perf_counter() - start)
+    return (time.perf_counter() - start) / (2 * size**3)
 
 
 def _compare(case: str, T: int, H: int, repeats: int) -> dict:
     inputs, d_o = _inputs(case, T, H)
-    ours, peer = _ours(case), _peer(case, H)
-    for warm_up in (ours, peer):
-        _run(warm_up, inputs, d_o)
-    measured = [
-        (_seconds(ours, inputs, d_o), _seconds(peer, inputs, d_o), _matmul_rate())
-        for _ in range(repeats)
-    ]
-    ours_s, peer_s, rate = map(statistics.median, zip(*measured, strict=True))
+    sides: dict[str, Callable[[], float]] = {"product": _product}
+    for name, function in (("ours", _ours(case)), ("peer", _peer(case, H))):
+        sides[name] = partial(_seconds, function, inputs, d_o)
+    seconds = take_turns(sides, repeats, f"{case}, T = {T}")
+    ours, peer, product = (statistics.median(seconds[x]) for x in ("ours", "peer", "product"))
     count = ops.linear_attention_flops if case == "linear attention" else ops.delta_rule_flops
     return {
         "case": case,
         "T": T,
         "H": H,
-        "ours_ms": 1e3 * ours_s,
-        "peer_ms": 1e3 * peer_s,
-        "ratio": statistics.median(peer / ours for ours, peer, _ in measured),
-        "matmul_gflops": rate / 1e9,
-        "matmul_share": 3 * T * count(H, HEAD_DIM, HEAD_DIM) / ours_s / rate,
-    }
-
-
-def _against_scalar(case: str, T: int, H: int, repeats: int) -> dict:
-    """A delta rule with gates by channel beside that with a decay per head; the runs alternate."""
-    calls = [timed_case(name, T, H) for name in (CASES[0], case)]
-    runs = [[call() for call in calls] for _ in range(1 + repeats)][1:]
-    ratio = statistics.median(time / scalar for scalar, time in runs)
-    return {
-        "case": case,
-        "T": T,
-        "H": H,
-        "ms": 1e3 * statistics.median(x for _, x in runs),
-        "ratio": ratio,
+        "ours_ms": 1e3 * ours,
+        "peer_ms": 1e3 * peer,
+        "ratio": median_ratio(seconds["peer"], seconds["ours"]),
+        "matmul_gflops": 1e-9 / product,
+        "matmul_share": 3 * T * count(H, HEAD_DIM, HEAD_DIM) * product / ours,
     }
 
 
@@ -259,13 +219,6 @@ def _print_rows(console: Console, rows: list[dict]) -> None:
     header = ["", "T", "H", "ours ms", "peer ms", "ratio", "matmul GFLOP/s", "share of it"]
     form = "{case}|{T}|{H}|{ours_ms:.0f}|{peer_ms:.0f}|{ratio:.1f}×|{matmul_gflops:.0f}|{matmul_share:.0%}"
     console.print(plain_table(header, [form.format(**row).split("|") for row in rows]))
-
-
-def _print_channels(console: Console, rows: list[dict]) -> None:
-    for row in rows:
-        each = 1e3 * row["ms"] / row["T"] / row["H"]
-        cost = f"{row['ms']:.0f} ms, {row['ratio']:.2f}× the {CASES[0]}, {each:.1f} µs per token and head"
-        console.print(f"{row['case']}, T = {row['T']}, H = {row['H']}: {cost}")
 
 
 def _print_linearity(console: Console, rows: list[dict]) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import json as jsonlib
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,19 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from nalanda.common.errors import InputError
 from nalanda.model import NalandaConfig, NalandaForCausalLM
-from nalanda_lab.track import figures_file, plain_table, track
+from nalanda_lab.speed.train import HEADS, OURS, SIZES
+from nalanda_lab.track import figures_file, on_cpu, plain_table, ratios_of, track
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 256,
-    "num_hidden_layers": 2,
-    "intermediate_size": 512,
-    "vocab_size": 4096,
-}
-"""The shape of recipes/demo.yaml, 2.4 M parameters with tied embeddings."""
-SYSTEMS: dict[str, dict[str, Any]] = {
-    "gated_deltanet": {"mixer": "gated_deltanet", "expand_k": 0.5},
-    "gated_deltanet, nala": {"mixer": "gated_deltanet", "expand_k": 0.5, "feature_map": "nala"},
-}
 PEER = "Llama"
 PROMPT = "The state of a recurrent layer has a fixed size. " * 8
 PATIENCE = 300.0
@@ -74,26 +62,24 @@ def bench_serve(
     if importlib.util.find_spec("uvicorn") is None:
         raise InputError("transformers serve needs more packages: pip install 'nalanda[serving]'")
     console = Console(highlight=False, emoji=False)
-    console.print(
-        f"fp32, {SIZES}, {threads} threads, {platform.machine()}, "
-        f"torch {torch.__version__}, transformers {version('transformers')}",
-        soft_wrap=True,
-    )
     speeds: dict[str, dict[str, dict[int, list[float]]]] = {}
-    with tempfile.TemporaryDirectory() as place:
-        for name in track((*SYSTEMS, PEER), "serving"):
+    with (
+        tempfile.TemporaryDirectory() as place,
+        on_cpu(threads, f"fp32, {SIZES}", shape=SIZES, tokens=tokens) as conditions,
+    ):
+        for name in track((*OURS, PEER), "serving"):
             folder = Path(place) / name.replace(", ", "-")
             save_random(name, folder)
-            pythons = {"transformers": sys.executable} | (
-                {"vllm": vllm} if vllm and name != PEER else {}
-            )
+            pythons = {"transformers": sys.executable}
+            if vllm and name != PEER:
+                pythons["vllm"] = vllm
             speeds[name] = measure_servers(folder, pythons, threads, clients, tokens, rounds)
 
     console.print(speed_table(speeds, clients))
     console.print(
         "tokens a second of all clients, medians; least and largest ratio of a round to transformers serve"
     )
-    figures = {"shape": SIZES, "threads": threads, "tokens": tokens, "tokens_per_second": speeds}
+    figures = conditions | {"tokens_per_second": speeds}
     write(figures)
     return figures
 
@@ -130,7 +116,7 @@ def speed_table(
         for server, values in servers.items():
             cells = []
             for n in clients:
-                ratios = [a / b for a, b in zip(values[n], servers["transformers"][n], strict=True)]
+                ratios = ratios_of(values[n], servers["transformers"][n])
                 speed = f"{median(values[n]):,.0f}"
                 if server != "transformers":
                     speed += f"  {min(ratios):.1f}–{max(ratios):.1f}×"
@@ -142,22 +128,26 @@ def speed_table(
 def save_random(name: str, folder: Path) -> None:
     """A random model that never ends its text, and a tokenizer of bytes."""
     torch.manual_seed(0)
-    shared = SIZES | {"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0}
+    shared = SIZES | {"bos_token_id": 0, "eos_token_id": 0}
     if name == PEER:
         model: Any = LlamaForCausalLM(
-            LlamaConfig(**shared, num_attention_heads=2, max_position_embeddings=4096)
+            LlamaConfig(**shared, num_attention_heads=HEADS, max_position_embeddings=4096)
         )
     else:
-        model = NalandaForCausalLM(NalandaConfig(**shared, num_heads=2, **SYSTEMS[name]))
+        model = NalandaForCausalLM(NalandaConfig(**shared, num_heads=HEADS, **OURS[name]))
     model.generation_config.suppress_tokens = [0, *range(257, SIZES["vocab_size"])]
     model.save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({"<|end|>": 0} | {c: i + 1 for i, c in enumerate(alphabet)}, []))
+    byte_tokenizer().save_pretrained(folder)
+
+
+def byte_tokenizer(*merges: tuple[str, str]) -> PreTrainedTokenizerFast:
+    """A tokenizer of single bytes and some pairs of them. Token 0 ends a text."""
+    end, alphabet = "<|endoftext|>", sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [end, *alphabet, *map("".join, merges)]
+    backend = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<|end|>", eos_token="<|end|>"
-    ).save_pretrained(folder)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=end, eos_token=end)
 
 
 @contextlib.contextmanager

@@ -1,20 +1,16 @@
-"""Measures training steps on the CPU, beside transformers' Qwen3.5 and Llama and beside an earlier commit."""
+"""Measures training steps on the CPU beside those of another checkout; `speed cpu` has them beside a peer."""
 
 import contextlib
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import nalanda_kernels
 import numpy as np
 import torch
 from rich.console import Console
@@ -26,7 +22,7 @@ from nalanda.model import NalandaConfig, NalandaForCausalLM
 from nalanda.train import parallel
 from nalanda.train.loss import count_labels, summed_loss
 from nalanda.train.optim import build_optimizer
-from nalanda_lab.track import figures_file, plain_table, take_turns
+from nalanda_lab.track import figures_file, median_ratio, on_cpu, plain_table, take_turns
 
 try:
     from nalanda.common import products
@@ -35,77 +31,70 @@ except ImportError:  # `_earlier` runs this file with older code
     products = keep_freed_memory = None
 
 HEADS, HEAD_DIM, ROWS, LENGTH = 2, 128, 4, 512
-LAYERS, VOCABULARY = 2, 4096
-SIZES: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": LAYERS, "intermediate_size": 512}
+VOCABULARY = 4096
+SIZES: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 512}
 SIZES |= {"vocab_size": VOCABULARY, "tie_word_embeddings": True}
 """The shape of recipes/demo.yaml, 2.4 M parameters."""
 OURS: dict[str, dict[str, Any]] = {
-    "gated_deltanet": {"expand_k": 0.5},
-    "gated_deltanet, nala": {"expand_k": 0.5, "feature_map": "nala"},
+    "gated_deltanet": {"mixer": "gated_deltanet", "expand_k": 0.5},
+    "gated_deltanet, nala": {"mixer": "gated_deltanet", "expand_k": 0.5, "feature_map": "nala"},
 }
 KINDS = ("dense", "packed")
-PEERS = ("Llama, dense", "Qwen3.5, dense")
 
 Step = Callable[[], float]
 """Makes one training step; returns its seconds."""
 
 
 def bench_train(
-    *,
-    threads: int = 2,
-    rounds: int = 15,
-    against: str | Path | None = None,
-    json: str | Path | None = None,
-) -> dict:
+    against: str, *, threads: int = 2, rounds: int = 15, json: str | Path | None = None
+) -> dict[str, Any]:
     """Times training steps on 4 rows of 512 tokens, in fp32 on the CPU: forward, backward, clipping, AdamW.
 
-    Compares, at the demo's shape: ours with two maps, and transformers' Qwen3.5 with linear attention in all
-    layers and Llama. `dense` rows hold one document each, `packed` ones about four; Qwen3.5 does not keep
-    these apart and has no packed row. The models take turns, one step each a round.
+    Compares models of the demo's shape, with two maps, to those of another checkout. `dense` rows hold one document
+    each, `packed` ones about four. The models take turns, one step each a round.
 
-    Prints the median tokens a second, and the median ratios to the peers' speeds within a round.
+    Prints the median tokens a second, and the median ratio to the other checkout's speed within a round.
 
     Args:
+        against: another checkout of Nalanda. Its models run in a process of their own.
         threads: number of threads for torch.
         rounds: steps of each model.
-        against: another checkout of Nalanda. Its models take turns with these, in a process of their own.
         json: file for the figures.
 
     Raises:
         InputError: `against` is no checkout, or its code makes no steps.
     """
     write = figures_file(json)
-    if against is not None and not Path(against, "src", "nalanda").is_dir():
-        raise InputError(
-            f"--against {against}: no checkout of Nalanda; give a folder with src/nalanda"
-        )
+    if not Path(against, "src", "nalanda").is_dir():
+        raise InputError(f"{against}: no checkout of Nalanda; give a folder with src/nalanda")
     assert products is not None
-    console, before = Console(highlight=False, emoji=False), torch.get_num_threads()
     route = products.product_route()
-    prepare(threads)
+    what = f"training, fp32, {SIZES}, {HEADS} heads of {HEAD_DIM}, {ROWS} rows × {LENGTH}"
     try:
-        console.print(
-            f"training, fp32, {SIZES}, {HEADS} heads of {HEAD_DIM}, {ROWS} rows × {LENGTH}, {threads} "
-            f"threads, {platform.machine()}, torch {torch.__version__}, {products.product_route()} products, "
-            f"transformers {version('transformers')}",
-            soft_wrap=True,
-        )
-        steps = ours() | _peers()
-        if against is not None:
-            steps |= _earlier(Path(against), threads)
-        rows = _measure(steps, rounds)
+        prepare()
+        with on_cpu(threads, what, rounds=rounds) as conditions:
+            here, there = ours(), _earlier(Path(against), threads)
+            sides = here | {f"earlier {name}": step for name, step in there.items()}
+            seconds = take_turns(sides, rounds, "training", warm=2)
     finally:
-        torch.set_num_threads(before)
         products.set_product_route(route)
-    _print_rows(console, rows)
-    figures = {"threads": threads, "rounds": rounds, "torch": torch.__version__, "rows": rows}
-    write(figures)
-    return figures
+
+    rows = [
+        {
+            "model": name,
+            "tokens_per_second": ROWS * LENGTH / statistics.median(seconds[name]),
+            "ratio": median_ratio(seconds[f"earlier {name}"], seconds[name]),
+        }
+        for name in here
+    ]
+    lines = [[r["model"], f"{r['tokens_per_second']:,.0f}", f"{r['ratio']:.2f}×"] for r in rows]
+    Console(emoji=False).print(plain_table(["", "tokens/s", f"÷ {against}"], lines))
+    write(conditions | {"rows": rows})
+    return conditions | {"rows": rows}
 
 
-def prepare(threads: int) -> None:
+def prepare() -> None:
     """Sets this process up as `nalanda train` does."""
-    torch.set_num_threads(threads)
     if products is None or keep_freed_memory is None:
         return  # an earlier commit did nothing more
     torch.set_flush_denormal(True)
@@ -113,53 +102,13 @@ def prepare(threads: int) -> None:
     products.set_product_route(products.choose_product_route())
 
 
-def _measure(steps: dict[str, Step], rounds: int) -> list[dict]:
-    seconds = take_turns(steps, rounds, "training", warm=2)
-
-    def ratio(peer: str, name: str) -> float:
-        return statistics.median(a / b for a, b in zip(seconds[peer], seconds[name], strict=True))
-
-    return [
-        {
-            "model": name,
-            "tokens_per_second": ROWS * LENGTH / statistics.median(times),
-            "ratios": {peer.split(",")[0]: ratio(peer, name) for peer in PEERS}
-            | ({"earlier": ratio(f"earlier {name}", name)} if f"earlier {name}" in steps else {}),
-        }
-        for name, times in seconds.items()
-    ]
-
-
 def ours() -> dict[str, Step]:
     """The steps of our models by name; each model steps on rows of both kinds."""
     steps = {}
     for name, options in OURS.items():
-        model = NalandaForCausalLM(
-            NalandaConfig(mixer="gated_deltanet", num_heads=HEADS, **SIZES, **options)
-        )
+        model = NalandaForCausalLM(NalandaConfig(num_heads=HEADS, **SIZES, **options))
         steps |= {f"{name}, {kind}": training_step(model, _batch(kind)) for kind in KINDS}
     return steps
-
-
-def _peers() -> dict[str, Step]:
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # from flash-linear-attention, where that is installed
-        from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-        from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
-
-    nalanda_kernels.keep_fla_off_cpus(qwen3_5)
-    config = Qwen3_5TextConfig(
-        **SIZES,
-        layer_types=["linear_attention"] * LAYERS,
-        linear_num_key_heads=HEADS,
-        linear_num_value_heads=HEADS,
-        linear_key_head_dim=HEAD_DIM // 2,
-        linear_value_head_dim=HEAD_DIM,
-    )
-    steps = {"Qwen3.5, dense": training_step(Qwen3_5ForCausalLM(config), _batch("dense"))}
-    llama = build_llama(**SIZES, num_attention_heads=HEADS)
-    return steps | {f"Llama, {kind}": training_step(llama, _batch(kind)) for kind in KINDS}
 
 
 def build_llama(**sizes: Any) -> Any:
@@ -220,30 +169,16 @@ def _earlier(checkout: Path, threads: int) -> dict[str, Step]:
         with contextlib.suppress(BrokenPipeError):
             print(name, file=questions, flush=True)
         if not (answer := answers.readline()):
-            raise InputError(
-                f"--against {checkout}: its code makes no training steps; its error is above"
-            )
+            raise InputError(f"{checkout}: its code makes no training steps; its error is above")
         return float(answer)
 
-    return {
-        f"earlier {name}, {kind}": partial(ask, f"{name}, {kind}")
-        for name in OURS
-        for kind in KINDS
-    }
-
-
-def _print_rows(console: Console, rows: list[dict]) -> None:
-    peers = list(dict.fromkeys(peer for row in rows for peer in row["ratios"]))
-    lines = []
-    for row in rows:
-        ratios = (f"{row['ratios'][peer]:.2f}×" if peer in row["ratios"] else "" for peer in peers)
-        lines.append([row["model"], f"{row['tokens_per_second']:,.0f}", *ratios])
-    console.print(plain_table(["", "tokens/s", *(f"÷ {peer}" for peer in peers)], lines))
-    console.print("medians; ratios of speeds within a round; peers dense", style="dim")
+    names = [f"{name}, {kind}" for name in OURS for kind in KINDS]
+    return {name: partial(ask, name) for name in names}
 
 
 if __name__ == "__main__":  # answers `_earlier`
-    prepare(int(sys.argv[1]))
+    torch.set_num_threads(int(sys.argv[1]))
+    prepare()
     steps = ours()
     for line in sys.stdin:
         print(steps[line.strip()](), flush=True)
