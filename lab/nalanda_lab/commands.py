@@ -1,7 +1,6 @@
 """The `nalanda-lab` command: what measures and studies. It needs a checkout, and imports only what it runs."""
 
 import functools
-import json as jsonlib
 import os
 import sys
 from collections.abc import Callable
@@ -135,20 +134,6 @@ def context(
 
     \b
     nalanda-lab context --length 16384
-    """
-
-
-@calls("speed.scale:bench_scale")
-def scale(
-    rounds: Annotated[int, Option(min=1, help="steps of each split")] = 10, json: Json = None
-) -> None:
-    """Hold predicted steps against those of two processes.
-
-    \b
-    nalanda-lab scale
-
-    The predictions are those of `nalanda info --processes`, from rates measured on this CPU: DDP, FSDP2 and
-    rows cut over both, at the demo's shape over gloo.
     """
 
 
@@ -448,42 +433,6 @@ def field(
     Each class in a process of its own, by `nalanda check`. A difference enters the table once it was verified
     by hand and is listed in lab/nalanda_lab/field.yaml.
     """
-
-
-@app.command()
-def plan(
-    recipe: Annotated[str, Argument(help="recipe file or name")],
-    overrides: Overrides = None,
-    devices: Annotated[
-        str, Option(metavar="8,64,512", help="devices to predict steps on")
-    ] = "8,64,512",
-    cluster: Annotated[
-        str,
-        Option(
-            metavar="KEY=VALUE,…",
-            help="node (8 devices), peak (989 TFLOP/s), mfu (0.4), memory (80 GB), hbm (3350 GB/s), "
-            "nvlink (450 GB/s), network (400 Gb/s a node), latency (5 µs), overlap (1)",
-        ),
-    ] = "",
-    as_json: Annotated[bool, Option("--json", help="print JSON")] = False,
-) -> None:
-    """Predict a recipe's step on many devices: DDP, FSDP2, hybrid, context.
-
-    \b
-    nalanda-lab plan gated_deltanet_340m --devices 8,64
-    """
-    from nalanda.config.load import load_config
-
-    load_config(recipe, overrides or [])  # reports mistakes before the import of torch
-    with loading_torch():
-        from nalanda_lab import planner
-
-    clusters, counts = planner.clusters(devices, cluster), planner.count(recipe, overrides or [])
-    plans: dict[Any, Any] = {each: planner.plan(counts, each) for each in clusters}
-    if as_json:
-        print(jsonlib.dumps(planner.plan_rows(plans), indent=1, ensure_ascii=False))
-    else:
-        planner.print_plan(counts, plans)
 
 
 @calls("width:check_coordinates")

@@ -30,8 +30,10 @@ TABLE = [
     ("linearize folder --fast", r".*No such option: --fast.*"),
     ("transfer folder", r".*folder.*"),
     ("lra --output out --tasks txt", r"--tasks: unknown name .*; did you mean text\?"),
-    ("plan demo --devices many", r".*devices.*many.*"),
-    ("plan demo model.hiden_size=1", r"model: unknown model key .*did you mean 'hidden_size'\?"),
+    (
+        "coordinates demo model.hiden_size=1",
+        r"model: unknown model key .*did you mean 'hidden_size'\?",
+    ),
     ("analyze demo model.hidden_size=500000", MEMORY),
     ("analyze model --seed -1", SEED),
     ("analyze runs/none", r"no such run: runs/none; go to the folder in which it was trained, .*"),
