@@ -214,8 +214,7 @@ def recall(
         str | None,
         Option(
             callback=several,
-            help="comma-separated: mqar, needles, copying, parity, modular, s3, a5, s5, listops (default: all of "
-            "these), or listops_lra, with the published length",
+            help="comma-separated: mqar, needles, copying, parity, modular, s3, a5, s5, listops (default: all)",
         ),
     ] = None,
     mixers: Annotated[
@@ -261,56 +260,6 @@ def recall(
 
     Trains every mixer with every feature map, with several seeds, at equal parameters and equal state. Draws
     accuracy against state size and number of pairs. Resumes after an interruption.
-    """
-
-
-@calls("lra:lra")
-def lra(
-    tasks: Annotated[
-        str | None,
-        Option(
-            callback=several, help="comma-separated: listops, text, retrieval, image, pathfinder"
-        ),
-    ] = None,
-    mixers: Annotated[
-        str | None,
-        Option(
-            callback=several,
-            help="comma-separated, also transnormer_t1 and transnormer_t2; default all",
-        ),
-    ] = None,
-    maps: Annotated[
-        str | None,
-        Option(callback=several, help="comma-separated; by default own, each mixer's own"),
-    ] = None,
-    data: Annotated[
-        str | None,
-        Option(help="folder with text, retrieval and image; lab/pages/lra.md describes the files"),
-    ] = None,
-    size: Annotated[
-        str | None,
-        Option(help="sizes: skyformer (default), transnormer_paper, or transnormer (its code)"),
-    ] = None,
-    seeds: Annotated[int, Option(min=1, help="runs per model")] = 1,
-    steps: Steps = None,
-    quick: Quick = False,
-    speed: Annotated[
-        bool, Option("--speed", help="only time and memory of a training step beside softmax")
-    ] = False,
-    output: Annotated[
-        str, Option(help="directory for runs, tables and the picture; finished runs in it are kept")
-    ] = "runs/lra",
-    workers: Workers = 2,
-    device: Device = None,
-) -> None:
-    """Measure encoders on Long Range Arena.
-
-    \b
-    nalanda-lab lra --quick
-    nalanda-lab lra --speed
-
-    Trains every mixer as an encoder on the five tasks, or on small ones, and prints published rows beside.
-    Resumes after an interruption.
     """
 
 

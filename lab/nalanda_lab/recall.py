@@ -322,7 +322,6 @@ def _summarised(
 
 # ------------------------------ the command
 
-EVERY = [name for name in TASKS if name != "listops_lra"]
 QUICK: dict[str, Task] = {
     task.name: task
     for task in (
@@ -372,7 +371,7 @@ def recall(
     `output` also gets runs/, a file for each finished run, which is not trained again.
 
     Args:
-        tasks: names from `TASKS`; by default all except ListOps of the published size.
+        tasks: names from `TASKS`; by default all.
         mixers: names from `MIXERS`, with options such as `deltanet:allow_neg_eigval=true`; by default all,
             and the delta rules with negative eigenvalues.
         maps: names from `FEATURE_MAPS`, or "own", each mixer's default map; by default all.
@@ -406,7 +405,7 @@ def recall(
     training = dataclasses.replace(training, steps=steps)
     trainings = [dataclasses.replace(training, lr=lr) for lr in lrs or [training.lr]]
     seeds = seeds or (1 if quick else 3)
-    sweeps = [(EVERY, mixers or [*MIXERS, *SIGNED], maps or [*FEATURE_MAPS], "both")]
+    sweeps = [(list(TASKS), mixers or [*MIXERS, *SIGNED], maps or [*FEATURE_MAPS], "both")]
     if quick and not (mixers or maps):
         sweeps = list(QUICK_SWEEP)
 
