@@ -31,7 +31,6 @@ from nalanda.config.model import build_model_config
 from nalanda.config.schema import DataConfig
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda.inference.load import bos_token, choose_device, load_model
-from nalanda.model import build_feature_map
 from nalanda.model.sequences import Sequences
 from nalanda.train.build import build_model
 from nalanda.train.needs import check_weights_fit
@@ -40,8 +39,6 @@ from nalanda_lab.plots import draw_analysis, print_analysis
 
 WINDOWS = [i / 50 for i in range(51)]
 """Windows of the local score, as shares of the length."""
-DIRECTIONS, NORMS = 32, torch.logspace(-2, 1, 31, dtype=torch.float64)
-"""Number of directions of queries, and their norms in units of √K."""
 BATCHES = 8
 """Number of batches for the spread of gradients."""
 
@@ -105,43 +102,6 @@ def measure_layer(weights: Tensor) -> dict[str, Any]:
         "local_score": local_score(weights).nanmean((0, 1)).tolist(),
         "heads": {name: values.tolist() for name, values in heads.items()},
     }
-
-
-def map_entropy(head_dim: int, keys: int, seed: int = 0) -> dict[str, Any]:
-    """Positive-sequence entropy of one query's weights over `keys` keys, against the query's norm.
-
-    Keys are N(0, 1) in `head_dim` features. The entropy is the mean over queries of uniform direction, the
-    same directions at every norm. MALA's weights, β φ(q)·φ(k_j) − γ with similarities scaled by K^-½/keys,
-    sum to 1 and may be negative: the entropy is that of the positive ones, rescaled.
-    """
-    draw = torch.Generator().manual_seed(seed)
-    directions = torch.randn(DIRECTIONS, head_dim, generator=draw, dtype=torch.float64)
-    k = torch.randn(keys, head_dim, generator=draw, dtype=torch.float64)
-    q = math.sqrt(head_dim) * NORMS[:, None, None] * F.normalize(directions, dim=-1)
-    q = q.flatten(0, 1)  # [norms · directions, K]
-
-    def kernel(name: str, power: int = 1) -> Tensor:
-        phi = build_feature_map(name, num_heads=1, head_dim=head_dim)
-        phi_q, phi_k = phi(q[None, :, None], k[None, :, None])
-        return phi_q[0, :, 0] ** power @ phi_k[0, :, 0].T ** power
-
-    similarity = kernel("elu1") / (math.sqrt(head_dim) * keys)
-    z = similarity.sum(-1, keepdim=True)
-    weights = {
-        "nala": kernel("nala"),
-        "nala_paper": kernel("nala_paper"),
-        "nala_released": kernel("nala_released"),
-        "nala_code": kernel("nala_code"),
-        "MALA, positive part": (1 + 1 / z) * similarity - z / keys,
-        "1+elu": similarity,
-        "relu³": kernel("relu", 3),
-        "softmax": (q @ k.T / math.sqrt(head_dim)).softmax(-1),
-    }
-    entropy = {}
-    for name, w in weights.items():
-        by_norm = positive_entropy(w).view(len(NORMS), -1)
-        entropy[name] = by_norm.nanmean(1).tolist()
-    return {"head_dim": head_dim, "keys": keys, "query_norm": NORMS.tolist(), "entropy": entropy}
 
 
 def measure_signs(q: Tensor, k: Tensor, weights: Tensor) -> dict[str, float]:
@@ -309,7 +269,7 @@ def analyze(
         rows: rows that the weights are averaged over; gradients take 8, if the text has them.
         output: a directory; by default `analysis` in the run's folder or beside the checkpoint, or below
             `runs` for a model of the hub.
-        seed: of a fresh model's weights, of the documents' order and of the map-level figure.
+        seed: of a fresh model's weights and of the documents' order.
 
     Raises:
         InputError: a missing model, recipe or file, or a text that is too short.
@@ -356,10 +316,6 @@ def analyze(
             "weights of both signs: entropy is of the positive ones, the local score of |w|"
         )
 
-    head_dim = getattr(config, "key_dim", None) or getattr(config, "head_dim", None)
-    if not head_dim:
-        heads = getattr(config, "num_attention_heads", None)
-        head_dim = config.hidden_size // heads if heads else 64
     uniform = torch.ones(1, 1, length, length, dtype=torch.float64).tril()
     result = {
         "model": title,
@@ -374,7 +330,6 @@ def analyze(
         "windows": WINDOWS,
         "uniform": measure_layer(uniform / uniform.sum(-1, keepdim=True)),
         "layers": layers,
-        "map_entropy": map_entropy(head_dim, length, seed),
     }
     figures = draw_analysis(result, directory)
     named = result | {"figures": [path.name for path in figures]}

@@ -26,10 +26,6 @@ Device = Annotated[
 Overrides = Annotated[
     list[str] | None, Argument(metavar="[SECTION.KEY=VALUE]...", help="settings to change")
 ]
-RemoteCode = Annotated[bool, Option("--trust-remote-code", help="run code from the checkpoint")]
-Steps = Annotated[int | None, Option(min=1, help="training steps of each run")]
-Quick = Annotated[bool, Option("--quick", help="few models on small tasks, in minutes")]
-Workers = Annotated[int, Option(min=1, help="processes, of one thread each")]
 Threads = Annotated[int, Option(min=1, help="CPU threads")]
 Json = Annotated[str | None, Option(help="write the figures to this file as well")]
 
@@ -87,7 +83,9 @@ def analyze(
     ] = None,
     seed: Annotated[int, Option(help="seed of untrained weights and of the text's order")] = 0,
     device: Device = None,
-    trust_remote_code: RemoteCode = False,
+    trust_remote_code: Annotated[
+        bool, Option("--trust-remote-code", help="run code from the checkpoint")
+    ] = False,
 ) -> None:
     """Analyze the weights of a model's token mixers on a text.
 
@@ -139,7 +137,7 @@ def context(
 
 @calls("speed.serve:bench_serve")
 def serve(
-    threads: Annotated[int, Option(min=1, help="CPU threads of the server")] = 2,
+    threads: Threads = 2,
     tokens: Annotated[int, Option(min=1, help="new tokens of a request")] = 64,
     rounds: Annotated[int, Option(min=1, help="measurements; the table has medians")] = 3,
     vllm: Annotated[
@@ -204,12 +202,7 @@ def cpu(
 
 @calls("recall:recall")
 def recall(
-    overrides: Annotated[
-        list[str] | None,
-        Argument(
-            metavar="[SECTION.KEY=VALUE]...", help="settings of a task, model or training to change"
-        ),
-    ] = None,
+    overrides: Overrides = None,
     tasks: Annotated[
         str | None,
         Option(
@@ -244,12 +237,12 @@ def recall(
     lrs: Annotated[
         str | None, Option(callback=floats, help="comma-separated; validation chooses the best")
     ] = None,
-    steps: Steps = None,
-    quick: Quick = False,
+    steps: Annotated[int | None, Option(min=1, help="training steps of each run")] = None,
+    quick: Annotated[bool, Option("--quick", help="few models on small tasks, in minutes")] = False,
     output: Annotated[
         str, Option(help="directory for runs, tables and pictures; finished runs in it are kept")
     ] = "runs/recall",
-    workers: Workers = 2,
+    workers: Annotated[int, Option(min=1, help="processes, of one thread each")] = 2,
     device: Device = None,
 ) -> None:
     """Measure recall of token mixers on synthetic tasks.

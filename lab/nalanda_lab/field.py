@@ -10,11 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nalanda.common.errors import InputError
 from nalanda.common.text import markdown_table
 from nalanda.common.versions import list_versions
+from nalanda.config.load import read_yaml
 
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_suffix(".yaml")
@@ -52,11 +51,7 @@ def make_table(names: list[str] | None, records: str, minutes: int, again: bool)
 
     Raises InputError for a name that is not listed, and for a difference that nobody verified.
     """
-    names, folder, listed = (
-        names or [],
-        Path(records),
-        yaml.safe_load(LIST.read_text(encoding="utf-8")),
-    )
+    names, folder, listed = names or [], Path(records), read_yaml(LIST)
     folder.mkdir(parents=True, exist_ok=True)
     if unknown := set(names) - listed["classes"].keys():
         raise InputError(f"{min(unknown)}: not a class of {LIST.name}; add it there")

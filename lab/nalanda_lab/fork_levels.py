@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from nalanda.compare.verdict import Gap, gap_by_seed
+from nalanda.compare.verdict import Gap
 from nalanda.config.load import read_yaml
 from nalanda.report.figures import COLOURS, GREY, drawing
 from nalanda_lab.estimate import half_width, signed, write_gap
 from nalanda_lab.fork import FIRST
+from nalanda_lab.fork2_report import gap_of_pair, losses_of
 from nalanda_lab.sweep import Record
 
 MIXERS = {"deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "nala": "NaLa's block"}
@@ -61,11 +62,8 @@ def arm(records: dict[str, Record], mixer: str, name: str, fork: int) -> dict[in
 
 
 def gap(records: dict[str, Record], mixer: str, fork: int, first: str, second: str) -> Gap:
-    losses = (
-        {seed: record["loss"] for seed, record in arm(records, mixer, name, fork).items()}
-        for name in (first, second)
-    )
-    between = gap_by_seed(first, second, *losses)
+    trunks = {name: each for name, each in records.items() if each["run"]["part"] == "trunks"}
+    between = gap_of_pair(losses_of(trunks), mixer, fork, [first, second])
     assert between is not None
     return between
 

@@ -1,29 +1,17 @@
 """Figures and table of `analysis`."""
 
-import math
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from nalanda.report.figures import (
-    COLOURS,
-    MOST,
-    REFERENCE,
-    drawing,
-    files,
-    in_panels,
-    log_axis,
-    look,
-)
+from nalanda.report.figures import COLOURS, MOST, REFERENCE, drawing, files, in_panels, look
 from nalanda_lab.track import plain_table
 
 
 def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
     """Draws the figures of an `analyze` result, and returns their paths."""
-    layers, uniform, maps, windows = (
-        result[name] for name in ("layers", "uniform", "map_entropy", "windows")
-    )
+    layers, uniform, windows = (result[name] for name in ("layers", "uniform", "windows"))
     weighed, written = [layer for layer in layers if "entropy" in layer], []
     one = "of one model, so of one training seed"
     read = f"n = {result['rows']} rows of {result['length']} tokens, drawn with seed {result['seed']}, {one}."
@@ -71,30 +59,6 @@ def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
                     axes.plot(*zip(*points[part], strict=True), **looks[part], label=part)
                 by_layer(axes, f"{quantity[0].lower()}{quantity[1:]} ({unit})")
 
-    highest, (norms, entropies) = math.log(maps["keys"]), (maps["query_norm"], maps["entropy"])
-    spans = {name: max(mine) - min(mine) for name, mine in entropies.items()}
-    groups, looks = in_panels(
-        list(entropies), "softmax", lambda name: "NaLa" if "nala" in name else "others"
-    )
-    caption = (
-        f"Lines: means over queries of random directions and n = {maps['keys']} random keys, K = "
-        f"{maps['head_dim']}, seed {result['seed']}; of no trained model."
-    )
-    title = f"Entropy of a map's weights by query norm: moves most for {max(spans, key=lambda x: spans[x])}"
-    with sheet("map_entropy", title, caption, len(groups)) as panels:
-        for axes, (kind, mine) in zip(panels, groups, strict=True):
-            for name in mine:
-                axes.plot(
-                    norms,
-                    [highest - x for x in entropies[name]],
-                    **looks[name] | {"marker": ""},
-                    label=name,
-                )
-            axes.set(
-                title=kind, xlabel="query norm ‖q‖/√K (ratio)", ylabel="entropy below log n (nats)"
-            )
-            log_axis(axes.xaxis)
-            log_axis(axes.yaxis)
     if weighed:
         draw_heads("entropy", "entropy", "Entropy of positive weights", "nats")
         draw_heads("negative_share", "negative_share", "Negative weights", "% of a row", 100)

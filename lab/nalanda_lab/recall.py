@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nalanda.common.errors import InputError, output_folder
+from nalanda.common.files import write_atomically
 from nalanda.common.text import size, suggest
 from nalanda.common.versions import list_versions, versions
 from nalanda.config.load import parse_yaml
@@ -43,18 +44,7 @@ from nalanda_lab.equal import (
 from nalanda_lab.paired import take_step
 from nalanda_lab.recall_report import draw_recall, recall_markdown
 from nalanda_lab.sweep import Jobs, follow, key
-from nalanda_lab.synthetic import (
-    IGNORED,
-    MQAR,
-    TASKS,
-    Copying,
-    ListOps,
-    Needles,
-    StateTracking,
-    Task,
-    best_constant,
-)
-from nalanda_lab.track import publish
+from nalanda_lab.synthetic import IGNORED, TASKS, Task, best_constant
 
 SIGNED = ("deltanet:allow_neg_eigval=true", "gated_deltanet:allow_neg_eigval=true")
 STATES = (2048, 8192, 32768)
@@ -189,7 +179,7 @@ def recall_settings(
 ) -> dict[str, Any]:
     """Everything that determines a run; as JSON it is the record's key."""
     return {
-        "task": dataclasses.asdict(task),  # pyrefly: ignore[bad-argument-type]
+        "task": dataclasses.asdict(task),
         "model": MODEL | model,
         "seed": seed,
         "training": dataclasses.asdict(training),
@@ -322,20 +312,18 @@ def _summarised(
 
 # ------------------------------ the command
 
-QUICK: dict[str, Task] = {
-    task.name: task
-    for task in (
-        MQAR(pairs=(2, 4, 8, 12), sequence=48, values=16),
-        Needles(keys=(2, 4, 8, 12), sequence=40, values=16),
-        Copying(lengths=(4, 8, 16), longer=(24,), symbols=16),
-        StateTracking("parity", "Z2", trained_length=16),
-        StateTracking("modular", "Z5", trained_length=16),
-        StateTracking("s3", "S3", trained_length=8),
-        StateTracking("a5", "A5", trained_length=8),
-        StateTracking("s5", "S5", trained_length=8),
-        ListOps(bands=((4, 12), (12, 24))),
-    )
+SMALL: dict[str, dict[str, Any]] = {
+    "mqar": {"pairs": (2, 4, 8, 12), "sequence": 48, "values": 16},
+    "needles": {"keys": (2, 4, 8, 12), "sequence": 40, "values": 16},
+    "copying": {"lengths": (4, 8, 16), "longer": (24,), "symbols": 16},
+    "parity": {"trained_length": 16},
+    "modular": {"trained_length": 16},
+    "s3": {"trained_length": 8},
+    "a5": {"trained_length": 8},
+    "s5": {"trained_length": 8},
+    "listops": {"bands": ((4, 12), (12, 24))},
 }
+QUICK = {name: dataclasses.replace(TASKS[name], **sizes) for name, sizes in SMALL.items()}
 QUICK_STATES, QUICK_STEPS = (2048, 4096), 500
 # (tasks, mixers, maps, match): the most telling comparisons for a few minutes, one run of the rest.
 QUICK_SWEEP = (
@@ -434,7 +422,11 @@ def recall(
         "figures": [file.name for file in figures],
         "versions": list_versions(record.get("versions", {}) for record in records),
     }
-    publish(output, "results", recall_markdown(rows, all_tasks, list(notes)), results)
+    text = recall_markdown(rows, all_tasks, list(notes))
+    content = json.dumps(results, indent=1, ensure_ascii=False)
+    write_atomically(output / "results.json", content + "\n")
+    write_atomically(output / "results.md", text + "\n")
+    print(f"{text}\n\nresults.md, .json and figures in {output}")
     return rows
 
 

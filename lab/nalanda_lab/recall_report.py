@@ -11,20 +11,17 @@ from nalanda.report.figures import GREY, drawing, files, in_panels, log_axis
 from nalanda_lab.synthetic import Task
 
 
-def tables(
-    rows: list[dict], tasks: dict[str, Task]
-) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(title, header, cells) for each task."""
-    titled = []
+def recall_markdown(rows: list[dict], tasks: dict[str, Task], notes: list[str]) -> str:
+    """A table for each task, in Markdown."""
+    blocks = ["# Recall"]
     for name in dict.fromkeys(row["task"] for row in rows):
-        task = tasks[name]
-        of_task = [row for row in rows if row["task"] == name]
-        lines = [_line(row) for row in of_task]
+        task, of_task = tasks[name], [row for row in rows if row["task"] == name]
         chance = f"chance {_percent(fmean(of_task[0]['chance']))}, the best constant answer"
-        cases = [case_name(case) for case in task.cases]
+        cases = map(case_name, task.cases)
         header = ["model", "equal", *cases, "mean", "lr", "parameters", "state", "MFLOPs"]
-        titled.append((f"{name}: accuracy, %; {chance}; by {task.axis}", header, lines))
-    return titled
+        blocks.append(f"## {name}: accuracy, %; {chance}; by {task.axis}")
+        blocks.append(markdown_table(header, [_line(row) for row in of_task]))
+    return "\n\n".join([*blocks, *notes])
 
 
 def _line(row: dict) -> list[str]:
@@ -50,15 +47,6 @@ def _percent(mean: float, spread: float = 0.0) -> str:
 
 def case_name(case: Any) -> str:
     return "–".join(map(str, case)) if isinstance(case, (tuple, list)) else f"{case:g}"
-
-
-def recall_markdown(rows: list[dict], tasks: dict[str, Task], notes: list[str]) -> str:
-    """The tables in Markdown."""
-    blocks = [
-        f"## {title}\n\n{markdown_table(header, lines)}"
-        for title, header, lines in tables(rows, tasks)
-    ]
-    return "\n\n".join(["# Recall", *blocks, *notes])
 
 
 ROWS = 4

@@ -41,6 +41,7 @@ def best_constant(labels: Tensor) -> float:
     return answers.bincount().max().item() / len(answers)
 
 
+@dataclass(frozen=True)
 class Task:
     """A frozen dataclass of sizes. `trained` and `cases` are the cases of training and of the tests."""
 

@@ -12,15 +12,14 @@ from rich import box
 from rich.table import Table
 
 from nalanda.common.errors import output_file
-from nalanda.common.files import write_atomically
 from nalanda.common.progress import Progress
 
 T = TypeVar("T")
 
 
-def track(items: Collection[T], what: str, *, quiet: bool = False) -> Iterator[T]:
+def track(items: Collection[T], what: str) -> Iterator[T]:
     """The items, with a `Progress` over their count."""
-    with Progress(what, len(items), quiet=quiet) as progress:
+    with Progress(what, len(items)) as progress:
         for item in items:
             yield item
             progress.advance()
@@ -84,15 +83,6 @@ def figures_file(name: str | Path | None) -> Callable[[Any], None]:
             file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
     return write
-
-
-def publish(folder: Path, name: str, text: str, content: dict[str, Any]) -> None:
-    """Writes a text in Markdown as NAME.md and `content` as NAME.json, and prints the text."""
-    write_atomically(
-        folder / f"{name}.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    )
-    write_atomically(folder / f"{name}.md", text + "\n")
-    print(f"{text}\n\n{folder / name}.md, .json and figures beside them")
 
 
 def plain_table(

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from nalanda.common.errors import InputError, output_folder
@@ -33,7 +32,7 @@ from nalanda.report.figures import drawing, files, in_panels, log_axis
 from nalanda.train.log import read_metrics
 from nalanda.train.optim import build_optimizer
 from nalanda_lab.estimate import half_width, signed
-from nalanda_lab.track import figures_file
+from nalanda_lab.track import figures_file, plain_table
 
 PARAMETRIZATIONS = ("standard", "mup")
 BYTES = 256
@@ -205,20 +204,13 @@ def check_coordinates(
 
 def print_coordinates(rows: list[dict[str, Any]], widths: list[int], console: Console) -> None:
     """Prints slopes of both parametrizations side by side."""
-    table = Table("output of", box=None, pad_edge=False)
-    for head in ("standard\nstart", "standard\nchange", "µP\nstart", "µP\nchange"):
-        table.add_column(head, justify="right")
     slopes: dict[str, list[str]] = {}
     for row in rows:
         cells = [f"{row[name]:+.2f}" for name in ("start_slope", "change_slope")]
-        slopes.setdefault(row["kind"], []).extend(cells)
-    for kind, cells in slopes.items():
-        table.add_row(kind, *cells)
-    console.print(
-        f"exponent of the width in an activation's size, widths {', '.join(map(str, widths))}",
-        style="bold",
-    )
-    console.print(table)
+        slopes.setdefault(row["kind"], [row["kind"]]).extend(cells)
+    heads = ["standard\nstart", "standard\nchange", "µP\nstart", "µP\nchange"]
+    console.print(f"exponent of the width in an activation's size, widths {widths}", style="bold")
+    console.print(plain_table(["output of", *heads], slopes.values()))
 
 
 def draw_coordinates(
@@ -368,12 +360,14 @@ def best_rates(losses: Losses) -> list[dict[str, Any]]:
 def print_transfer(
     rows: list[dict[str, Any]], gains: list[tuple[str, int, str, Gap]], console: Console
 ) -> None:
-    table = Table("mixer", "parametrization", "best rate by width", "spread", "loss", box=None)
+    lines = []
     for row in rows:
         rates = "  ".join(f"{rate:.4f}" for rate in row["rates"])
         losses = "  ".join(f"{loss:.3f}" for loss in row["losses"])
-        table.add_row(row["mixer"], row["parametrization"], rates, f"{row['spread']:.2f}", losses)
-    console.print(table, markup=False)
+        cells = [row["mixer"], row["parametrization"], rates, f"{row['spread']:.2f}", losses]
+        lines.append(cells)
+    header = ["mixer", "parametrization", "best rate by width", "spread", "loss"]
+    console.print(plain_table(header, lines, left=2), markup=False)
     for name, width, rates, gap in gains:
         where = "each at its best rate" if rates == "best" else "at the narrowest model's rate"
         console.print(f"{name}, width {width}, µP less standard, {where}: {write_mean(gap)} nats")

@@ -14,7 +14,6 @@ from nalanda_lab.analysis import (
     gradient_spread,
     layer_measures,
     local_score,
-    map_entropy,
     measure_key_norms,
     measure_layer,
     measure_pairs,
@@ -148,36 +147,6 @@ def test_a_mixers_pairs_are_those_of_its_weights():
     assert found["key_norm_correlation"] > 0.9999  # no map
 
 
-def test_entropy_against_the_norm_of_the_query():
-    found = map_entropy(head_dim=32, keys=64)
-    entropy = {name: torch.tensor(values) for name, values in found["entropy"].items()}
-    assert all(len(values) == len(found["query_norm"]) for values in entropy.values())
-    assert all((values <= math.log(64) + 1e-6).all() for values in entropy.values())
-    assert math.log(64) - entropy["softmax"][0] < 1e-3
-    assert entropy["softmax"][-1] < 1
-    relu = entropy["relu³"]  # homogeneous: the norm of the query cancels
-    torch.testing.assert_close(relu, relu[:1].expand_as(relu))
-    for name in ("nala", "nala_paper", "nala_released", "nala_code"):
-        assert (entropy[name].diff() <= 1e-6).all()
-        assert entropy[name][0] - entropy[name][-1] > 0.05
-    assert map_entropy(32, 64) == found != map_entropy(32, 64, seed=1)
-
-
-def test_malas_weights_have_both_signs_and_sum_to_one(monkeypatch):
-    """What is fed to the entropy, not what comes out of it."""
-    seen = []
-    monkeypatch.setattr(
-        analysis, "positive_entropy", lambda w: seen.append(w) or positive_entropy(w)
-    )
-    names = list(map_entropy(head_dim=16, keys=64)["entropy"])
-    weights = seen[names.index("MALA, positive part")]
-    close(weights.sum(-1), torch.ones(len(weights)))
-    similarity = seen[names.index("1+elu")]
-    z = similarity.sum(-1, keepdim=True)
-    close(weights, (1 + (1 + z) * (similarity / similarity.mean(-1, keepdim=True) - 1)) / 64)
-    assert 0.02 < (weights < 0).double().mean() < 0.5
-
-
 # ------------------------------ models
 
 
@@ -297,12 +266,11 @@ KEYS = {
     "windows",
     "uniform",
     "layers",
-    "map_entropy",
     "figures",
 }
 OF_WEIGHTS = {"entropy", "negative_share", "local_score", "effective_rank_weights"}
 OF_PAIRS = {"signs_of_pairs", "key_norms"}
-OF_ALL = {"map_entropy", "effective_rank_projections", "gradient_relative_std"}
+OF_ALL = {"effective_rank_projections", "gradient_relative_std"}
 
 
 def test_analyze_a_checkpoint(tokenizer, tmp_path, prose, capsys):

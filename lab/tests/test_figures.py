@@ -102,16 +102,6 @@ def make_analysis(folder: Path, depth: int) -> None:
         | {part: dict.fromkeys("abcdefgh", 1.0 + i) for part in ("projections", "gradients")}
         for i in range(depth)
     ]
-    maps = (
-        "nala",
-        "nala_paper",
-        "nala_released",
-        "MALA, positive part",
-        "1+elu",
-        "relu³",
-        "softmax",
-    )
-    entropy = {name: [3.0, 2.5 - 0.1 * i] for i, name in enumerate(maps)}
     result = {
         "layers": layers,
         "windows": windows,
@@ -120,7 +110,6 @@ def make_analysis(folder: Path, depth: int) -> None:
         "seed": 0,
         "gradient_batches": 8,
         "uniform": {"entropy": 3.0, "effective_rank": 2.0, "local_score": [0.1, 0.2, 0.6, 1.0]},
-        "map_entropy": {"head_dim": 8, "keys": 32, "query_norm": [0.1, 4.0], "entropy": entropy},
     }
     draw_analysis(result, folder)
 

@@ -310,6 +310,11 @@ def peer(case: Case, B: int = 2, T: int = 2048) -> Call:
     return lambda: chunk_delta_rule(q, k, v, beta, **norm)[:1]
 
 
+def check_peer(wanted: bool) -> None:
+    if wanted and not importlib.util.find_spec("fla"):
+        sys.exit("--peer: flash-linear-attention is missing; pip install flash-linear-attention")
+
+
 def backward(outputs: tuple[torch.Tensor, ...]) -> None:
     """Runs the backward, if there is one; a step of generation has none."""
     if outputs[0].requires_grad:
@@ -642,8 +647,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="also write figures to FILE")
     options = parser.parse_args(arguments)
-    if options.peer and not importlib.util.find_spec("fla"):
-        sys.exit("--peer: flash-linear-attention is missing; pip install flash-linear-attention")
+    check_peer(options.peer)
     archs = options.arch or [x for x in SHARED if not options.peer or x not in CASES_OF]
     cases = {arch: options.case or _cases_of(arch, options.peer) for arch in archs}
     rows = _in_processes(cases, options.peer)

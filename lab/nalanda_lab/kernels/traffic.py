@@ -15,7 +15,6 @@ if not interpreting():  # Triton reads the variable when kernels are decorated
 
 import argparse
 import contextlib
-import importlib.util
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from nalanda_lab.kernels.static import (
     Call,
     Card,
     Case,
+    check_peer,
     limits,
     ours,
     peer,
@@ -205,14 +205,6 @@ def our_count(case: Case, B: int = 1, T: int = TOKENS) -> dict[str, dict[str, fl
         return None
 
 
-def evaluation_count(case: Case, B: int = 1, T: int = TOKENS) -> dict[str, float]:
-    """Bytes of our kernels by token and head, of a forward that needs no gradients."""
-    call = ours(case, B, T)
-    with torch.no_grad(), counting() as there:
-        call()
-    return {x: (there.loads[x] + there.stores[x]) / (B * T * case.H) for x in there.loads}
-
-
 def peer_count(case: Case, B: int = 1, T: int = TOKENS) -> dict[str, dict[str, float]]:
     """Bytes of the peer's kernels, with its block sizes for sm_90 and NaLa's map as a pass before them.
 
@@ -287,10 +279,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="also write every kernel's bytes to FILE")
     options = parser.parse_args(arguments)
-    if options.peer and not importlib.util.find_spec("fla"):
-        parser.exit(
-            1, "--peer: flash-linear-attention is missing; pip install flash-linear-attention\n"
-        )
+    check_peer(options.peer)
     rows = measure(options.case or list(CASES), options.peer)
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from nalanda.common.errors import InputError, output_folder
 from nalanda.common.files import write_atomically
 from nalanda.common.products import choose_product_route, product_route, set_product_route
 from nalanda.common.text import suggest
-from nalanda.common.versions import cpu_model, versions
+from nalanda.common.versions import cpu_model, list_versions, versions
 from nalanda.model import (
     Int8Config,
     NalandaCache,
@@ -145,14 +145,10 @@ def parts(new: bool, route: str | None = None) -> Iterator[None]:
         set_product_route(before)
 
 
-_routes: list[str] = []
-
-
+@cache
 def choose_route() -> str:
     """The route that this process would take; measured once."""
-    if not _routes:
-        _routes.append(choose_product_route())
-    return _routes[0]
+    return choose_product_route()
 
 
 def side(call: Side, new: bool, route: str | None = None) -> Side:
@@ -629,7 +625,7 @@ def captions_of(records: list[dict[str, Any]]) -> list[str]:
             settings["processor"],
             f"{threads} thread{'s' * (threads > 1)}",
             f"{record['route']} products",
-            *(f"{name} {version}" for name, version in settings["versions"].items()),
+            list_versions([settings["versions"]]),
             record["date"][:10],
         ]
         loads.setdefault(", ".join(conditions), []).extend(record["load"])

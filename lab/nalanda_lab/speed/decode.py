@@ -91,7 +91,9 @@ def _measure(rounds: int, read: bool) -> list[dict]:
     # The peer's state has one size and counts no tokens, so one cache stands for every context.
     peer, cache = qwen3_next(_shape(), CONTEXTS[0])
     peer_step = partial(timed_calls, peer, TOKENS), cache_bytes(cache)
-    for name, step in ((PEER, peer_step), (FLOOR, _products())):
+    products = products_of(_model(OURS["gated_deltanet"]))
+    floor_step = partial(timed_calls, products, TOKENS), 0
+    for name, step in ((PEER, peer_step), (FLOOR, floor_step)):
         steps |= {(name, context): step for context in CONTEXTS}
 
     seconds = take_turns({key: step for key, (step, _) in steps.items()}, rounds, "decoding")
@@ -122,10 +124,6 @@ def _shape() -> dict[str, Any]:
 
 def _model(options: dict) -> NalandaForCausalLM:
     return NalandaForCausalLM(NalandaConfig(**_shape(), **options)).eval()
-
-
-def _products() -> tuple[Step, int]:
-    return partial(timed_calls, products_of(_model(OURS["gated_deltanet"])), TOKENS), 0
 
 
 def products_of(model: NalandaForCausalLM) -> Callable[[], None]:
@@ -238,18 +236,12 @@ def qwen3_next(shape: dict[str, Any], context: int) -> tuple[Callable[[], Tensor
 
 
 def _print_rows(console: Console, rows: list[dict]) -> None:
-    table = plain_table(["", "context", "ms", "peer / it", "growth", "state"], [])
+    form = "{model}|{k} k|{ms:.1f}|{ratio_to_peer:.2f}×|{growth:.2f}×|{mib:.1f} MiB"
+    lines = []
     for row in rows:
-        table.add_row(
-            row["model"] if row["context"] == CONTEXTS[0] else "",
-            f"{row['context'] // 1024} k",
-            f"{row['ms']:.1f}",
-            f"{row['ratio_to_peer']:.2f}×",
-            f"{row['growth']:.2f}×",
-            f"{row['state_bytes'] / 2**20:.1f} MiB",
-            end_section=row["context"] == CONTEXTS[-1],
-        )
-    console.print(table)
+        sizes = {"k": row["context"] // 1024, "mib": row["state_bytes"] / 2**20}
+        lines.append(form.format(**row, **sizes).split("|"))
+    console.print(plain_table(["", "context", "ms", "peer / it", "growth", "state"], lines))
     console.print(f"medians; peer: {PEER}; growth: from {CONTEXTS[0] // 1024} k", style="dim")
 
 

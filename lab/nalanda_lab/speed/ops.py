@@ -32,9 +32,7 @@ TOLERANCE = 1e-4
 Function = Callable[..., torch.Tensor]
 
 
-def bench_ops(
-    *, threads: int = 2, json: str | Path | None = None, repeats: int = 7, long: bool = True
-) -> dict:
+def bench_ops(*, threads: int = 2, json: str | Path | None = None, repeats: int = 7) -> dict:
     """Times `delta_rule` and `linear_attention`, forward and backward in fp32 on the CPU.
 
     The peers are transformers' torch paths: Qwen3-Next's gated delta rule and MiniMax's lightning attention.
@@ -46,7 +44,6 @@ def bench_ops(
         threads: number of threads for torch.
         json: file for the figures.
         repeats: timed runs per side and shape, after one warm-up.
-        long: whether to measure long sequences, which takes a minute or two.
 
     Raises:
         InputError: ours and the peer disagree; nothing is timed.
@@ -61,7 +58,7 @@ def bench_ops(
         _print_agreement(console)
         rows = [_compare(case, T, H, repeats) for case in CASES for T, H in SHAPES]
         _print_rows(console, rows)
-        linearity = _linearity(repeats) if long else []
+        linearity = _linearity(repeats)
         _print_linearity(console, linearity)
     figures = conditions | {"shapes": rows, "linearity": linearity}
     write(figures)
