@@ -20,7 +20,7 @@ def recall_markdown(rows: list[dict], tasks: dict[str, Task], notes: list[str]) 
         cases = map(case_name, task.cases)
         header = ["model", "equal", *cases, "mean", "lr", "parameters", "state", "MFLOPs"]
         blocks.append(f"## {name}: accuracy, %; {chance}; by {task.axis}")
-        blocks.append(markdown_table(header, [_line(row) for row in of_task]))
+        blocks.append(markdown_table(header, [_line(row) for row in of_task], 2))
     return "\n\n".join([*blocks, *notes])
 
 

@@ -92,7 +92,7 @@ def plain_table(
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, **options)
     for i, head in enumerate(header):
         side = "left" if i < left else "right"
-        table.add_column(head, justify=side, no_wrap=i < left)
+        table.add_column(head, justify=side, no_wrap=i < left, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table

@@ -33,15 +33,12 @@ import torch
 from nalanda_kernels import KERNELS, interpreting
 from nalanda_kernels.triton.common import PROCESSORS  # the peer asks for it, too
 from nalanda_kernels.tune import NALA
-from rich.console import Console
-from rich.table import Table
 
 from nalanda import NalandaConfig
 from nalanda.model import one_token
 from nalanda.model.mixers import build_mixer
 from nalanda.model.sequences import Sequences
 from nalanda_lab.kernels import hazards
-from nalanda_lab.track import plain_table
 
 SHARED = {  # most bytes of a program
     "sm_75": 65_536,
@@ -617,7 +614,7 @@ def print_figures(rows: list[dict], recorded: dict, whose: str = "ours") -> None
     figures = [name.replace("_", " ") for name in FIGURES]
     header = ["arch", "job", "", "kernel", *figures, "tensor cores"]
     title = "bytes: spilled by a thread, shared by a program"
-    print_wide(plain_table(header, lines, left=4, title=title))
+    print_wide(title, header, lines)
     if "peer_version" in recorded:
         print(f"peer: flash-linear-attention, fla-core {recorded['peer_version']}, as recorded")
 
@@ -627,9 +624,14 @@ def _cells(row: dict) -> list[str]:
     return [*(f"{row[x]:,}" if x in row else "" for x in FIGURES), row["tensor_cores"]]
 
 
-def print_wide(table: Table) -> None:
-    """Prints a table that is wider than the width rich takes where there is no terminal."""
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+def print_wide(title: str, header: list[str], lines: list[list[str]]) -> None:
+    """Prints a table that is wider than what rich takes for a file. Machines with a card may have no rich."""
+    from rich.console import Console
+
+    from nalanda_lab.track import plain_table
+
+    width = None if sys.stdout.isatty() else 200
+    Console(width=width).print(plain_table(header, lines, left=4, title=title))
 
 
 def main(arguments: list[str] | None = None) -> None:

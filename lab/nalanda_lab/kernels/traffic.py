@@ -43,7 +43,6 @@ from nalanda_lab.kernels.static import (
     print_wide,
     write_limits,
 )
-from nalanda_lab.track import plain_table
 
 CASES = {
     "deltanet": Case(H=1),
@@ -248,7 +247,7 @@ def print_traffic(rows: dict[str, dict]) -> None:
             ratio = f"{mine / theirs:.0%}" if mine and theirs else "–"
             lines.append([name, f"{case.K} → {case.F}", str(case.V), part, *shown, ratio])
     header = ["case", "K → features", "V", "pass", "floor", "ours", "peer", "ours / peer"]
-    print_wide(plain_table(header, lines, left=4, title="bytes by token and head, bf16"))
+    print_wide("bytes by token and head, bf16", header, lines)
     print(
         "both with block sizes for sm_90; peer: flash-linear-attention's kernels, plus the least bytes of a"
     )
