@@ -27,17 +27,3 @@ def changed_norms(mixers: Sequence[Any], change: Callable[[Tensor], Tensor]) -> 
     finally:
         for mixer in mixers:
             del mixer.inputs
-
-
-def own_norm(norm: Tensor) -> Tensor:
-    return norm
-
-
-def swapped_norm(norm: Tensor) -> Tensor:
-    """The norm at the same position of another row: p is swapped, and its distribution stays."""
-    return norm.roll(1, 0)
-
-
-def mean_norm(norm: Tensor) -> Tensor:
-    """Each head's mean: p is constant."""
-    return norm.mean((0, 1), keepdim=True).expand_as(norm)

@@ -16,6 +16,7 @@ from nalanda.common.files import write_atomically
 from nalanda.common.processes import end_with_parent
 from nalanda.common.progress import Progress
 from nalanda.common.text import digest
+from nalanda_lab.track import torch_threads
 
 Record = dict[str, Any]
 """Results of a run; its `settings` determine them, and are its key."""
@@ -48,13 +49,9 @@ def trained(jobs: Sequence[Callable[[], Record]], workers: int) -> Generator[Rec
     """Records in the order in which the runs end. Each run has one thread, in this process or its own."""
     torch.set_flush_denormal(True)
     if min(workers, len(jobs)) < 2:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with torch_threads(1):
             for job in jobs:
                 yield job()
-        finally:
-            torch.set_num_threads(threads)
         return
     context = get_context("spawn")  # a fork would inherit torch's threads
     with ProcessPoolExecutor(min(workers, len(jobs)), context, initializer=_begin_worker) as pool:

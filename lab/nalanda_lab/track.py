@@ -26,27 +26,36 @@ def track(items: Collection[T], what: str) -> Iterator[T]:
 
 
 @contextmanager
-def on_cpu(threads: int, what: str, **facts: Any) -> Iterator[dict[str, Any]]:
-    """In this context torch has so many threads. Prints `what` is measured, and gives the conditions, with `facts`."""
-    from nalanda.common.products import (
-        product_route,
-    )  # older code has none; `speed.train` imports this file there
-    from nalanda.common.versions import cpu_model, list_versions, versions
-
+def torch_threads(count: int) -> Iterator[None]:
+    """In this context torch has so many threads."""
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(count)
     try:
-        used, products = versions(), product_route()
-        machine = f"{threads} threads of {cpu_model()}, {products} products"
-        print(f"{what}; {machine}, {list_versions([used])}")
-        yield {
-            "machine": cpu_model(),
-            "threads": threads,
-            "products": products,
-            "versions": used,
-        } | facts
+        yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def on_cpu(
+    threads: int, what: str, set_up: Callable[[], object] = lambda: None, **facts: Any
+) -> Iterator[dict[str, Any]]:
+    """In this context torch has so many threads. Prints what is measured, and gives its conditions, with `facts`.
+
+    set_up: called with these threads, before the route of products is told.
+    """
+    # Older code has no routes, and `speed.train` imports this file there.
+    from nalanda.common.products import product_route
+    from nalanda.common.versions import cpu_model, list_versions, versions
+
+    with torch_threads(threads):
+        set_up()
+        machine, products, used = cpu_model(), product_route(), versions()
+        print(
+            f"{what}; {threads} threads of {machine}, {products} products, {list_versions([used])}"
+        )
+        conditions = {"machine": machine, "threads": threads, "products": products}
+        yield conditions | {"versions": used} | facts
 
 
 def take_turns(

@@ -56,7 +56,7 @@ from nalanda_lab.speed.decode import (
 )
 from nalanda_lab.speed.serve import byte_tokenizer
 from nalanda_lab.speed.train import build_llama, random_batch, training_step
-from nalanda_lab.track import median_ratio, ratios_of, take_turns
+from nalanda_lab.track import median_ratio, ratios_of, take_turns, torch_threads
 
 Shape = dict[str, Any]
 """Keys of a model's config."""
@@ -486,10 +486,8 @@ def bench_cpu(
             raise InputError(f"--rows: no row {name!r}{suggest(name, ROWS)}")
     folder = output_folder(output, "--output")
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
-    try:
+    with torch_threads(threads):
         for name in sorted(names, key=lambda name: ROWS[name].trains):
             if missing_module(ROWS[name]):
                 continue
@@ -498,8 +496,6 @@ def bench_cpu(
             if not file.is_file() or json.loads(file.read_text())["settings"] != settings:
                 record = measure(name, settings)
                 write_atomically(file, json.dumps(record, indent=1) + "\n")
-    finally:
-        torch.set_num_threads(before)
 
     table = table_of(folder, names)
     print(table)

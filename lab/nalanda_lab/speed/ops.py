@@ -49,12 +49,11 @@ def bench_ops(*, threads: int = 2, json: str | Path | None = None, repeats: int 
         InputError: ours and the peer disagree; nothing is timed.
     """
     write, console = figures_file(json), Console(emoji=False)
-    keep_freed_memory()
     what = (
         f"forward + backward, fp32, B = 1, K = V = {HEAD_DIM}; peers: torch_chunk_gated_delta_rule (Qwen3-Next) "
         "and MiniMaxLightningAttention of transformers"
     )
-    with on_cpu(threads, what) as conditions:
+    with on_cpu(threads, what, keep_freed_memory) as conditions:
         _print_agreement(console)
         rows = [_compare(case, T, H, repeats) for case in CASES for T, H in SHAPES]
         _print_rows(console, rows)

@@ -71,8 +71,7 @@ def bench_train(
     route = products.product_route()
     what = f"training, fp32, {SIZES}, {HEADS} heads of {HEAD_DIM}, {ROWS} rows × {LENGTH}"
     try:
-        prepare()
-        with on_cpu(threads, what, rounds=rounds) as conditions:
+        with on_cpu(threads, what, prepare, rounds=rounds) as conditions:
             here, there = ours(), _earlier(Path(against), threads)
             sides = here | {f"earlier {name}": step for name, step in there.items()}
             seconds = take_turns(sides, rounds, "training", warm=2)
