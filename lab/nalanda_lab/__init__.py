@@ -1,1 +1,1 @@
-"""What measures and studies Nalanda: benches, recall, analysis. Nothing of the product imports it."""
+"""What measures and studies Nalanda: benches, recall, Long Range Arena, analysis. Nothing of the product imports it."""

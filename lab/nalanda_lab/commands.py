@@ -26,6 +26,9 @@ Device = Annotated[
 Overrides = Annotated[
     list[str] | None, Argument(metavar="[SECTION.KEY=VALUE]...", help="settings to change")
 ]
+Steps = Annotated[int | None, Option(min=1, help="training steps of each run")]
+Quick = Annotated[bool, Option("--quick", help="few models on small tasks, in minutes")]
+Workers = Annotated[int, Option(min=1, help="processes, of one thread each")]
 Threads = Annotated[int, Option(min=1, help="CPU threads")]
 Json = Annotated[str | None, Option(help="write the figures to this file as well")]
 
@@ -207,7 +210,8 @@ def recall(
         str | None,
         Option(
             callback=several,
-            help="comma-separated: mqar, needles, copying, parity, modular, s3, a5, s5, listops (default: all)",
+            help="comma-separated: mqar, needles, copying, parity, modular, s3, a5, s5, listops (default: all of "
+            "these), or listops_lra, with the published length",
         ),
     ] = None,
     mixers: Annotated[
@@ -237,12 +241,12 @@ def recall(
     lrs: Annotated[
         str | None, Option(callback=floats, help="comma-separated; validation chooses the best")
     ] = None,
-    steps: Annotated[int | None, Option(min=1, help="training steps of each run")] = None,
-    quick: Annotated[bool, Option("--quick", help="few models on small tasks, in minutes")] = False,
+    steps: Steps = None,
+    quick: Quick = False,
     output: Annotated[
         str, Option(help="directory for runs, tables and pictures; finished runs in it are kept")
     ] = "runs/recall",
-    workers: Annotated[int, Option(min=1, help="processes, of one thread each")] = 2,
+    workers: Workers = 2,
     device: Device = None,
 ) -> None:
     """Measure recall of token mixers on synthetic tasks.
@@ -253,6 +257,56 @@ def recall(
 
     Trains every mixer with every feature map, with several seeds, at equal parameters and equal state. Draws
     accuracy against state size and number of pairs. Resumes after an interruption.
+    """
+
+
+@calls("lra:lra")
+def lra(
+    tasks: Annotated[
+        str | None,
+        Option(
+            callback=several, help="comma-separated: listops, text, retrieval, image, pathfinder"
+        ),
+    ] = None,
+    mixers: Annotated[
+        str | None,
+        Option(
+            callback=several,
+            help="comma-separated, also transnormer_t1 and transnormer_t2; default all",
+        ),
+    ] = None,
+    maps: Annotated[
+        str | None,
+        Option(callback=several, help="comma-separated; by default own, each mixer's own"),
+    ] = None,
+    data: Annotated[
+        str | None,
+        Option(help="folder with text, retrieval and image; lab/pages/lra.md describes the files"),
+    ] = None,
+    size: Annotated[
+        str | None,
+        Option(help="sizes: skyformer (default), transnormer_paper, or transnormer (its code)"),
+    ] = None,
+    seeds: Annotated[int, Option(min=1, help="runs per model")] = 1,
+    steps: Steps = None,
+    quick: Quick = False,
+    speed: Annotated[
+        bool, Option("--speed", help="only time and memory of a training step beside softmax")
+    ] = False,
+    output: Annotated[
+        str, Option(help="directory for runs, tables and the picture; finished runs in it are kept")
+    ] = "runs/lra",
+    workers: Workers = 2,
+    device: Device = None,
+) -> None:
+    """Measure encoders on Long Range Arena.
+
+    \b
+    nalanda-lab lra --quick
+    nalanda-lab lra --speed
+
+    Trains every mixer as an encoder on the five tasks, or on small ones, and prints published rows beside.
+    Resumes after an interruption.
     """
 
 

@@ -437,5 +437,6 @@ TASKS: dict[str, Task] = {
         StateTracking("a5", "A5", trained_length=16),
         StateTracking("s5", "S5", trained_length=16),
         ListOps(),
+        ListOps("listops_lra", bands=((500, 2000),)),
     )
 }

@@ -12,6 +12,7 @@ from rich import box
 from rich.table import Table
 
 from nalanda.common.errors import output_file
+from nalanda.common.files import write_atomically
 from nalanda.common.progress import Progress
 
 T = TypeVar("T")
@@ -92,6 +93,14 @@ def figures_file(name: str | Path | None) -> Callable[[Any], None]:
             file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
     return write
+
+
+def publish(folder: Path, name: str, text: str, content: dict[str, Any]) -> None:
+    """Writes a text in Markdown as NAME.md and `content` as NAME.json, and prints the text."""
+    figures = json.dumps(content, indent=1, ensure_ascii=False)
+    write_atomically(folder / f"{name}.json", figures + "\n")
+    write_atomically(folder / f"{name}.md", text + "\n")
+    print(f"{text}\n\n{name}.md, .json and figures in {folder}")
 
 
 def plain_table(

@@ -15,7 +15,7 @@ DANGLING = (
 MEMORY = r"model: .* parameters take .*, .* of memory is free: .*"
 SEED = r"--seed: expected 0 to 4294967295, got -1"
 TABLE = [
-    ("recall --fast", r"nalanda-lab recall: No such option: --fast.*"),
+    ("lra --fast", r"nalanda-lab lra: No such option: --fast.*"),
     ("recall --output out --mixers deltanets", r"--mixers: unknown .*; did you mean deltanet\?"),
     (
         "recall --output out --mixers deltanet:allow_neg_eigvl=true",
@@ -29,6 +29,7 @@ TABLE = [
     ("fork --out out --text folder", r"folder/index\.json: does not exist; .*"),
     ("linearize folder --fast", r".*No such option: --fast.*"),
     ("transfer folder", r".*folder.*"),
+    ("lra --output out --tasks txt", r"--tasks: unknown name .*; did you mean text\?"),
     (
         "coordinates demo model.hiden_size=1",
         r"model: unknown model key .*did you mean 'hidden_size'\?",

@@ -11,6 +11,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from nalanda_eval.perplexity import draw_perplexity
+from nalanda_lab.lra import QUICK_ARENA, draw_arena
 from nalanda_lab.plots import draw_analysis
 from nalanda_lab.recall import QUICK
 from nalanda_lab.recall_report import draw_recall
@@ -71,6 +72,15 @@ def make_recall(folder: Path, mixers: int, seeds: int) -> None:
     draw_recall(rows, QUICK, folder)
 
 
+def make_arena(folder: Path) -> None:
+    rows = [
+        {"model": f"mixer{i}", "seeds": 2, "accuracy": dict.fromkeys(QUICK_ARENA, 0.1 * i)}
+        | {"spread": dict.fromkeys(QUICK_ARENA, 0.02)}
+        for i in range(9)
+    ]
+    draw_arena(rows, QUICK_ARENA, folder / "lra")
+
+
 def make_perplexity(folder: Path, models: int) -> None:
     ends = [0, 1, 2, 4, 8, 16, 32, 64]
     curve = [
@@ -120,6 +130,7 @@ MAKERS = {
     "decode": make_decode,
     "recall": lambda folder: make_recall(folder, mixers=1, seeds=1),
     "recall of many": lambda folder: make_recall(folder, mixers=5, seeds=3),
+    "lra": make_arena,
     "perplexity": lambda folder: make_perplexity(folder, 2),
     "perplexity of seven": lambda folder: make_perplexity(folder, 7),
     "analyze": lambda folder: make_analysis(folder, 9),

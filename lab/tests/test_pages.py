@@ -62,7 +62,7 @@ def test_commands_can_be_typed(name):
 
 def test_a_mistake_in_a_command_is_noticed():
     assert "No such command" in mistake(["nalanda-lab", "study"])
-    assert "No such option" in mistake(["nalanda-lab", "recall", "--fast"])
+    assert "No such option" in mistake(["nalanda-lab", "lra", "--fast"])
     assert "unknown model key 'hidden'" in mistake(["nalanda", "train", "demo", "model.hidden=3"])
     study = ["nalanda", "compare", "lab/nalanda_lab/width.yaml", "model.hidden=3"]
     assert "unknown model key 'hidden'" in mistake(study)

@@ -1,7 +1,11 @@
-"""How recall trains, chooses and scores: no choice on test rows."""
+"""How recall and Long Range Arena train, choose and score: no choice on test rows."""
 
+import dataclasses
+
+import numpy as np
 import torch
-from nalanda_lab import recall
+from nalanda_lab import lra, recall
+from nalanda_lab.lra_data import QUICK_ARENA
 from nalanda_lab.recall import Training, run_recall
 from nalanda_lab.synthetic import MQAR
 
@@ -57,3 +61,38 @@ def test_rates_are_not_chosen_on_the_test(monkeypatch):
     assert {g["weight_decay"] for g in made[0].param_groups} == {0.0, 0.3}
     assert rates[:2] == [1.5e-3, 3e-3]
     assert rates[-1] < 1e-3
+
+
+def test_the_weights_that_are_tested_are_the_best_in_validation(tmp_path, monkeypatch):
+    task = dataclasses.replace(QUICK_ARENA["image"], rows=(40, 10, 12))
+    draw, arrays = np.random.default_rng(0), {}
+    for split, count in zip(("train", "validation", "test"), task.rows, strict=True):
+        arrays[f"{split}_ids"] = draw.integers(1, 9, (count, 16)).astype(np.uint8)
+        arrays[f"{split}_labels"] = draw.integers(1, 9, count)
+    np.savez(tmp_path / "a.npz", **arrays)
+    seen, answers = [], iter([0.1, 0.9, *[0.2] * 8, 0.5])
+
+    def fake(net, ids, labels, batch):
+        seen.append((len(ids), torch.cat([p.detach().flatten() for p in net.parameters()]).clone()))
+        return next(answers)
+
+    rate, rates = lra.learning_rate, []
+    monkeypatch.setattr(lra, "learning_rate", lambda *a: rates.append(rate(*a)) or rates[-1])
+    monkeypatch.setattr(lra, "accuracy", fake)
+    model = {"mixer": "mala", "mixer_options": {}, "feature_map": "elu1"}
+    record = lra.run_lra(model, task, tmp_path / "a.npz", "quick", 0, 10)
+    assert [n for n, _ in seen] == [10] * 10 + [12]
+    assert torch.equal(seen[-1][1], seen[1][1])
+    assert not torch.equal(seen[-1][1], seen[9][1])
+    assert record["accuracy"] == 0.5
+    assert (rates[0], rates[-1]) == (3e-3, 0)
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_accuracy_is_without_dropout():
+    net = torch.nn.Sequential(torch.nn.Dropout(0.9), torch.nn.Linear(8, 4))
+    modes = []
+    net.register_forward_pre_hook(lambda m, *_: modes.append(m.training))
+    lra.accuracy(net, torch.randn(6, 8), torch.zeros(6, dtype=torch.int64), 3)
+    assert modes == [False, False]
+    assert net.training

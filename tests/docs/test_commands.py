@@ -255,9 +255,12 @@ def used(checkout, tmp_path_factory):
     text = write_corpus(folder / "corpus")
     for name in ("novel.txt", "book.txt", "long.txt"):
         (folder / name).write_text(text[:20000])
-    (folder / "DIR").mkdir()
+    for name in ("DIR", "LRA/retrieval"):
+        (folder / name).mkdir(parents=True)
     for name, row in ROWS.items():
         (folder / "DIR" / f"{name}.jsonl").write_text(5 * (json.dumps(row) + "\n"))
+    for name in ("train", "eval", "test"):
+        (folder / f"new_aan_pairs.{name}.tsv").write_text(20 * "1.0\ta\tb\tone text\tanother\n")
     Image.fromarray(load_digits().images[7].astype("uint8") * 15).save(folder / "seven.png")
     failed = [attempt(command, folder) for command in pages.commands("before", 0, BEFORE)]
     assert not any(failed), failed
