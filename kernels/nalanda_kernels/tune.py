@@ -29,14 +29,8 @@ Results = list[Tensor]
 Job = Callable[[], tuple[float, Results]]  # milliseconds and results
 
 LENGTHS = (2048, 8192, 32768)  # of sequences, for the choice of a backend
-SIZES = (
-    (2, 128),
-    (2, 256),
-    (4, 128),
-    (4, 256),
-    (2, 512),
-    (4, 512),
-)  # element's bytes, head's features
+# Element's bytes, head's features.
+SIZES = ((2, 128), (2, 256), (4, 128), (4, 256), (2, 512), (4, 512))
 
 CHOICES = {
     "BT": (16, 32, 64),
@@ -57,10 +51,8 @@ NALA = {
     "direction_scale": "sqrt",
 }
 NALA |= {"query_power": None, "key_power": 2.0}
-TOLERANCE = {
-    2: 2e-2,
-    4: 1e-3,
-}  # ‖Δ‖ / ‖x‖ by bytes of an element: some compilers miscompile some sizes
+# ‖Δ‖ / ‖x‖ by bytes of an element: some compilers miscompile some sizes.
+TOLERANCE = {2: 2e-2, 4: 1e-3}
 
 
 def choose(out: str | Path, *, minutes: float) -> None:
@@ -78,9 +70,8 @@ def choose(out: str | Path, *, minutes: float) -> None:
         raise ValueError("tune: torch sees no GPU; tune on a machine with one")
     from nalanda_kernels.triton import common
 
-    os.environ.setdefault(
-        "FLA_FLASH_QLA", "0"
-    )  # else fla hands calls on to FlashQLA, and each is timed twice
+    # Else fla hands calls on to FlashQLA, and each is timed twice.
+    os.environ.setdefault("FLA_FLASH_QLA", "0")
 
     out, end = Path(out), time.monotonic() + 60 * minutes
     table: Table = copy.deepcopy(common._table())
@@ -188,9 +179,8 @@ def improve(
     from nalanda_kernels.triton.common import architecture, known_wrong
 
     arch = architecture()
-    order = sorted(
-        kernels, key=lambda name: name != "chunk"
-    )  # all other sizes depend on the chunk's length
+    # All other sizes depend on the chunk's length.
+    order = sorted(kernels, key=lambda name: name != "chunk")
     for itemsize, features in SIZES:
         where = f"{features} features of {itemsize} bytes"
         rows = [

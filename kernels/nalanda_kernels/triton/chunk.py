@@ -1344,9 +1344,8 @@ def input_gradients(
         reads += tl.sum(dq * q1.to(tl.float32), 1)
         # Reads at i ≥ t pass e^{g_t} from the chunk's start, writes at j < t on the way to its end.
         t = tl.arange(0, BT)
-        earlier = tl.where(
-            t[:, None] > t[None, :], writes[None, :], 0.0
-        )  # no difference of sums: the token's own write may be far larger
+        # No difference of sums: the token's own write may be far larger.
+        earlier = tl.where(t[:, None] > t[None, :], writes[None, :], 0.0)
         d_gamma = tl.cumsum(reads, 0, reverse=True) + tl.sum(earlier, 1)
         through = decay_all * (tl.sum(state_products, 0) + diagonal)
         tl.store(d_g + gates, d_gamma + through, mask=real)

@@ -531,9 +531,8 @@ def unform_features(
     if count:
         inputs = q, k, dphi_q.contiguous(), dphi_k.contiguous(), dq, dk, p, unit
         backward_kernel[(count * heads,)](*inputs, *partial, MAP=MAP, **sizes)
-    sums = (
-        None if x is None else x.view(-1, H, K).sum(0) for x in partial
-    )  # over blocks, and over q and k
+    # Over blocks, and over q and k.
+    sums = (None if x is None else x.view(-1, H, K).sum(0) for x in partial)
     return dq, dk, *sums
 
 

@@ -96,9 +96,8 @@ def against(subject: Subject, library: str) -> Finding:
                 if form == "gguf":
                     result = write_gguf(source, target, "fp32", False)
                 else:
-                    with contextlib.redirect_stderr(
-                        io.StringIO()
-                    ):  # says that nothing was compared
+                    # Its output says that nothing was compared.
+                    with contextlib.redirect_stderr(io.StringIO()):
                         result = convert(str(source), str(target), form, check=False)
                 proof = compare(source, result, ["", form])
             except InputError as error:

@@ -13,7 +13,6 @@ def keep_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(
-            _M_MMAP_MAX, 0
-        )  # no block is a mapping of its own, which would be unmapped when freed
+        # No block is a mapping of its own, which would be unmapped when freed.
+        mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, -1)  # the heap never shrinks

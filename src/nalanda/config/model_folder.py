@@ -63,9 +63,8 @@ def weight_files(folder: Path) -> list[Path]:
     for file in files:
         if not file.is_file():
             raise InputError(f"no {file.name} there, which {index.name} names")
-        file.open(
-            "rb"
-        ).close()  # safetensors says of a file that may not be read that it is not there
+        # safetensors says of a file that may not be read that it is not there.
+        file.open("rb").close()
         try:
             # Opening it checks the header and the length of the file.
             with safe_open(file, "numpy"):

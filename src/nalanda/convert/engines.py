@@ -187,9 +187,8 @@ def with_llama_cpp(file: Path, ids: Tensor, probes: list[str]) -> Computed:
     # Port 0 is any free one; no layer goes to a GPU.
     params.port, params.n_ctx, params.n_parallel, params.n_gpu_layers = 0, 2 * len(ids), 1, 0
     params.cpuparams.n_threads = torch.get_num_threads()
-    params.flash_attn_type = (
-        xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    )  # its sums are fp16
+    # The sums of flash attention are fp16.
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     server = xllamacpp.Server(params)
 

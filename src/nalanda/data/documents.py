@@ -141,10 +141,8 @@ class FileShard:
             return
         try:
             for document, row in reader_of(self.path)(self.path, self.fields, cursor or 0):
-                yield (
-                    Left.OVERSIZED if document is None else document,
-                    row,
-                )  # None: of an older plugin
+                # None: of an older plugin.
+                yield Left.OVERSIZED if document is None else document, row
         except UnusableRecord:
             # Damage that a decompressor passes on looks like such a record, and its sum comes at the end.
             check_compression(self.path, self.fields)

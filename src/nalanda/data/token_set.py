@@ -294,9 +294,8 @@ class Entry:
         sizes = [self.tokens * self.dtype.itemsize, self.documents * DOCS.itemsize]
         if stated != sizes or not self.tokens >= self.documents > 0:
             raise ValueError(f"{entry['name']}: {self.tokens} tokens, {self.documents} documents")
-        totals = [
-            sum(column) for column in zip(*self.counts.values(), strict=True)
-        ]  # documents, tokens
+        # [documents, tokens]
+        totals = [sum(column) for column in zip(*self.counts.values(), strict=True)]
         if totals != [self.documents, self.tokens]:
             raise ValueError(f"{entry['name']}: its sources are not the sum of its documents")
 

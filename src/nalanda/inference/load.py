@@ -81,9 +81,8 @@ def load_model(
                     file=sys.stderr,
                 )
             model = model.to(device)
-        except (
-            Exception
-        ) as error:  # tokenizers, safetensors and transformers share no exception class
+        except Exception as error:
+            # tokenizers, safetensors and transformers share no exception class.
             raise _loading_error(name, error) from error
 
     if report["missing_keys"]:  # transformers only warns and initialises them randomly

@@ -62,12 +62,10 @@ class NalandaCache(Cache):
         self.lengths: Tensor | None = None  # int64 [batch], on the host: tokens of each sequence
         self.recording = False
         self.marked: NalandaCache | None = None  # a fork made at the mark
-        self.tail: list[
-            tuple[Tensor, Tensor]
-        ] = []  # read since the mark: embeddings [B, T, D], mask [B, T]
-        self.unread: tuple[Tensor, Tensor] | None = (
-            None  # the part of it that the next call reads again
-        )
+        # Read since the mark: embeddings [B, T, D], mask [B, T].
+        self.tail: list[tuple[Tensor, Tensor]] = []
+        # The part of it that the next call reads again.
+        self.unread: tuple[Tensor, Tensor] | None = None
 
     @property
     def states(self) -> list[dict[str, Tensor]]:

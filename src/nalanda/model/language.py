@@ -195,9 +195,8 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             copies = max(
                 generation_config.num_beams or 1, generation_config.num_return_sequences or 1
             )
-            if (
-                copies > 1 and cache.batch_size == batch_size
-            ):  # `generate` repeats only the prompt's rows
+            # `generate` repeats only the prompt's rows.
+            if copies > 1 and cache.batch_size == batch_size:
                 cache = cache.fork()
                 cache.batch_repeat_interleave(copies)
         else:

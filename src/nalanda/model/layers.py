@@ -17,16 +17,14 @@ from .sequences import Sequences
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    return (
-        x if x.dtype in (torch.float32, torch.float64) else x.float()
-    )  # a cast to the same dtype costs too
+    # A cast to the same dtype costs too.
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def no_autocast(x: Tensor):
     """A context without autocast on the device of x."""
-    if x.device.type == "meta" or not torch.is_autocast_enabled(
-        x.device.type
-    ):  # not supported on meta
+    # Autocast is not supported on meta.
+    if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
@@ -141,9 +139,8 @@ class _Direction(torch.autograd.Function):
 
 def direction(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x/‖x‖ and ‖x‖ over the last dimension, kept: ‖x‖ = √(Σx² + eps), whose gradient at x = 0 is 0."""
-    if (
-        torch.compiler.is_compiling()
-    ):  # which fuses this, and cannot give a Function a number that may change
+    if torch.compiler.is_compiling():
+        # torch.compile fuses this, and cannot give a Function a number that may change.
         length = (x.square().sum(-1, keepdim=True) + eps).sqrt()
         return x / length, length
     return run(_Direction, x, eps)
@@ -289,10 +286,8 @@ class _CausalDepthwise(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, returned: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, returned)
         width, steps, dtype = len(weight), x.shape[1] - len(weight) + 1, x.dtype
-        x, weight = (
-            at_least_fp32(x),
-            at_least_fp32(weight).contiguous(),
-        )  # strided operands are slow on CPUs
+        # Strided operands are slow on CPUs.
+        x, weight = at_least_fp32(x), at_least_fp32(weight).contiguous()
         y = x[:, :steps] * weight[0]  # the oldest tap
         for i in range(1, width):
             y.addcmul_(x[:, i : i + steps], weight[i])
@@ -332,9 +327,8 @@ class ShortConv(nn.Module):
         if width < 2:
             raise ValueError(f"conv_size={width}: a short convolution needs at least 2 taps")
         taps = (width, width) if image else (width,)
-        self.weight = nn.Parameter(
-            torch.empty(size, 1, *taps)
-        )  # the layout of nn.Conv1d and nn.Conv2d
+        # The layout of nn.Conv1d and nn.Conv2d.
+        self.weight = nn.Parameter(torch.empty(size, 1, *taps))
 
     @property
     def width(self) -> int:

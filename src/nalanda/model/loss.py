@@ -84,9 +84,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             if dw.dtype == rows.dtype:
                 dw = dw.addmm_(dlogits.T, rows)
-            elif (
-                rows.dtype == torch.float16
-            ):  # a sum over the rows of a frequent word may exceed its range
+            elif rows.dtype == torch.float16:
+                # A sum over the rows of a frequent word may exceed its range.
                 dw = dw.add_(dlogits.T @ (rows / 64), alpha=64)
             else:
                 dw = dw.add_(dlogits.T @ rows)

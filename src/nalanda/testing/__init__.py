@@ -171,9 +171,8 @@ def norm_awareness(mixer: Mixer, x: Tensor, factor: float = 3.0) -> tuple[float,
     def rows(**grown: Tensor) -> Tensor:
         with mock.patch.object(mixer, "inputs", return_value=(plain._replace(**grown), {})):
             # [B, steps·HV·streams, T − 1, T], each row of length 1
-            return F.normalize(
-                mixer.weights(x)[..., 1:, :], dim=-1, eps=1e-100
-            )  # SOFT's may be tiny
+            # SOFT's may be tiny.
+            return F.normalize(mixer.weights(x)[..., 1:, :], dim=-1, eps=1e-100)
 
     plain, moved = inputs(mixer), []
     for name in ("q", "k"):
