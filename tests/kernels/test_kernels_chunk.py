@@ -393,13 +393,12 @@ def test_a_width_changes_no_value(kind, scheduled):
         (1, 0, 8, 128, 128, (64, 0)),
     ],
 )
-def test_schedule(sequences, length, heads, F, V, expected, monkeypatch):
-    monkeypatch.setattr(common, "processors", lambda: 132)
+def test_schedule(sequences, length, heads, F, V, expected):
     widths = 64, 32, 16
     programs, chunks = sequences * heads, sequences * length * heads
-    width, segments = common.schedule(widths, programs, length, chunks, V, F, F / 64)
+    width, segments = common.schedule(widths, programs, length, chunks, V, F, F / 64, 132)
     assert (widths[width], segments) == expected
-    assert common.schedule(widths, programs, length, chunks, V, F, None)[1] == 0
+    assert common.schedule(widths, programs, length, chunks, V, F, None, 132)[1] == 0
 
 
 @pytest.mark.parametrize(
@@ -418,12 +417,12 @@ def test_waves_choose_the_width(sequences, chunks, heads, processors, width):
     """Of the flagship with V = 256, for any number of processors."""
     widths, programs = (128, 64, 32, 16), sequences * heads
     arguments = widths, programs, chunks, programs * chunks, 256, 256, None, processors
-    assert common._schedule(*arguments) == (widths.index(width), 0)
+    assert common.schedule(*arguments) == (widths.index(width), 0)
 
 
 def test_a_last_wave_that_is_nearly_empty_costs_a_whole_run():
     """Segments of 32 chunks: 192 programs of the first pass, 60 of them in a wave that is under half full."""
-    assert common._schedule((64, 32, 16), 2, 512, 1024, 128, 256, 4.0, 132) == (0, 64)
+    assert common.schedule((64, 32, 16), 2, 512, 1024, 128, 256, 4.0, 132) == (0, 64)
 
 
 def test_a_map_of_ones_own_is_formed_in_fp32_under_autocast():

@@ -263,6 +263,7 @@ def processors() -> int:
     return PROCESSORS.get(architecture(), 132)
 
 
+@functools.lru_cache(maxsize=256)
 def schedule(
     widths: tuple[int, ...],
     programs: int,
@@ -271,6 +272,7 @@ def schedule(
     V: int,
     M: int,
     composing: float | None,
+    processors: int,
 ) -> tuple[int, int]:
     """Which of the block widths a sequential pass takes, and the chunks of a segment, or 0 for no segments.
 
@@ -283,22 +285,9 @@ def schedule(
     longest sequence, and 8 for two more launches. They must save a fifth: a count is no measurement.
 
     programs: sequences times heads. longest: chunks of the longest sequence. chunks: of all sequences and
-    heads. composing: None forbids segments.
+    heads. composing: None forbids segments. processors: of the card.
     """
-    return _schedule(widths, programs, longest, chunks, V, M, composing, processors())
 
-
-@functools.lru_cache(maxsize=256)
-def _schedule(
-    widths: tuple[int, ...],
-    programs: int,
-    longest: int,
-    chunks: int,
-    V: int,
-    M: int,
-    composing: float | None,
-    processors: int,
-) -> tuple[int, int]:
     def steps(programs: int, run: int, columns: int, BV: int) -> float:
         tiles = -(-columns // BV)
         # The last wave has at least one program.

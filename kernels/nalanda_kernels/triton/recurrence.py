@@ -40,6 +40,7 @@ from nalanda_kernels.triton.common import (
     name_of,
     on_its_device,
     power_of_two,
+    processors,
     schedule,
     variants,
 )
@@ -398,7 +399,8 @@ def _choose_segments(kernel: str, form: Form, chunks: Chunks) -> tuple[dict[str,
     rows = variants(kernel, form.itemsize, form.features)
     widths = tuple(min(row["BV"], power_of_two(form.V)) for row in rows)
     programs, total = chunks.sequences * form.HV, chunks.total * form.HV
-    choice, length = schedule(widths, programs, chunks.longest, total, form.V, M, composing)
+    work = programs, chunks.longest, total, form.V, M
+    choice, length = schedule(widths, *work, composing, processors())
 
     sizes = rows[choice]
     # A row that names its segments overrides the schedule.
