@@ -204,7 +204,9 @@ class Runner:
                 if self.result_of(run).ended or run in self.workers:
                     continue
                 if result := read_result(folder_of(self.study, run)):
-                    check_trained(self.study, run, self.configs)
+                    # Its recipe stays: once when the run is seen, and once when it has ended.
+                    if run.name not in self.results or result.ended:
+                        check_trained(self.study, run, self.configs)
                     self.results[run.name] = result
             # What was read may tell a rate, and so further runs.
             if self.runs == before:
