@@ -14,10 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import FileLock, Timeout
-
 from nalanda.common.errors import DiskFull, InputError, first_line, local_output, no_room
-from nalanda.common.files import write_atomically
+from nalanda.common.files import alone, write_atomically
 from nalanda.common.plugins import imported
 from nalanda.common.progress import Progress
 from nalanda.common.text import digest, duration, redact
@@ -84,24 +82,18 @@ def alone_in(directory: Path) -> Iterator[None]:
     """
     _refuse_other_files(directory)
     work = directory / "preparing"
-    lock = FileLock(work / ".lock")
-
-    try:
+    with contextlib.suppress(OSError):  # a finished set that is read-only
         work.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise InputError(
-            f"{directory}: another process is preparing it; wait for it, or name another directory"
-        ) from None
-    except (OSError, NotImplementedError):
-        pass  # a finished set that is read-only, or a file system without locks
 
+    taken = f"{directory}: another process is preparing it; wait for it, or name another directory"
     try:
-        yield
+        with alone(work / ".lock", taken) as locked:
+            try:
+                yield
+            finally:
+                if locked:
+                    (work / ".lock").unlink(missing_ok=True)
     finally:
-        if lock.is_locked:
-            (work / ".lock").unlink(missing_ok=True)
-            lock.release()
         for empty in (work, directory):  # a refused first try leaves nothing
             with contextlib.suppress(OSError):
                 empty.rmdir()
