@@ -23,7 +23,7 @@ from nalanda.compare.widths import CLOSE, KEYS
 from nalanda.report.figures import COLOURS
 from nalanda.report.page import render
 from nalanda.report.page_run import DASHES
-from nalanda.report.panels import INK, RULE, make_panel
+from nalanda.report.panels import INK, colour_panel, make_panel, show_values
 from nalanda.report.runs import narrowed, stdout
 
 HEADINGS = (
@@ -215,8 +215,6 @@ def as_html(report: Report) -> str:
 
 def draw_curves(runs: Sequence[StudyRun], results: Mapping[str, Result]) -> Any:
     """Validation losses of the arms: the mean over the seeds, and a band of one standard deviation."""
-    from bokeh.models import HoverTool
-
     panel = make_panel("tokens", "log")
     panel.height, panel.yaxis.axis_label = 420, "nats a token"
     for number, arm in enumerate(dict.fromkeys(run.arm for run in runs)):
@@ -239,10 +237,7 @@ def draw_curves(runs: Sequence[StudyRun], results: Mapping[str, Result]) -> Any:
             tokens, mean, color=colour, line_dash=dash, line_width=2, legend_label=arm, name=arm
         )
         panel.scatter(tokens, mean, color=colour, size=5)
-        hover = HoverTool(renderers=[line], mode="vline", visible=False)
-        hover.tooltips = "<b>$name</b> @y{%.5g}"
-        hover.formatters = {"@y": "printf"}
-        panel.add_tools(hover)
+        show_values(panel, line, "y")
     panel.legend.background_fill_alpha, panel.legend.label_text_color = 0, INK
     return panel
 
@@ -266,15 +261,9 @@ def draw_gaps(verdict: StudyVerdict) -> Any:
         sizing_mode="stretch_width",
         x_axis_label=f"difference in {verdict.unit}",
         toolbar_location=None,
-        outline_line_color=None,
-        background_fill_color=None,
-        border_fill_color=None,
     )
-    panel.grid.grid_line_color = RULE
-    panel.axis.axis_line_color = panel.axis.major_tick_line_color = INK
-    panel.axis.axis_label_text_color = panel.axis.major_label_text_color = INK
+    colour_panel(panel)
     panel.ygrid.grid_line_color = None
-    panel.axis.axis_label_text_font_style = "normal"
     panel.add_layout(
         BoxAnnotation(
             left=-verdict.margin, right=verdict.margin, fill_color="#999999", fill_alpha=0.12

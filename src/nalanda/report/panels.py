@@ -170,19 +170,33 @@ def make_panel(axis: str, scale: Any) -> Any:
         tools="xbox_zoom,box_zoom,reset,save",
         active_drag=None,  # a finger on a panel scrolls the page
         toolbar_location="above",
-        outline_line_color=None,
-        # The page's own colour shows through.
-        background_fill_color=None,
-        border_fill_color=None,
     )
+    colour_panel(panel)
     panel.toolbar.logo, panel.toolbar.autohide = None, True
-    panel.grid.grid_line_color = RULE
     panel.axis.minor_tick_line_color = None
+    panel.axis.formatter = PrintfTickFormatter(format="%.4g")
+    return panel
+
+
+def colour_panel(panel: Any) -> None:
+    """Gives a figure the colours of a page, light or dark."""
+    # The page's own colour shows through.
+    panel.background_fill_color = panel.border_fill_color = panel.outline_line_color = None
+    panel.grid.grid_line_color = RULE
     panel.axis.axis_line_color = panel.axis.major_tick_line_color = INK
     panel.axis.axis_label_text_color = panel.axis.major_label_text_color = INK
     panel.axis.axis_label_text_font_style = "normal"
-    panel.axis.formatter = PrintfTickFormatter(format="%.4g")
-    return panel
+
+
+def show_values(panel: Any, line: Any, column: str, more: str = "") -> None:
+    """Shows the line's name, its value in a column and `more` under the pointer."""
+    from bokeh.models import HoverTool
+
+    # One line for each run: higher boxes would cover one another.
+    hover = HoverTool(renderers=[line], mode="vline", visible=False)
+    hover.tooltips = f"<b>$name</b> @{column}{{%.5g}}{more}"
+    hover.formatters = {f"@{column}": "printf"}
+    panel.add_tools(hover)
 
 
 def draw_border(panel: Any, at: float, name: str) -> None:
@@ -218,7 +232,7 @@ def draw_run(
 ) -> None:
     """Draws a run's curve, which shows its values under the pointer, and the guards' events on it."""
     import numpy as np
-    from bokeh.models import ColumnDataSource, HoverTool
+    from bokeh.models import ColumnDataSource
 
     # The losses are pale behind their running means.
     noisy = key == "loss"
@@ -230,12 +244,7 @@ def draw_run(
     panel.line(axis, "mean", line_width=2, **look)
     if len(columns["step"]) < 30:  # validations, or a run's first steps
         panel.scatter(axis, "value", source=source, size=5, color=colour)
-
-    # One line for each run: higher boxes would cover one another.
-    hover = HoverTool(renderers=[line], mode="vline", visible=False)
-    hover.tooltips = "<b>$name</b> @value{%.5g}, step @step{0,0}"
-    hover.formatters = {"@value": "printf"}
-    panel.add_tools(hover)
+    show_values(panel, line, "value", ", step @step{0,0}")
 
     # Events stand on the curve, between the steps that were logged.
     for event in run.events:
