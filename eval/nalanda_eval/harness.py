@@ -79,7 +79,6 @@ class Session:
     """All that is the same for every model of a command."""
 
     options: EvalOptions
-    loading: LoadOptions
     loaded: dict[str, Any]
     """The harness's tasks and groups of tasks."""
     directory: Path | None
@@ -141,7 +140,7 @@ def evaluate(
 
     with Progress("loading", 0, "%") as progress:
         advance = _advance_by_characters(progress, loaded, len(models))
-        session = Session(options, loading, loaded, directory, processes, advance)
+        session = Session(options, loaded, directory, processes, advance)
         for number, name in enumerate(models, 1):
             network, tokenizer = load_model(name, **vars(loading))
             title = name if len(name) <= 30 else f"…{name[-29:]}"

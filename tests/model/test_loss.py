@@ -32,7 +32,7 @@ def test_blockwise_loss_is_cross_entropy(dtype):
         if one_go:
             loss = F.cross_entropy((a @ b.T).double(), labels, reduction="sum")
         else:
-            loss = _LinearCrossEntropy.apply(a, b, labels, -100, 64)
+            loss = _LinearCrossEntropy.apply(a, b, labels, 64)
         (loss / 3).backward()
         grads.append((loss.detach().double(), a.grad, b.grad))
     for ours, theirs in zip(*grads, strict=True):
@@ -116,7 +116,7 @@ def test_z_loss_is_in_the_gradient_alone(small):
     plain = F.cross_entropy(everything, labels, reduction="sum")
     term = 0.3 * everything.logsumexp(-1)[labels != -100].square().sum()
     ((plain + term) / 7).backward()
-    value = _LinearCrossEntropy.apply(c, d, labels, -100, 64, True, 0.3)
+    value = _LinearCrossEntropy.apply(c, d, labels, 64, True, 0.3)
     (value / 7).backward()
     close(value, plain, 1e-12)
     close(c.grad, a.grad, 1e-12)

@@ -52,7 +52,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         h: Tensor,
         weight: Tensor,
         labels: Tensor,
-        ignore_index: int,
         block: int,
         training: bool = True,
         z_loss: float = 0.0,
@@ -68,11 +67,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(h), block):
             span = slice(start, start + block)
             # Ignored rows are zeroed: gathering the others would synchronise with the device.
-            ignored = labels[span, None] == ignore_index
+            ignored = labels[span, None] == -100
             rows = h[span].masked_fill(ignored, 0)
             logits = rows @ weight.T  # [block, V]
             losses, dlogits = _block_loss(
-                logits, labels[span], ignore_index, z_loss, need_h or need_w, teacher, span
+                logits, labels[span], z_loss, need_h or need_w, teacher, span
             )
             total += losses
             if dlogits is None:
@@ -99,13 +98,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dh, dw = ctx.saved_tensors
         dh = None if dh is None else _scaled(dh, dtotal, ctx.block)
         dw = None if dw is None else (dw * dtotal.to(dw.dtype)).to(ctx.weight_dtype)
-        return dh, dw, None, None, None, None, None, None
+        return dh, dw, None, None, None, None, None
 
 
 def _block_loss(
     logits: Tensor,
     labels: Tensor,
-    ignore_index: int,
     z_loss: float,
     training: bool,
     teacher: Distillation | None,
@@ -116,12 +114,12 @@ def _block_loss(
     Ignored rows have loss 0, and any gradient: their inputs are 0. span: the block's rows, for the teacher.
     """
     if teacher is None and not torch.compiler.is_compiling():
-        inputs = logits, labels, ignore_index, z_loss, training
+        inputs = logits, labels, -100, z_loss, training
         losses = by_kernel("cross_entropy", "auto", logits, *inputs)
         if losses is not None:
             return losses.sum(dtype=torch.float64), logits if training else None
 
-    ignored = labels[:, None] == ignore_index
+    ignored = labels[:, None] == -100
     index = labels[:, None].masked_fill(ignored, 0)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     # Read now: on a CPU log_softmax overwrites the logits.
@@ -186,11 +184,10 @@ def linear_cross_entropy(
     h: Tensor,
     weight: Tensor,
     labels: Tensor,
-    ignore_index: int = -100,
     z_loss: float = 0.0,
     teacher: Distillation | None = None,
 ) -> Tensor:
-    """Sum over rows of −log softmax(h Wᵀ)[label], without rows labelled `ignore_index`.
+    """Sum over rows of −log softmax(h Wᵀ)[label], without rows labelled −100.
 
     h `[M, D]`, weight `[V, D]`, labels int64 `[M]`. Returns a scalar in fp32 (fp64 for fp64 inputs).
     z_loss: adds the gradient of z_loss · Σ logsumexp(h Wᵀ)² (PaLM, arXiv 2204.02311). The value remains the
@@ -202,5 +199,5 @@ def linear_cross_entropy(
     # Rows of a block: its logits are about as many numbers for every vocabulary.
     block = max(64, (2**22 if h.device.type == "cpu" else 2**26) // weight.shape[0])
     return _LinearCrossEntropy.apply(
-        h, weight, labels, ignore_index, block, torch.is_grad_enabled(), z_loss, teacher
+        h, weight, labels, block, torch.is_grad_enabled(), z_loss, teacher
     )

@@ -103,13 +103,13 @@ ALIASES = {
 """Other names of mixers, feature maps and keys, in small letters and digits. They are only suggested."""
 
 
-def nearest(name: str, names: typing.Iterable[str], cutoff: float = 0.5) -> str | None:
+def nearest(name: str, names: typing.Iterable[str]) -> str | None:
     """The one of `names` that `name` means or may be a misspelling of, or None if none is similar."""
     plain = {re.sub("[^a-z0-9]", "", choice): choice for choice in sorted(names)}
     key = re.sub("[^a-z0-9]", "", str(name).lower())
     if ALIASES.get(key) in plain.values():
         return ALIASES[key]
-    matches = difflib.get_close_matches(key, plain, n=1, cutoff=cutoff)
+    matches = difflib.get_close_matches(key, plain, n=1, cutoff=0.5)
     return plain[matches[0]] if matches else None
 
 

@@ -139,7 +139,6 @@ def drawing(
     panels: int = 1,
     *,
     columns: int = 2,
-    width: float = PAGE,
     height: float = 2.0,
     **share: Any,
 ) -> Iterator[list[Any]]:
@@ -150,7 +149,7 @@ def drawing(
 
     Args:
         title: what is seen. caption: what lines, bars and bands mean, n and seeds.
-        columns: of panels. width, height: of the figure and of a row of panels, in inches.
+        columns: of panels. height: of a row of panels, in inches.
         share: `sharex`, `sharey` of `Figure.subplots`; of shared y axes only the first names the unit.
     """
     from matplotlib import rc_context
@@ -158,11 +157,11 @@ def drawing(
 
     columns = min(columns, panels)
     rows = math.ceil(panels / columns)
-    letters = int(72 * width / 4.2)  # of 8 points
+    letters = int(72 * PAGE / 4.2)  # of 8 points
     caption, title = textwrap.fill(caption, letters), textwrap.fill(title, int(0.7 * letters))
     lines = caption.count("\n") + 1.2 * title.count("\n") + 3
     with rc_context(STYLE):
-        figure = Figure((width, rows * height + lines * 0.14), layout="constrained")
+        figure = Figure((PAGE, rows * height + lines * 0.14), layout="constrained")
         axes = list(figure.subplots(rows, columns, squeeze=False, **share).flat)
         for unused in axes[panels:]:
             unused.remove()

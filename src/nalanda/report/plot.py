@@ -356,13 +356,13 @@ def _interpolate(step: float, steps: Sequence[float], values: Sequence[float]) -
     return float(np.interp(step, steps, values))
 
 
-def smoothed(values: Sequence[float], half: int | None = None) -> list[float]:
-    """Means over `half` values to each side, by default a fortieth of the curve.
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Means over a fortieth of the curve to each side.
 
     Near the start the window shrinks on both sides, so that the initial fall is not drawn late; at the end it
     is cut off.
     """
-    half = half or max(1, len(values) // 40)
+    half = max(1, len(values) // 40)
     means = []
     for i in range(len(values)):
         window = values[i - min(half, i) : i + min(half, i) + 1]

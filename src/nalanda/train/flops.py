@@ -80,15 +80,15 @@ def known_peak(name: str, precision: str) -> tuple[float, str] | None:
 
 
 @functools.cache
-def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """FLOPs per second of the fastest square matrix product within `seconds`; draws no random numbers.
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOPs per second of the fastest square matrix product within 0.3 seconds; draws no random numbers.
 
     On a CPU, measures one thread and multiplies by the number of threads. Several threads would wait for each
     other, and so measure the load of the machine.
     """
     size, threads = (256, torch.get_num_threads()) if device.type == "cpu" else (4096, 1)
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    best, end = math.inf, time.perf_counter() + seconds
+    best, end = math.inf, time.perf_counter() + 0.3
     try:
         if threads > 1:
             torch.set_num_threads(1)
