@@ -72,27 +72,19 @@ class NalandaForMaskedLM(LanguageModel):
             labels = self._checked_labels(labels, h, h.shape[1])
             if attention_mask is not None:
                 labels = labels.masked_fill(attention_mask.to(h.device) == 0, -100)
-            loss = self._masked_loss(h, all_logits, labels, num_items_in_batch, z_loss)
+            count = num_items_in_batch
+
+            if self.has_other_loss:
+                loss = self._other_loss(all_logits, labels, count, {"z_loss": z_loss})
+            else:
+                masked = labels != -100  # bool [B, T]
+                targets = labels[masked]
+                logits = None if all_logits is None else all_logits[masked]
+                total = self._summed_loss(h[masked], logits, targets, z_loss)
+                loss = mean_over(total, len(targets) if count is None else count)
 
         logits = self._logits(h, all_logits, loss, slice(None))
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
-
-    def _masked_loss(
-        self,
-        h: Tensor,
-        all_logits: Tensor | None,
-        labels: Tensor,
-        count: int | Tensor | None,
-        z_loss: float,
-    ) -> Tensor:
-        """The loss of the tokens with a label `[B, T]`. all_logits: of `_logits_for_loss`."""
-        if self.has_other_loss:
-            return self._other_loss(all_logits, labels, count, {"z_loss": z_loss})
-        masked = labels != -100  # bool [B, T]
-        targets = labels[masked]
-        logits = None if all_logits is None else all_logits[masked]
-        total = self._summed_loss(h[masked], logits, targets, z_loss)
-        return mean_over(total, len(targets) if count is None else count)
 
 
 class Classifier(NalandaPreTrainedModel):

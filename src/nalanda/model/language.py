@@ -579,40 +579,27 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
     ) -> Tensor | None:
         """The loss of the next tokens `[B, T]`, if there are any.
 
-        all_logits: of `_logits_for_loss`. options: those of `_mean_loss`.
+        It is the sum over this process's part of the rows, over the number of labels in whole rows. all_logits: of
+        `_logits_for_loss`. options: z_loss, context and distillation.
         """
         if targets is None:
             return None
-        if not self.has_other_loss:
-            return self._mean_loss(h, all_logits, targets, count, **options)
-        if labels is None or shift_labels is not None:
-            return self._other_loss(all_logits, labels, count, options, shift_labels=targets)
-        # [B, T], −100 too where nothing predicts a token.
-        labels = torch.cat([labels[:, :1].to(targets), targets[:, :-1]], 1)
-        return self._other_loss(all_logits, labels, count, options)
+        if self.has_other_loss:
+            if labels is None or shift_labels is not None:
+                return self._other_loss(all_logits, labels, count, options, shift_labels=targets)
+            # [B, T], −100 too where nothing predicts a token.
+            labels = torch.cat([labels[:, :1].to(targets), targets[:, :-1]], 1)
+            return self._other_loss(all_logits, labels, count, options)
 
-    def _mean_loss(
-        self,
-        h: Tensor,
-        all_logits: Tensor | None,
-        targets: Tensor,
-        count: int | Tensor | None,
-        z_loss: float,
-        context: Context | None,
-        distillation: Distillation | None,
-    ) -> Tensor:
-        """The summed loss of this process's part of the rows, over the number of labels in whole rows.
-
-        all_logits: of `_logits_for_loss`.
-        """
         # Of whole rows, before they are cut: the parts' shares add up to the mean.
         if count is None:
             count = (targets != -100).sum()
-        if context is not None:
-            targets = context.part(targets)
+        if options["context"] is not None:
+            targets = options["context"].part(targets)
         logits = None if all_logits is None else all_logits.flatten(0, 1)
         rows = (h.flatten(0, 1), logits, targets.flatten())
-        return mean_over(self._summed_loss(*rows, z_loss, distillation), count)
+        total = self._summed_loss(*rows, options["z_loss"], options["distillation"])
+        return mean_over(total, count)
 
 
 # transformers' Trainer smooths labels of the classes that it lists here against the token before.
