@@ -70,7 +70,33 @@ def prepare(
     """
     directory = local_output(directory, "output")
     with alone_in(directory):
-        return _prepare_alone(data, tokenizer, directory, workers, shard_bytes, say)
+        with Progress("reading the source, preparing the tokenizer"):
+            preparation = begin(data, tokenizer, directory, shard_bytes=shard_bytes, say=say)
+        if preparation is None:
+            check_set(directory)
+            say(f"{directory}: prepared already, with these settings")
+            return read_index(directory)
+
+        count = len(preparation.jobs)
+        todo = [number for number in range(count) if preparation.record(number) is None]
+        if len(todo) < count:
+            say(f"{count - len(todo)} of {count} shards are finished already")
+
+        workers = max(1, min(workers, len(todo)))
+        started = time.monotonic()
+        text, errors = _make_shards(preparation, todo, workers)
+        if errors:
+            more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+            finished = f"{count - len(errors)} of {count} shards are finished and kept"
+            # Of the first error's type, which decides the exit code.
+            raise type(errors[0])(f"{errors[0]}{more}; {finished}")
+
+        seconds = max(time.monotonic() - started, 1e-3)
+        say(
+            f"{text / 1e6:,.1f} MB of text in {duration(seconds)}, {text / 1e6 / seconds:.2f} MB/s with "
+            f"{workers} worker{'s' * (workers > 1)}"
+        )
+        return preparation.seal()
 
 
 @contextlib.contextmanager
@@ -97,43 +123,6 @@ def alone_in(directory: Path) -> Iterator[None]:
         for empty in (work, directory):  # a refused first try leaves nothing
             with contextlib.suppress(OSError):
                 empty.rmdir()
-
-
-def _prepare_alone(
-    data: DataConfig,
-    tokenizer: TokenizerConfig,
-    directory: Path,
-    workers: int,
-    shard_bytes: int | None,
-    say: Callable[[str], None],
-) -> dict:
-    with Progress("reading the source, preparing the tokenizer"):
-        preparation = begin(data, tokenizer, directory, shard_bytes=shard_bytes, say=say)
-    if preparation is None:
-        check_set(directory)
-        say(f"{directory}: prepared already, with these settings")
-        return read_index(directory)
-
-    count = len(preparation.jobs)
-    todo = [number for number in range(count) if preparation.record(number) is None]
-    if len(todo) < count:
-        say(f"{count - len(todo)} of {count} shards are finished already")
-
-    workers = max(1, min(workers, len(todo)))
-    started = time.monotonic()
-    text, errors = _make_shards(preparation, todo, workers)
-    if errors:
-        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        finished = f"{count - len(errors)} of {count} shards are finished and kept"
-        # Of the first error's type, which decides the exit code.
-        raise type(errors[0])(f"{errors[0]}{more}; {finished}")
-
-    seconds = max(time.monotonic() - started, 1e-3)
-    say(
-        f"{text / 1e6:,.1f} MB of text in {duration(seconds)}, {text / 1e6 / seconds:.2f} MB/s with "
-        f"{workers} worker{'s' * (workers > 1)}"
-    )
-    return preparation.seal()
 
 
 def _make_shards(
