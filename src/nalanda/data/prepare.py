@@ -202,8 +202,9 @@ def begin(
         tidy(directory, earlier.index)
         return None
 
-    if line := _changes_line(earlier_units, jobs, names):
-        say(line)
+    changes = describe_changes(earlier_units, itertools.chain(*jobs)) if earlier_units else ""
+    if changes:
+        say(f"{names.count(None)} of {len(jobs)} shards are made again: {changes}")
     if earlier.index and save_tokenizer() != described:
         raise InputError(
             f"{directory / 'tokenizer'}: not the tokenizer that the index names; copy it again"
@@ -258,16 +259,6 @@ def _plan_jobs(
         jobs += jobs_of_split
         names += names_of_split
     return jobs, names
-
-
-def _changes_line(
-    earlier_units: list[Unit], jobs: list[list[Unit]], names: list[str | None]
-) -> str:
-    """A line about shards that are made again, or ""."""
-    changes = describe_changes(earlier_units, itertools.chain(*jobs)) if earlier_units else ""
-    if not changes:
-        return ""
-    return f"{names.count(None)} of {len(jobs)} shards are made again: {changes}"
 
 
 def _write_plan(directory: Path, data: DataConfig, plan: dict[str, Any]) -> None:

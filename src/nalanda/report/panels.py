@@ -84,7 +84,8 @@ def draw_panels(runs: Sequence[PageRun]) -> dict[str, Panel]:
                 draw_run(figure, key, run, points, axis, colour, label)
         if len(runs) == 1:
             draw_baselines(figure, name, runs[0], series[0][2][axis])
-        borders = {(event[axis] - (axis == "step"), event["name"]) for event in stages_of(runs)}
+        stages = [event for run in runs for event in run.events if event["event"] == "stage"]
+        borders = {(event[axis] - (axis == "step"), event["name"]) for event in stages}
         for at, stage in sorted(borders):
             draw_border(figure, at, stage)
     return panels
@@ -133,11 +134,6 @@ _COUNTS = ("step", "tokens")
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def stages_of(runs: Sequence[PageRun]) -> list[dict]:
-    """The events with which stages began."""
-    return [event for run in runs for event in run.events if event["event"] == "stage"]
 
 
 def step_sizes(run: PageRun) -> set[Any]:

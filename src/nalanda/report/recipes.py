@@ -100,7 +100,6 @@ def print_recipes(rows: list[dict[str, Any]], console: Console | None = None) ->
 def print_table(
     console: Console, title: str, rows: list[dict[str, Any]], columns: list[str]
 ) -> None:
-    """Prints the columns of rows as a table with a title."""
     """Prints the first of the columns, as many as fit without a break inside a word."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     room = console.width

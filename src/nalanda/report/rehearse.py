@@ -116,7 +116,9 @@ def measured(config: RunConfig, folder: Path, before: int) -> dict[str, Any]:
     # With one process `parallel` is None, and counts for nothing.
     launched = replace(config, train=replace(config.train, parallel=facts["parallel"]))
     launch = facts["processes"], facts["device"]
-    needs = needs_of(launched, meta_model(config), *launch, saved_steps(config))
+    # Of the checkpoints that the run has already.
+    saved = map(step_of, checkpoint_folders(staging(config.output_dir) / "checkpoints"))
+    needs = needs_of(launched, meta_model(config), *launch, [*saved])
     files = needs.files
     # The run finds the room that these files take now.
     check_disk(files._replace(more=files.more - folder_bytes(folder)), folder.parent)
@@ -141,11 +143,6 @@ def measured_seconds(folder: Path, number: int, stage: Stage) -> float:
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
     rates = [line["tokens_per_second"] for line in lines if line["step"] in steps]
     return stage.tokens_after() / mean(rates[1:] or rates or [float("nan")])
-
-
-def saved_steps(config: RunConfig) -> list[int]:
-    """Steps of the checkpoints that the run has already."""
-    return [step_of(p) for p in checkpoint_folders(staging(config.output_dir) / "checkpoints")]
 
 
 def folder_bytes(folder: Path) -> int:

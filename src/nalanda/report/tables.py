@@ -86,11 +86,6 @@ def options(kind: Any) -> str:
     return ", ".join(named) or "–"
 
 
-def is_repeated(row: dict[str, str]) -> bool:
-    """Whether a key of `data.mixture` means the same as one of `data`."""
-    return row["meaning"].startswith("As `data.")
-
-
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table, without the columns of `LEFT_OUT`."""
     rows = [{name: cell for name, cell in row.items() if name not in LEFT_OUT} for row in rows]
@@ -120,7 +115,10 @@ def print_tables(tables: dict[str, list[dict[str, Any]]], console: Console | Non
 TABLES: dict[str, dict[str, Callable[[], list[dict[str, Any]]]]] = {
     "docs/mixers.md": {"mixers": mixer_rows, "maps": map_rows},
     "docs/recipes.md": {"recipes": recipe_rows},
-    "docs/keys.md": {"keys": lambda: [row for row in key_rows() if not is_repeated(row)]},
+    # Without keys of `data.mixture` that mean the same as those of `data`.
+    "docs/keys.md": {
+        "keys": lambda: [x for x in key_rows() if not x["meaning"].startswith("As `data.")]
+    },
 }
 """The generated tables of each page, by the name between `<!-- -->` above them."""
 

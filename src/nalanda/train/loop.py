@@ -143,7 +143,9 @@ def train_together(
     with contextlib.closing(watchdog):
         with record_interruption(run_dir, facts, main), show_set_up(watchdog) as say:
             run = set_up(config, stages, accelerator, resume, mirror, say)
-        run.facts["changes"] = changes_so_far(facts, changes, run.at.step)
+        # Those of earlier starts, which run.json keeps, and those of this one.
+        now = [{"step": run.at.step, **changes}] if changes else []
+        run.facts["changes"] = [*facts.get("changes", []), *now]
         run.signals, run.watchdog = signals, watchdog
         if main and accelerator.device.type == "cpu":
             advise_on_threads(config, accelerator.num_processes)
@@ -201,12 +203,6 @@ def name_precision(config: RunConfig, facts: dict, changes: dict[str, list]) -> 
     before = facts.get("precision", config.train.precision)
     if before != config.train.precision:
         changes["train.precision"] = [before, config.train.precision]
-
-
-def changes_so_far(facts: dict, changes: dict[str, list], step: int) -> list[dict[str, Any]]:
-    """The changes of earlier starts, which run.json keeps, and those of this one, each with its step."""
-    earlier = facts.get("changes", [])
-    return [*earlier, {"step": step, **changes}] if changes else list(earlier)
 
 
 def is_finished(config: RunConfig, facts: dict, resume: Path | None) -> bool:
