@@ -5,12 +5,12 @@ traces: torch computes these. It raises Unsupported where the library cannot be 
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from nalanda_kernels.autograd import RMSNorm, ShortConvs, SwiGLU
 from nalanda_kernels.cpu.build import library
 from nalanda_kernels.cpu.feature_maps import DTYPES
 from nalanda_kernels.cpu.structures import MOST_TAPS, SPAN, Array
@@ -24,24 +24,15 @@ def swiglu(a: Tensor, b: Tensor) -> Tensor | None:
     if not _fit(a, b) or a.shape != b.shape:
         return None
     N = a.shape[-1]
-    return _SwiGLU.apply(rows_of(a, N), rows_of(b, N)).view(a.shape)
+    return SwiGLU.apply(_swiglu, _swiglu_backward, rows_of(a, N), rows_of(b, N)).view(a.shape)
 
 
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        y = a.new_empty(a.shape, dtype=torch.promote_types(a.dtype, b.dtype))
-        _run("swiglu", [a, b, y], [], *a.shape)
-        return y
+def _swiglu(a: Tensor, b: Tensor, y: Tensor) -> None:
+    _run("swiglu", [a, b, y], [], *a.shape)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_y: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        d_a, d_b = a.new_empty(a.shape), b.new_empty(b.shape)
-        _run("swiglu_backward", [a, b, d_y.contiguous(), d_a, d_b], [], *a.shape)
-        return d_a, d_b
+
+def _swiglu_backward(a: Tensor, b: Tensor, d_y: Tensor, d_a: Tensor, d_b: Tensor) -> None:
+    _run("swiglu_backward", [a, b, d_y, d_a, d_b], [], *a.shape)
 
 
 def rms_norm(
@@ -61,54 +52,24 @@ def rms_norm(
         return None
     gate = None if gate is None else rows_of(gate, gate.shape[-1])
     add = None if add is None else rows_of(add, V)
-    total, y = _RMSNorm.apply(rows_of(x, V), add, weight, gate, float(eps), dtype)
+    inputs = rows_of(x, V), add, weight, gate, float(eps), dtype
+    total, y = RMSNorm.apply(_rms_norm, _rms_norm_backward, *inputs)
     return total.view(x.shape), y.view(x.shape)
 
 
-class _RMSNorm(torch.autograd.Function):
-    """x, add `[rows, V]`, weight `[V]`, gate `[rows / H, H·V]` to x + add and the norm, both `[rows, V]`."""
+def _rms_norm(x, add, weight, gate, total, y, H: int, eps: float) -> None:
+    rows, V = x.shape
+    _run("rms_norm", [x, add, gate, total, y], [_wide(weight)], rows, H, V, eps)
 
-    @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        add: Tensor | None,
-        weight: Tensor,
-        gate: Tensor | None,
-        eps: float,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
-        (rows, V), total = x.shape, x
-        if add is not None:
-            total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, add.dtype))
-        y = x.new_empty(x.shape, dtype=dtype)
-        H = 1 if gate is None else gate.shape[1] // V
-        _run("rms_norm", [x, add, gate, total, y], [_wide(weight)], rows, H, V, eps)
 
-        ctx.save_for_backward(total, weight, gate)
-        # Either result may be unused; its gradient is then None.
-        ctx.set_materialize_grads(False)
-        ctx.eps, ctx.dtypes = eps, (x.dtype, None if add is None else add.dtype)
-        return total, y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_total: Tensor | None, d_y: Tensor | None) -> tuple[Tensor | None, ...]:
-        total, weight, gate = ctx.saved_tensors
-        (rows, V), (dtype, added) = total.shape, ctx.dtypes
-        d_total = None if d_total is None else d_total.contiguous()
-        d_y = torch.zeros_like(total) if d_y is None else d_y.contiguous()
-
-        d_x = total.new_empty(rows, V, dtype=dtype)
-        # dx = dadd: where dtypes agree, one tensor is both.
-        d_add = None if added in (None, dtype) else total.new_empty(rows, V, dtype=added)
-        d_gate = None if gate is None else gate.new_empty(gate.shape)
-        d_weight = total.new_empty(-(-rows // SPAN), V, dtype=torch.float32)
-        H = 1 if gate is None else gate.shape[1] // V
-        arrays, weights = [total, gate, d_total, d_y, d_x, d_add, d_gate], [_wide(weight), d_weight]
-        _run("rms_norm_backward", arrays, weights, rows, H, V, ctx.eps)
-        d_weight = d_weight.sum(0).to(weight.dtype)
-        return d_x, d_x if added == dtype else d_add, d_weight, d_gate, None, None
+def _rms_norm_backward(
+    total, weight, gate, d_total, d_y, d_x, d_add, d_gate, H: int, eps: float, _needs_sums: bool
+) -> Tensor:
+    rows, V = total.shape
+    sums = total.new_empty(-(-rows // SPAN), V, dtype=torch.float32)
+    arrays = [total, gate, d_total, d_y, d_x, d_add, d_gate]
+    _run("rms_norm_backward", arrays, [_wide(weight), sums], rows, H, V, eps)
+    return sums
 
 
 def short_convs(
@@ -129,7 +90,8 @@ def short_convs(
     if any(y.shape != (N, W - 1, x.shape[2]) for x, y in zip(xs, past, strict=False)):
         return None
     silu = [activation == "silu" for activation in activations]
-    ys = _ShortConvs.apply(len(xs), cu_seqlens, silu, *xs, *weights, *past)
+    given = len(xs), _bounds(xs[0], cu_seqlens), silu
+    ys = ShortConvs.apply(_short_convs, _short_convs_backward, *given, *xs, *weights, *past)
     if not output_final_state:
         return [*ys], None
     before = past or [None] * len(xs)
@@ -137,56 +99,30 @@ def short_convs(
     return [*ys], [*after]
 
 
-class _ShortConvs(torch.autograd.Function):
-    """xs `[B, T, D]`, weights `[D, W]` and states `[N, W − 1, D]`, or none, to ys `[B, T, D]`."""
-
-    @staticmethod
-    def forward(
-        ctx, count: int, cu_seqlens: Tensor | None, silu: list[bool], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        bounds = _bounds(tensors[0], cu_seqlens)
-        ctx.count, ctx.bounds, ctx.silu = count, bounds, silu
-        ctx.save_for_backward(*tensors)
-        ys = []
-        for x, weight, state, active in _each(tensors, count, silu):
-            ys.append(y := x.new_empty(x.shape))
-            pointers, sizes = [_wide(weight.T), bounds], (len(bounds) - 1, *weight.shape, active)
-            _run("short_conv", [*map(_flat, (x, state, y))], pointers, *sizes)
-        return tuple(ys)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *d_ys: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, n = ctx.saved_tensors, ctx.count
-        xs, weights, states = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
-        widths = [*map(len, weights)]
-        # Views of one tensor: the backward of the product that made x reads all of them at once.
-        d_xs = xs[0].new_empty(*xs[0].shape[:2], sum(widths)).split(widths, -1)
-        d_states = [
-            torch.empty_like(state, memory_format=torch.contiguous_format) for state in states
-        ]
-        d_weights = [
-            weight.new_zeros(weight.shape[::-1], dtype=torch.float32) for weight in weights
-        ]
-
-        gradients = zip(d_ys, d_xs, d_states or [None] * n, d_weights, strict=True)
-        for (x, weight, state, active), (d_y, d_x, d_state, d_weight) in zip(
-            _each(tensors, n, ctx.silu), gradients, strict=True
-        ):
-            arrays = [*map(_flat, (x, state, d_y, d_x, d_state))]
-            pointers = [_wide(weight.T), d_weight, ctx.bounds]
-            sizes = len(ctx.bounds) - 1, *weight.shape, active
-            _run("short_conv_backward", arrays, pointers, *sizes)
-        d_weights = [d.T.to(weight.dtype) for d, weight in zip(d_weights, weights, strict=True)]
-        return None, None, None, *d_xs, *d_weights, *d_states
+def _short_convs(xs, weights, states, bounds: Tensor, silu: Sequence[bool]) -> list[Tensor]:
+    ys = [x.new_empty(x.shape) for x in xs]
+    each = zip(xs, states or [None] * len(xs), ys, strict=True)
+    for arrays, weight, active in zip(each, weights, silu, strict=True):
+        pointers, sizes = [_wide(weight.T), bounds], (len(bounds) - 1, *weight.shape, active)
+        _run("short_conv", [*map(_flat, arrays)], pointers, *sizes)
+    return ys
 
 
-def _each(
-    tensors: Sequence[Tensor], count: int, silu: list[bool]
-) -> Iterator[tuple[Tensor, Tensor, Tensor | None, bool]]:
-    """x, weight, state or None, and whether SiLU follows, of each convolution."""
-    xs, weights, states = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
-    return zip(xs, weights, states or [None] * count, silu, strict=True)
+def _short_convs_backward(
+    d_ys, xs, weights, states, bounds: Tensor, silu: Sequence[bool]
+) -> tuple[Sequence[Tensor], ...]:
+    widths = [*map(len, weights)]
+    # Views of one tensor: the backward of the product that made x reads all of them at once.
+    d_xs = xs[0].new_empty(*xs[0].shape[:2], sum(widths)).split(widths, -1)
+    d_weights = [weight.new_zeros(weight.shape[::-1], dtype=torch.float32) for weight in weights]
+    d_states = [torch.empty_like(state, memory_format=torch.contiguous_format) for state in states]
+
+    none = [None] * len(xs)
+    each = zip(xs, states or none, d_ys, d_xs, d_states or none, strict=True)
+    for arrays, weight, d_weight, active in zip(each, weights, d_weights, silu, strict=True):
+        pointers, sizes = [_wide(weight.T), d_weight, bounds], (len(bounds) - 1, *weight.shape)
+        _run("short_conv_backward", [*map(_flat, arrays)], pointers, *sizes, active)
+    return d_xs, [d.T.to(w.dtype) for d, w in zip(d_weights, weights, strict=True)], d_states
 
 
 def _flat(x: Tensor | None) -> Tensor | None:

@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported
+from nalanda_kernels.autograd import RMSNorm, SwiGLU
 from nalanda_kernels.tensors import rows_of
 from nalanda_kernels.triton.common import name_of, power_of_two
 
@@ -171,26 +171,19 @@ def _swiglu_tile_sizes(rows: int, N: int) -> tuple[tuple[int, int], dict[str, in
     return (triton.cdiv(rows, BT), triton.cdiv(N, BN)), {"BT": BT, "BN": BN, "num_warps": 4}
 
 
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        (rows, N), y = a.shape, a.new_empty(a.shape, dtype=torch.promote_types(a.dtype, b.dtype))
-        grid, tiles = _swiglu_tile_sizes(rows, N)
-        if rows:
-            swiglu_kernel[grid](a, b, y, a.stride(0), b.stride(0), rows, N, **tiles)
-        return y
+def _swiglu(a: Tensor, b: Tensor, y: Tensor) -> None:
+    rows, N = a.shape
+    grid, tiles = _swiglu_tile_sizes(rows, N)
+    if rows:
+        swiglu_kernel[grid](a, b, y, a.stride(0), b.stride(0), rows, N, **tiles)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_y):
-        a, b = ctx.saved_tensors
-        (rows, N), d_a, d_b = a.shape, a.new_empty(a.shape), b.new_empty(b.shape)
-        grid, tiles = _swiglu_tile_sizes(rows, N)
-        if rows:
-            inputs = a, b, d_y.contiguous(), d_a, d_b
-            swiglu_backward_kernel[grid](*inputs, a.stride(0), b.stride(0), rows, N, **tiles)
-        return d_a, d_b
+
+def _swiglu_backward(a: Tensor, b: Tensor, d_y: Tensor, d_a: Tensor, d_b: Tensor) -> None:
+    rows, N = a.shape
+    grid, tiles = _swiglu_tile_sizes(rows, N)
+    if rows:
+        strides = a.stride(0), b.stride(0)
+        swiglu_backward_kernel[grid](a, b, d_y, d_a, d_b, *strides, rows, N, **tiles)
 
 
 def swiglu(a: Tensor, b: Tensor) -> Tensor:
@@ -203,7 +196,7 @@ def swiglu(a: Tensor, b: Tensor) -> Tensor:
     if a.shape != b.shape or not a.ndim or not a.shape[-1]:
         raise Unsupported(f"shapes {list(a.shape)} and {list(b.shape)}")
     N = a.shape[-1]
-    return _SwiGLU.apply(rows_of(a, N), rows_of(b, N)).view(a.shape)
+    return SwiGLU.apply(_swiglu, _swiglu_backward, rows_of(a, N), rows_of(b, N)).view(a.shape)
 
 
 # ------------------------------------------------------------------------------------------------- RMSNorm
@@ -214,51 +207,29 @@ def _norm_tile_sizes(V: int) -> dict[str, int]:
     return {"V": V, "BT": max(1, TILE // BV), "BV": BV, "num_warps": min(max(4, BV // 512), 16)}
 
 
-class _RMSNorm(torch.autograd.Function):
-    """x, add `[rows, V]`, weight `[V]`, gate `[rows / H, H·V]` to x + add and the norm, both `[rows, V]`."""
+def _rms_norm(x, add, weight, gate, total, y, H: int, eps: float) -> None:
+    (rows, V), stride = x.shape, 0 if gate is None else gate.stride(0)
+    tiles = _norm_tile_sizes(V)
+    grid = (triton.cdiv(rows, tiles["BT"]),)
+    if rows:
+        norm_kernel[grid](x, add, weight, gate, total, y, stride, rows, eps, H=H, **tiles)
 
-    @staticmethod
-    def forward(ctx, x, add, weight, gate, eps, dtype):
-        (rows, V), tiles = x.shape, _norm_tile_sizes(x.shape[1])
-        total = x
-        if add is not None:
-            total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, add.dtype))
-        y = x.new_empty(x.shape, dtype=dtype)
-        H, stride = (1, 0) if gate is None else (gate.shape[1] // V, gate.stride(0))
-        if rows:
-            grid = (triton.cdiv(rows, tiles["BT"]),)
-            norm_kernel[grid](x, add, weight, gate, total, y, stride, rows, eps, H=H, **tiles)
-        ctx.save_for_backward(total, weight, gate)
-        # Either result may be unused; its gradient is then None.
-        ctx.set_materialize_grads(False)
-        ctx.eps, ctx.dtypes = eps, (x.dtype, None if add is None else add.dtype)
-        return total, y
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_total, d_y):
-        total, weight, gate = ctx.saved_tensors
-        (rows, V), tiles, (dtype, added) = total.shape, _norm_tile_sizes(total.shape[1]), ctx.dtypes
-        d_total = None if d_total is None else d_total.contiguous()
-        d_y = torch.zeros_like(total) if d_y is None else d_y.contiguous()
-        d_x = total.new_empty(total.shape, dtype=dtype)
-        # dx = dadd: where dtypes agree, one tensor is both.
-        d_add = None if added in (None, dtype) else total.new_empty(total.shape, dtype=added)
-        d_gate = None if gate is None else gate.new_empty(gate.shape)
-        H, stride = (1, 0) if gate is None else (gate.shape[1] // V, gate.stride(0))
-        # A program's sums are as wide as a row: a few percent of the traffic with so many rows.
-        span = max(16, 8192 // tiles["BV"])
-        grid = (triton.cdiv(rows, span),)
-        d_weight = None
-        if ctx.needs_input_grad[2]:
-            d_weight = total.new_empty(*grid, V, dtype=torch.float32)
-        if rows:
-            grads = d_total, d_y, d_x, d_add, d_gate, d_weight
-            norm_backward_kernel[grid](
-                total, weight, gate, *grads, stride, rows, ctx.eps, H=H, SPAN=span, **tiles
-            )
-        d_weight = None if d_weight is None else d_weight.sum(0).to(weight.dtype)
-        return d_x, d_x if added == dtype else d_add, d_weight, d_gate, None, None
+def _rms_norm_backward(
+    total, weight, gate, d_total, d_y, d_x, d_add, d_gate, H: int, eps: float, needs_sums: bool
+) -> Tensor | None:
+    (rows, V), stride = total.shape, 0 if gate is None else gate.stride(0)
+    tiles = _norm_tile_sizes(V)
+    # A program's sums are as wide as a row: a few percent of the traffic with so many rows.
+    span = max(16, 8192 // tiles["BV"])
+    grid = (triton.cdiv(rows, span),)
+    sums = total.new_empty(*grid, V, dtype=torch.float32) if needs_sums else None
+    if rows:
+        grads = d_total, d_y, d_x, d_add, d_gate, sums
+        norm_backward_kernel[grid](
+            total, weight, gate, *grads, stride, rows, eps, H=H, SPAN=span, **tiles
+        )
+    return sums
 
 
 def rms_norm(
@@ -297,5 +268,6 @@ def rms_norm(
         gate = rows_of(gate, gate.shape[-1])
 
     x_, add = (None if z is None else rows_of(z, V).contiguous() for z in (x, add))
-    total, y = _RMSNorm.apply(x_, add, weight.contiguous(), gate, float(eps), dtype)
+    inputs = x_, add, weight.contiguous(), gate, float(eps), dtype
+    total, y = RMSNorm.apply(_rms_norm, _rms_norm_backward, *inputs)
     return total.view(x.shape), y.view(x.shape)

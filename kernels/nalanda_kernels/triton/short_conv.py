@@ -10,7 +10,6 @@ with an entry for each, and a program's block of channels lies in one of them.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported, interpreting
+from nalanda_kernels.autograd import ShortConvs, in_threes
 from nalanda_kernels.tensors import bounds_of, last_inputs
 from nalanda_kernels.triton.common import TAGS, chunks_between, name_of, on_its_device, power_of_two
 
@@ -494,30 +493,13 @@ def _backward(
 
 
 def _gradients(
-    backward, ctx, d_ys, cu_seqlens, *tensors: Tensor
+    backward, d_ys, xs, weights, states, cu_seqlens, silu
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """dxs, dweights and dstates from xs, weights and states, by `_backward` or its operator."""
-    n = ctx.count
-    xs, weights, states = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
-    d_x, d_weight, d_states = backward(d_ys, xs, weights, states, cu_seqlens, ctx.silu)
+    """dxs, dweights and dstates, by `_backward` or its operator."""
+    d_x, d_weight, d_states = backward(d_ys, xs, weights, states, cu_seqlens, silu)
     sizes = [*map(len, weights)]
     # Views of one tensor: the backward of the product that made x reads all of them at once.
     return [*d_x.split(sizes, -1)], [*d_weight.split(sizes)], d_states
-
-
-class _ShortConvs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, count, cu_seqlens, silu, *tensors):
-        ctx.count, ctx.cu_seqlens, ctx.silu = count, cu_seqlens, silu
-        ctx.save_for_backward(*tensors)
-        xs, weights, states = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
-        return tuple(_forward(xs, weights, states, cu_seqlens, silu))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *d_ys):
-        grads = _gradients(_backward, ctx, d_ys, ctx.cu_seqlens, *ctx.saved_tensors)
-        return None, None, None, *itertools.chain(*grads)
 
 
 # torch.compile sees forward and backward as one operator each. Eager calls avoid the operators' overhead.
@@ -556,10 +538,13 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(cu_seqlens, *xs, *weights, *states)
 
 
-_forward_op.register_autograd(
-    lambda ctx, d_ys: (*_gradients(_backward_op, ctx, d_ys, *ctx.saved_tensors), None, None),
-    setup_context=_setup_context,
-)
+def _op_backward(ctx, d_ys) -> tuple:
+    cu_seqlens, *tensors = ctx.saved_tensors
+    inputs = *in_threes(tensors, ctx.count), cu_seqlens, ctx.silu
+    return *_gradients(_backward_op, d_ys, *inputs), None, None
+
+
+_forward_op.register_autograd(_op_backward, setup_context=_setup_context)
 
 
 def short_convs(
@@ -601,7 +586,9 @@ def short_convs(
     if torch.compiler.is_compiling():
         ys = _forward_op(xs, weights, past, cu_seqlens, silu)
     else:
-        ys = _ShortConvs.apply(len(xs), cu_seqlens, silu, *xs, *weights, *past)
+        given = len(xs), cu_seqlens, silu
+        run_backward = functools.partial(_gradients, _backward)
+        ys = ShortConvs.apply(_forward, run_backward, *given, *xs, *weights, *past)
 
     if not output_final_state:
         return [*ys], None
