@@ -72,14 +72,14 @@ class LanguageModel(NalandaPreTrainedModel):
 
         return labels.to(h.device, torch.int64)
 
-    def _logits_for_loss(self, h: Tensor, targets: Tensor | None) -> Tensor | None:
+    def _logits_for_loss(self, h: Tensor, labels: Tensor | None) -> Tensor | None:
         """The head's logits of all columns of h `[B, T, D]`; None where no loss needs them.
 
         A loss does where the head is more than a matrix in memory (an adapter, a hook, a quantised or an offloaded
         weight), and where somebody set a `loss_function`.
         """
         needs_logits = matrix_of(self.lm_head) is None or self.has_other_loss
-        return self.lm_head(h) if targets is not None and needs_logits else None
+        return self.lm_head(h) if labels is not None and needs_logits else None
 
     def _logits(
         self, h: Tensor, all_logits: Tensor | None, loss: Tensor | None, columns: slice | Tensor
@@ -507,12 +507,11 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             output_attentions=output_attentions,
         )
         h = out.last_hidden_state  # [B, T, D], or [B, T/N, D] of this process's part
-        described = (attention_mask, position_ids, cu_seqlens)
-        targets = self._targets(h, labels, shift_labels, context, *described)
-        all_logits = self._logits_for_loss(h, targets)
+        all_logits = self._logits_for_loss(h, labels if shift_labels is None else shift_labels)
         options = {"z_loss": z_loss, "context": context, "distillation": distillation}
-        of_labels = (targets, labels, shift_labels, num_items_in_batch)
-        loss = self._loss(h, all_logits, *of_labels, **options)
+        described = (attention_mask, position_ids, cu_seqlens)
+        of_labels = (labels, shift_labels, num_items_in_batch)
+        loss = self._loss(h, all_logits, described, *of_labels, **options)
         logits = self._logits(h, all_logits, loss, _positions(logits_to_keep))
 
         return CausalLMOutput(
@@ -548,42 +547,32 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         # pyrefly: ignore[bad-argument-type]
         return CausalLMOutput(logits=logits[:, _positions(keep)], **{CACHE: cache})
 
-    def _targets(
-        self,
-        h: Tensor,
-        labels: Tensor | None,
-        shift_labels: Tensor | None,
-        context: Context | None,
-        *described: Tensor | None,
-    ) -> Tensor | None:
-        """The next tokens `[B, T]` of whole rows, −100 where there is none; None without labels.
-
-        described: attention_mask, position_ids, cu_seqlens.
-        """
-        T = h.shape[1] * (1 if context is None else context.size)
-        if shift_labels is not None:
-            return self._checked_labels(shift_labels, h, T)
-        if labels is not None:
-            return next_tokens(self._checked_labels(labels, h, T), *described)
-        return None
-
     def _loss(
         self,
         h: Tensor,
         all_logits: Tensor | None,
-        targets: Tensor | None,
+        described: tuple[Tensor | None, ...],
         labels: Tensor | None,
         shift_labels: Tensor | None,
         count: int | Tensor | None,
         **options: Any,
     ) -> Tensor | None:
-        """The loss of the next tokens `[B, T]`, if there are any.
+        """The loss of the next tokens; None without labels.
 
         It is the sum over this process's part of the rows, over the number of labels in whole rows. all_logits: of
-        `_logits_for_loss`. options: z_loss, context and distillation.
+        `_logits_for_loss`. described: attention_mask, position_ids, cu_seqlens. options: z_loss, context and
+        distillation.
         """
-        if targets is None:
+        # The next tokens [B, T] of whole rows, −100 where there is none.
+        context: Context | None = options["context"]
+        T = h.shape[1] * (1 if context is None else context.size)
+        if shift_labels is not None:
+            targets = self._checked_labels(shift_labels, h, T)
+        elif labels is not None:
+            targets = next_tokens(self._checked_labels(labels, h, T), *described)
+        else:
             return None
+
         if self.has_other_loss:
             if labels is None or shift_labels is not None:
                 return self._other_loss(all_logits, labels, count, options, shift_labels=targets)
@@ -594,8 +583,8 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         # Of whole rows, before they are cut: the parts' shares add up to the mean.
         if count is None:
             count = (targets != -100).sum()
-        if options["context"] is not None:
-            targets = options["context"].part(targets)
+        if context is not None:
+            targets = context.part(targets)
         logits = None if all_logits is None else all_logits.flatten(0, 1)
         rows = (h.flatten(0, 1), logits, targets.flatten())
         total = self._summed_loss(*rows, options["z_loss"], options["distillation"])
