@@ -277,36 +277,26 @@ def _extrapolated(
     )
     key = (config.to_json_string(), name, tuple(shapes), dtype, parts, device, few)
     if key not in _measured:
-        _measured[key] = _affine(config, block, shapes, dtype, parts, device, few)
+        counts = []
+        # Called before a run's first step, whose random state must not change.
+        with torch.random.fork_rng(devices=[]), _rules(device, few):
+            block.to_empty(device="cpu")
+            for parameter in block.parameters():
+                nn.init.uniform_(parameter, -0.02, 0.02)  # numbers without meaning
+            for rows, documents in shapes:
+                context = _Counted(parts) if parts > 1 else None
+                seq = _sequences(config, rows, documents, context, "cpu")
+                x = torch.randn(1, rows * documents, config.hidden_size, requires_grad=True)
+                with torch.autocast("cpu", dtype, enabled=dtype.itemsize == 2):
+                    counts.append((rows * documents, saved_bytes(block, x, seq)))
+
+        # The line through both points: its slope is the bytes of a token.
+        (few_tokens, less), (many_tokens, more) = counts
+        each = (more - less) / (many_tokens - few_tokens)
+        _measured[key] = less - each * few_tokens, each
+
     fixed, each = _measured[key]
     return round(fixed + each * tokens)
-
-
-def _affine(
-    config: NalandaConfig,
-    block: nn.Module,
-    shapes: list[tuple[int, int]],
-    dtype: torch.dtype,
-    parts: int,
-    device: str,
-    few: bool,
-) -> tuple[float, float]:
-    """Bytes without tokens, and bytes a token, from two batches of (rows, length)."""
-    counts = []
-    # Called before a run's first step, whose random state must not change.
-    with torch.random.fork_rng(devices=[]), _rules(device, few):
-        block.to_empty(device="cpu")
-        for parameter in block.parameters():
-            nn.init.uniform_(parameter, -0.02, 0.02)  # numbers without meaning
-        for rows, length in shapes:
-            seq = _sequences(config, rows, length, _Counted(parts) if parts > 1 else None, "cpu")
-            x = torch.randn(1, rows * length, config.hidden_size, requires_grad=True)  # [1, B·T, D]
-            with torch.autocast("cpu", dtype, enabled=dtype.itemsize == 2):
-                counts.append((rows * length, saved_bytes(block, x, seq)))
-    (few_tokens, less), (many_tokens, more) = counts
-    # The line through both points: its slope is the bytes of a token.
-    each = (more - less) / (many_tokens - few_tokens)
-    return less - each * few_tokens, each
 
 
 def meta_block(config: NalandaConfig, name: str) -> Block:
