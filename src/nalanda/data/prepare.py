@@ -108,12 +108,16 @@ def alone_in(directory: Path) -> Iterator[None]:
     """
     _refuse_other_files(directory)
     work = directory / "preparing"
-    with contextlib.suppress(OSError):  # a finished set that is read-only
-        work.mkdir(parents=True, exist_ok=True)
-
     taken = f"{directory}: another process is preparing it; wait for it, or name another directory"
+    lock: contextlib.AbstractContextManager[bool] = alone(work / ".lock", taken)
     try:
-        with alone(work / ".lock", taken) as locked:
+        work.mkdir(parents=True, exist_ok=True)
+    except (
+        OSError
+    ):  # a finished set that is read-only; a lock would make the target of a dangling link
+        lock = contextlib.nullcontext(False)
+    try:
+        with lock as locked:
             try:
                 yield
             finally:
