@@ -80,7 +80,12 @@ def test_averages_are_models(averaged):
             assert torch.equal(weight, saved[name])
         resolved = resolve(str(folder))
         assert (resolved.model, resolved.run) == (str(folder), averaged)
-        assert f"# {averaged.name}-ema-{decay}" in (folder / "README.md").read_text()
+        card = (folder / "README.md").read_text()
+        assert f"# {averaged.name}-ema-{decay}" in card
+        # The losses are those of the weights.
+        assert f"moving average of the run's weights, decay {decay} |" in card
+        assert "| training loss of the weights before averaging |" in card
+    assert "| training loss | " in (averaged / "final" / "README.md").read_text()
     assert resolve(str(averaged)).model == str(averaged / "final")
     assert all(verdict.good for verdict in verify(averaged))
 

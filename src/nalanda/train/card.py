@@ -40,20 +40,22 @@ def model_card(
     title: str,
     scores: Sequence[Score] = (),
     source: str = ".",
+    average: str | None = None,
 ) -> str:
-    """Returns the model card of the checkpoint `path`.
+    """Returns the model card of the checkpoint `path`, or of an average in it.
 
     It has sizes, training data, losses and scores, and says how to train the model again and how to
-    load it from `source`. facts: of run.json.
+    load it from `source`. facts: of run.json. average: `ema.name_of` it.
     """
     recipe = stored_recipe(run_dir)
     shape = json.loads((path / "config.json").read_text())
     ours = shape.get("model_type") == "nalanda"
     masked = ours and not shape.get("is_decoder", True)
 
+    state = json.loads((path / "trainer.json").read_text())
     rows = [
         *size_rows(shape, facts),
-        *training_rows(recipe, json.loads((path / "trainer.json").read_text()), facts, run_dir),
+        *training_rows(recipe, state, facts, run_dir, average),
         ("written with", list_versions([facts.get("versions", {})])),
     ]
     sections = [
@@ -133,9 +135,13 @@ def size_rows(shape: dict[str, Any], facts: dict[str, Any]) -> list[tuple[str, A
 
 
 def training_rows(
-    recipe: dict[str, Any], state: dict[str, Any], facts: dict[str, Any], run_dir: Path
+    recipe: dict[str, Any],
+    state: dict[str, Any],
+    facts: dict[str, Any],
+    run_dir: Path,
+    average: str | None,
 ) -> list[tuple[str, Any]]:
-    """Rows of the table about the training. state: the checkpoint's trainer.json."""
+    """Rows of the table about the training. state: the checkpoint's trainer.json. average: of `model_card`."""
     data, train = recipe.get("data", {}), recipe.get("train", {})
     corpus = data.get("source") or ", ".join(
         str(component.get("source")) for component in data.get("mixture") or []
@@ -152,14 +158,19 @@ def training_rows(
         machine = f"{facts.get('device')}, {facts.get('processes')} process(es)"
         device = f"{machine}, {duration(3600 * max(hours))} of steps"
 
+    # Training measures the weights alone, not their averages.
+    decay = average and average.removeprefix("ema-")
+    of_weights = " of the weights before averaging" if average else ""
+
     return [
+        ("weights", average and f"moving average of the run's weights, decay {decay}"),
         ("data", corpus),
         ("context", data.get("seq_len") and f"{data['seq_len']} tokens"),
         ("tokens seen", tokens),
         ("precision", train.get("precision")),
         ("trained on", device),
-        ("training loss", describe_training_loss(lines, facts["step"])),
-        ("validation loss", describe_validation_loss(lines, facts["step"])),
+        (f"training loss{of_weights}", describe_training_loss(lines, facts["step"])),
+        (f"validation loss{of_weights}", describe_validation_loss(lines, facts["step"])),
     ]
 
 

@@ -89,7 +89,7 @@ def export(
         # Of `final` and `final-ema-D`.
         title = name or re.sub("^final(?=$|-ema-)", run_dir.name, out.name)
         scores = find_scores(run_dir, folder)
-        text = model_card(run_dir, checkpoint, facts, title, scores, name or ".")
+        text = model_card(run_dir, checkpoint, facts, title, scores, name or ".", average)
         (folder / "README.md").write_text(text, encoding="utf-8")
     return out
 
