@@ -52,7 +52,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from nalanda.common.errors import DiskFull, InputError, first_line, no_room, output_folder
-from nalanda.common.files import write_atomically
+from nalanda.common.files import alone, write_atomically
 from nalanda.common.products import product_route
 from nalanda.common.progress import Progress
 from nalanda.common.scores import PERPLEXITIES, find_results, read_scores
@@ -61,6 +61,7 @@ from nalanda.common.versions import versions
 from nalanda.inference.load import check_chat_template, choose_device, load_model, number_format
 from nalanda.inference.options import LoadOptions
 from nalanda.train.card import update_card
+from nalanda.train.launch import on_main_process
 from nalanda.train.log import read_facts
 from nalanda.train.resolve import resolve, resolve_all
 from nalanda_eval import report
@@ -72,6 +73,10 @@ from nalanda_eval.task_data import TaskSource, find_tasks
 
 CONTEXT_LENGTHS = ("n_positions", "max_position_embeddings", "n_ctx")
 """Keys of configs with the tokens that a model sees at once, as the harness reads them."""
+DECISIVE = ("dtype", "max_length", "begins_with_bos", "fingerprint", "chat_template")
+"""Facts of a model that all its scores share."""
+COUNTS = ("log_likelihoods", "found", "prompts", "prompts_cut", "seconds")
+"""Figures of a model that are summed over commands."""
 
 
 @dataclass(frozen=True)
@@ -148,15 +153,20 @@ def evaluate(
             before = earlier_models.get(_full_path(name))
             results["models"].append(_score_model(name, network, tokenizer, session, before))
 
-    # What an earlier command left out stays so, unless this one has scored it.
-    for task, reason in earlier["left_out"].items():
-        if task not in task_names:
-            results["left_out"].setdefault(task, reason)
-    if directory is not None and _writes(processes):
-        _write_results(directory, results)
-        for record in results["models"]:
-            _add_to_card(record, directory / "results.json")
-    return results
+    if directory is None:
+        return results
+
+    def write() -> dict[str, Any]:
+        taken = f"--output: another command writes to {directory}; start again: answers are kept"
+        with alone(directory / ".results.lock", taken, seconds=60):
+            # Another command may have written its scores since.
+            _add_earlier(results, _read_earlier(directory, results, models, task_names), directory)
+            _write_results(directory, results)
+            for record in results["models"]:
+                _add_to_card(record, directory / "results.json")
+        return results
+
+    return write() if processes is None else on_main_process(processes.is_main_process, write)
 
 
 def _check_options(options: EvalOptions) -> None:
@@ -229,8 +239,7 @@ def _score_model(
 ) -> dict[str, Any]:
     """Scores a model on all tasks: its entry in the results.
 
-    before: its entry of an earlier command, whose other tasks stay. Raises `InputError` if it is of other
-        weights or settings.
+    before: its entry of an earlier command. Raises `InputError` if it is of other weights or settings.
     """
     from nalanda_eval.adapter import ENDLESS, HarnessModel, harness
 
@@ -268,8 +277,7 @@ def _score_model(
 
         # No table has scores of other weights or settings.
         if before is not None:
-            decisive = ("dtype", "max_length", "begins_with_bos", "fingerprint", "chat_template")
-            _check_same(directory, {key: before.get(key) for key in decisive}, facts)
+            _check_same(directory, {key: before.get(key) for key in DECISIVE}, facts)
         for task in session.loaded["tasks"].values():  # the same examples for every model
             task.set_fewshot_seed(seed=1234)
         raw = harness(
@@ -293,9 +301,6 @@ def _score_model(
         "seconds": round(time.perf_counter() - start, 1),
     }
     scores = {task: _task_scores(task, raw) for task in raw["results"]}
-    if before is not None:  # the counts are those of all commands
-        counts = {key: round(count + before[key], 1) for key, count in counts.items()}
-        scores = before["tasks"] | scores
     return facts | counts | {"tasks": scores}
 
 
@@ -414,6 +419,24 @@ def _read_earlier(
         )
     _check_same(directory, settings, _shared_settings(results))
     return earlier
+
+
+def _add_earlier(results: dict[str, Any], earlier: dict[str, Any], directory: Path | None) -> None:
+    """Adds an earlier command's other tasks to the results, its counts, and what it left out.
+
+    Raises `InputError` if they are of other weights or settings.
+    """
+    before = {model["place"]: model for model in earlier["models"]}
+    for record in results["models"]:
+        if model := before.get(record["place"]):
+            _check_same(directory, {key: model.get(key) for key in DECISIVE}, record)
+            record |= {key: round(record[key] + model[key], 1) for key in COUNTS}
+            record["tasks"] = model["tasks"] | record["tasks"]
+
+    scored = {task for record in results["models"] for task in record["tasks"]}
+    for task, reason in earlier["left_out"].items():
+        if task not in scored:
+            results["left_out"].setdefault(task, reason)
 
 
 def _full_path(name: str) -> str:

@@ -893,6 +893,24 @@ def test_a_task_that_is_asked_again_has_its_new_scores(checkpoint, data, tmp_pat
     assert second == alone["models"][0]["tasks"]["piqa"]
 
 
+def test_two_commands_at_once_keep_both_scores(checkpoint, data, tmp_path, monkeypatch):
+    settings = EvalOptions(data=str(data), output=str(tmp_path), limit=2)
+    score = harness_module._score_model
+
+    def score_beside_another(*args):
+        record = score(*args)
+        monkeypatch.setattr(harness_module, "_score_model", score)
+        evaluate([str(checkpoint)], ["piqa"], settings, LoadOptions())
+        return record
+
+    monkeypatch.setattr(harness_module, "_score_model", score_beside_another)
+    returned = evaluate([str(checkpoint)], ["arc_easy"], settings, LoadOptions())
+    (written,) = json.loads((tmp_path / "results.json").read_text())["models"]
+    assert set(written["tasks"]) == {"arc_easy", "piqa"}
+    assert written["log_likelihoods"] == 2 * 4 + 2 * 2
+    assert returned["models"][0]["tasks"] == written["tasks"]
+
+
 @pytest.mark.slow
 def test_results_of_several_commands_are_kept_and_never_mixed(checkpoint, data, tmp_path, forwards):
     mine, other, out = str(tmp_path / "mine"), str(tmp_path / "other"), tmp_path / "out"
