@@ -15,6 +15,8 @@ from nalanda.common.errors import InputError
 from nalanda.common.files import verify_manifest
 from nalanda.common.versions import versions
 from nalanda.config.load import load_config
+from nalanda.report.page import measure_speed
+from nalanda.report.page_run import read_page_run
 from nalanda.report.verify import verify
 from nalanda.train import checkpoint, loop, tensor_files
 from nalanda.train import step as training_step
@@ -269,6 +271,20 @@ def test_an_asynchronous_checkpoint_is_whole_when_the_data_fail_behind_it(
     with pytest.raises(InputError, match="a shard is damaged"):
         loop.train(configured(recipe, run, *settings))
     assert latest_checkpoint(run / "checkpoints") == run / "checkpoints" / "step-5"
+
+
+def test_a_forks_time_is_its_own(recipe, whole, tmp_path):
+    """Its tokens go on from those of the run that it forks, whose hours it did not train."""
+    settings = (f"train.resume={whole}/checkpoints/step-24", "validation.every=0", "log.every=2")
+    for steps in (26, 28):  # the second start goes on from the fork's own checkpoint
+        fork = loop.train(configured(recipe, tmp_path / "fork", *settings, f"train.steps={steps}"))
+
+    lines = [line for line in read_metrics(fork / "metrics.jsonl") if "loss" in line]
+    assert [line["step"] for line in lines] == [26, 28]
+    seconds = sum(2 * 256 / line["tokens_per_second"] for line in lines)
+    run = read_page_run(fork, 0)
+    assert 3600 * run.hours == pytest.approx(seconds)
+    assert measure_speed(run)[0] == pytest.approx(4 * 256 / seconds)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from nalanda.common.errors import InputError
 from nalanda.common.files import write_atomically
 from nalanda.report.runs import read_run
 from nalanda.storage.remote import is_store, read_bytes, staging
-from nalanda.train.log import read_facts, read_metrics, with_hours
+from nalanda.train.log import read_facts, with_hours
 
 ENDED = ("finished", "failed")
 """States of run.json that no other machine changes."""
@@ -66,7 +66,7 @@ def read_result(folder: str) -> Result | None:
     summary, facts = read_run(local), read_facts(local)
     state = summary.state
     try:
-        lines = list(with_hours(read_metrics(local / "metrics.jsonl")))
+        lines = list(with_hours(local))
         validations = [line for line, _ in lines if "val_loss" in line]
         curve = tuple((line["tokens"], float(line["val_loss"])) for line in validations)
     except (KeyError, TypeError, ValueError) as error:

@@ -25,6 +25,7 @@ from nalanda.report.panels import EVENTS, draw_panels
 from nalanda.report.plot import TEXTS, count_seeds
 from nalanda.report.runs import read_run
 from nalanda.train.card import usage
+from nalanda.train.log import FORKED
 
 FOLLOW = 30
 """Seconds between two versions of a page that follows a run, and between two looks of the browser."""
@@ -299,7 +300,7 @@ def measure_speed(run: PageRun) -> tuple[float | None, float | None]:
     lines = [line for line in run.lines if line.get("tokens_per_second")]
     if not lines:
         return None, None
-    tokens = [0, *(line["tokens"] for line in lines)]
+    tokens = [run.facts.get(FORKED, 0), *(line["tokens"] for line in lines)]
     # The rate of a line holds since the line before.
     seconds = [
         (line["tokens"] - before) / line["tokens_per_second"]
@@ -307,7 +308,7 @@ def measure_speed(run: PageRun) -> tuple[float | None, float | None]:
     ]
     shares = [line["mfu"] for line in lines if "mfu" in line]
     share = fmean(shares, seconds) if len(shares) == len(lines) else None
-    return tokens[-1] / sum(seconds), share
+    return (tokens[-1] - tokens[0]) / sum(seconds), share
 
 
 def device_rows(run: PageRun) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from nalanda.common.errors import InputError
 from nalanda.common.scores import Score, find_results, read_scores
 from nalanda.report.figures import COLOURS
 from nalanda.report.runs import check_run_folder, read_recipe, read_run
-from nalanda.train.log import read_facts, read_metrics, with_hours
+from nalanda.train.log import read_facts, with_hours
 
 DASHES = ("solid", "dashed", "dotted")
 """Names that Bokeh and CSS share: with the colours, 21 runs differ."""
@@ -49,11 +49,7 @@ def read_page_run(folder: Path, number: int) -> PageRun:
         config = read_recipe(folder) if recipe.is_file() else {}
     except ValueError as error:
         raise InputError(f"{folder}: unreadable: {error}") from None
-    timed = [
-        (line, hours)
-        for line, hours in with_hours(read_metrics(folder / "metrics.jsonl"))
-        if "step" in line
-    ]
+    timed = [(line, hours) for line, hours in with_hours(folder) if "step" in line]
     lines = [line for line, _ in timed]
 
     return PageRun(

@@ -14,7 +14,7 @@ from nalanda.config.load import differences
 from nalanda.data.records import field_of
 from nalanda.report.figures import GREY, Look, drawing, files, in_panels, log_axis, look
 from nalanda.report.runs import check_run_folder, layers, read_recipe
-from nalanda.train.log import read_metrics, with_hours
+from nalanda.train.log import with_hours
 
 Point = tuple[float, float, float, float]
 """(step, tokens, hours of training, loss)"""
@@ -53,7 +53,7 @@ def curve(folder: str | Path) -> Curve:
         train, validation, events = [], [], []
         stages: dict[str, int] = {}
         bits = None
-        for line, hours in with_hours(read_metrics(file)):
+        for line, hours in with_hours(folder):
             # A line is an event, a training loss, or a validation.
             step = line["step"]
             if line.get("event") == "stage":

@@ -15,7 +15,7 @@ from nalanda.common.files import stored_recipe, write_atomically
 from nalanda.common.scores import Score
 from nalanda.common.text import duration
 from nalanda.common.versions import list_versions
-from nalanda.train.log import describe_perplexity, read_metrics, with_hours
+from nalanda.train.log import describe_perplexity, with_hours
 
 SHAPE_KEYS = (
     "model_type",
@@ -151,8 +151,9 @@ def training_rows(
     tokens = f"{state['tokens']:,} in {facts['step']:,} steps" if "tokens" in state else None
 
     # The hours of training, up to the exported step.
-    lines = list(read_metrics(run_dir / "metrics.jsonl"))
-    hours = [hours for line, hours in with_hours(lines) if line["step"] <= facts["step"]]
+    timed = list(with_hours(run_dir))
+    lines = [line for line, _ in timed]
+    hours = [hours for line, hours in timed if line["step"] <= facts["step"]]
     device = None
     if max(hours, default=0.0):
         machine = f"{facts.get('device')}, {facts.get('processes')} process(es)"

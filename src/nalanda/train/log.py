@@ -7,7 +7,7 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,6 +24,9 @@ at 340 M and 40 % at 1.3 B parameters. Small models and CPUs reach less, as the 
 
 BLOCK = 1 << 16
 """Bytes that `last_metrics` reads at a time."""
+
+FORKED = "tokens_before_fork"
+"""Key of run.json, of a run that began with another one's checkpoint: that one's tokens."""
 
 MEASURED = 10
 """Steps that tell the time of the run, after the first one, which allocates and compiles."""
@@ -278,10 +281,13 @@ def last_metrics(file: Path) -> Iterator[dict]:
             yield from filter(None, map(_values, reversed(lines)))
 
 
-def with_hours(lines: Iterable[dict]) -> Iterator[tuple[dict, float]]:
-    """Each line of metrics, and the hours of training up to it, without validation and saving."""
-    hours, before = 0.0, 0
-    for line in lines:
+def with_hours(run_dir: Path) -> Iterator[tuple[dict, float]]:
+    """Each line of a run's metrics, and the hours of training up to it, without validation and saving.
+
+    A fork's hours are its own: it begins with the tokens of the run that it forks.
+    """
+    hours, before = 0.0, read_facts(run_dir).get(FORKED, 0)
+    for line in read_metrics(run_dir / "metrics.jsonl"):
         if "loss" in line and "event" not in line:
             # The rate of a line holds since the line before.
             if rate := line.get("tokens_per_second"):

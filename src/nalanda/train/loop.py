@@ -35,7 +35,7 @@ from nalanda.train.estimate import time_left
 from nalanda.train.export import export
 from nalanda.train.guards import Interruptions, Watchdog
 from nalanda.train.launch import advise_on_threads, from_main_process, launch
-from nalanda.train.log import RunLog, describe_perplexity, last_metrics, write_facts
+from nalanda.train.log import FORKED, RunLog, describe_perplexity, last_metrics, write_facts
 from nalanda.train.loss import mixer_metrics, validate
 from nalanda.train.meters import RankTimes, ReadingLog, TrainingSpeed
 from nalanda.train.mirror import Mirror, mirrored, staged
@@ -146,6 +146,9 @@ def train_together(
         # Those of earlier starts, which run.json keeps, and those of this one.
         now = [{"step": run.at.step, **changes}] if changes else []
         run.facts["changes"] = [*facts.get("changes", []), *now]
+        forks = resume and resume.parent != run_dir / "checkpoints"
+        if before := run.at.tokens if forks else facts.get(FORKED):
+            run.facts[FORKED] = before
         run.signals, run.watchdog = signals, watchdog
         if main and accelerator.device.type == "cpu":
             advise_on_threads(config, accelerator.num_processes)
