@@ -32,6 +32,8 @@ from nalanda.config.load import load_config
 from nalanda.config.schema import DataConfig
 from nalanda.data.corpus import DocumentStream, open_corpus
 from nalanda.data.documents import suffix_of
+from nalanda.data.readers import read_txt
+from nalanda.data.records import Document, Fields
 from nalanda.data.text_bytes import text_bytes
 from nalanda.inference.load import (
     bos_token,
@@ -173,11 +175,9 @@ def documents(data: DataConfig, seed: int | None = None) -> Iterator[str]:
     """The validation texts of `data`, in file order or shuffled by a seed; a plain text file is one text."""
     path = Path(str(data.source)).expanduser()
     if path.is_file() and not suffix_of(path.name):
-        try:
-            yield path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-            raise InputError(f"{path}: {reason}") from None
+        for document, _ in read_txt(path, Fields.of(data), start=0):
+            if isinstance(document, Document):
+                yield document.text
         return
     corpus = open_corpus(data, "validation")
     corpus.ordered |= seed is None

@@ -31,6 +31,7 @@ from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common import progress
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
+from nalanda.inference.options import read_prompt
 from nalanda.testing import in_threads
 
 V = 320
@@ -235,6 +236,14 @@ def test_texts_begin_and_join_as_in_training(folder, tokenizer):
     assert read(joined, limit=9) == [(f"{end}the weir{end}", 2, 8)]
     assert read(joined, limit=12) == [(f"{end}the weir{end}{end}a ", 2 + 1 + 2, 10)]
     assert read(DataConfig(source=str(folder / "novel.md")), limit=999)[0][2] == 34 * 9
+
+
+@pytest.mark.parametrize("name", ["novel", "novel.md", "novel.txt"])
+def test_a_text_is_read_as_training_reads_it(tmp_path, name):
+    (tmp_path / name).write_bytes("\ufeffthe weir\r\na mill é\r".encode())
+    data = module.text_data(str(tmp_path / name), [], joined=False)
+    assert list(module.documents(data)) == ["the weir\r\na mill é\r"]
+    assert read_prompt(None, tmp_path / name) == "the weir\r\na mill é\r"
 
 
 def test_a_special_token_that_a_text_spells_counts_as_text(folder, tokenizer, tmp_path):

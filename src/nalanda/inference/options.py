@@ -143,7 +143,7 @@ def read_prompt(prompt: str | None, file: str | Path | None) -> str | None:
     """The text of a prompt, of standard input (`-`) or of a file. Raises InputError."""
     try:
         if file is not None:
-            text = Path(file).expanduser().read_text(encoding="utf-8")
+            text = Path(file).expanduser().read_bytes().decode("utf-8-sig")  # keeps \r
         elif prompt == "-":
             text = sys.stdin.read()
         else:
