@@ -241,6 +241,11 @@ def tokenise_documents(
         yield np.array(joined_ids), joined_words, joined_size
     if empty:
         raise InputError(f"{data.source}: holds no text")
+    if left == limit:
+        raise InputError(
+            f"{data.source}: no text has two tokens, and the model has no bos token before the first; "
+            "name a longer text, or join them by --joined"
+        )
 
 
 def _cut_text(text: str, count: int, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:

@@ -227,6 +227,11 @@ def test_texts_begin_and_join_as_in_training(folder, tokenizer):
     unmarked.config.bos_token_id = None
     assert read(apart, model=unmarked)[0][0] == "the weir"
     assert read(apart, model=unmarked, limit=3) == [("the ", 2, 3)]
+    (folder / "lone.txt").write_text("a")
+    lone = module.text_data(str(folder / "lone.txt"), [], joined=False)
+    assert read(lone) == [(f"{end}a", 1, 1)]
+    with pytest.raises(InputError, match=r"no text has two tokens, .*; name a longer text"):
+        read(lone, model=unmarked)
     joined = module.text_data(str(folder / "lines.yaml"), ["seed=1"], joined=False)
     assert joined.documents == "joined"
     # The blank line is one of the text.
