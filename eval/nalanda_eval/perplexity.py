@@ -167,6 +167,9 @@ def text_data(text: str, overrides: list[str], joined: bool) -> DataConfig:
     if overrides:
         raise InputError(f"{overrides[0]}: settings change a recipe; {text} is not one")
     marks: Any = {"documents": "joined", "bos": False} if joined else {"eos": False}
+    file = Path(text).expanduser()
+    if file.is_file():  # named by the user, so it may be of any size
+        marks["max_document_bytes"] = max(file.stat().st_size, (1 << 31) - 1)
     validation_source = None if text == "python" else text
     return DataConfig(source=text, validation_source=validation_source, **marks)
 

@@ -30,7 +30,7 @@ import nalanda_cli
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common import progress
 from nalanda.common.errors import InputError
-from nalanda.config.schema import DataConfig
+from nalanda.config.schema import MAX_DOCUMENT, DataConfig
 from nalanda.inference.options import read_prompt
 from nalanda.testing import in_threads
 
@@ -249,6 +249,13 @@ def test_a_text_is_read_as_training_reads_it(tmp_path, name):
     data = module.text_data(str(tmp_path / name), [], joined=False)
     assert list(module.documents(data)) == ["the weir\r\na mill é\r"]
     assert read_prompt(None, tmp_path / name) == "the weir\r\na mill é\r"
+
+
+def test_a_named_text_may_be_of_any_size(tmp_path):
+    with (tmp_path / "big.txt").open("wb") as file:
+        file.truncate(MAX_DOCUMENT + 1)
+    data = module.text_data(str(tmp_path / "big.txt"), [], joined=False)
+    assert [len(text) for text in module.documents(data)] == [MAX_DOCUMENT + 1]
 
 
 def test_a_special_token_that_a_text_spells_counts_as_text(folder, tokenizer, tmp_path):
