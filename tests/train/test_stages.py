@@ -1,6 +1,7 @@
 """Runs of several stages: other data, another length or another schedule from a step on."""
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -23,6 +24,7 @@ from nalanda.train import loop
 from nalanda.train import step as training_step
 from nalanda.train.build import open_batches
 from nalanda.train.checkpoint_dir import checkpoint_folders, step_of
+from nalanda.train.export import export
 from nalanda.train.log import read_facts, read_metrics
 from nalanda.train.tensor_files import read_weights
 
@@ -121,6 +123,18 @@ def test_a_run_goes_through_its_stages(undisturbed):
         ("anneal", 5, 32),
         ("long", 8, 64),
     ]
+
+
+def test_a_card_tells_the_stages_that_had_begun(undisturbed, tmp_path):
+    cards = {}
+    for step in (8, 12):
+        export(undisturbed, tmp_path / str(step), step=step)
+        text = (tmp_path / str(step) / "README.md").read_text()
+        cards[step] = dict(re.findall(r"\| (data|context) \| (.*) \|", text))
+    stages = yaml.safe_load((undisturbed / "config.yaml").read_text())["stages"]
+    words, books = (part["source"] for part in stages["long"]["data"]["mixture"])
+    assert cards[8] == {"data": words, "context": "32 tokens"}
+    assert cards[12] == {"data": f"{words}, then {words}, {books}", "context": "32, then 64 tokens"}
 
 
 @pytest.mark.slow

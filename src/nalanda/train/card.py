@@ -5,7 +5,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +143,8 @@ def training_rows(
     average: str | None,
 ) -> list[tuple[str, Any]]:
     """Rows of the table about the training. state: the checkpoint's trainer.json. average: of `model_card`."""
-    data, train = recipe.get("data", {}), recipe.get("train", {})
-    corpus = data.get("source") or ", ".join(
-        str(component.get("source")) for component in data.get("mixture") or []
-    )
-    if corpus == "python":
-        corpus = "the text that comes with Python"
+    data, train = data_of_stages(recipe, facts["step"]), recipe.get("train", {})
+    context = over_stages([each["seq_len"] for each in data if each.get("seq_len")])
     tokens = f"{state['tokens']:,} in {facts['step']:,} steps" if "tokens" in state else None
 
     # The hours of training, up to the exported step.
@@ -165,14 +162,38 @@ def training_rows(
 
     return [
         ("weights", average and f"moving average of the run's weights, decay {decay}"),
-        ("data", corpus),
-        ("context", data.get("seq_len") and f"{data['seq_len']} tokens"),
+        ("data", over_stages(map(describe_corpus, data))),
+        ("context", context and f"{context} tokens"),
         ("tokens seen", tokens),
         ("precision", train.get("precision")),
         ("trained on", device),
         (f"training loss{of_weights}", describe_training_loss(lines, facts["step"])),
         (f"validation loss{of_weights}", describe_validation_loss(lines, facts["step"])),
     ]
+
+
+def data_of_stages(recipe: dict[str, Any], step: int) -> list[dict[str, Any]]:
+    """The `data` of each stage that had begun by `step`, the recipe's own first."""
+    data = [recipe.get("data", {})]
+    for stage in (recipe.get("stages") or {}).values():
+        if stage["after_step"] < step:
+            changes = stage.get("data", {})
+            # A source replaces a mixture, and a mixture a source.
+            other = {"source": "", "mixture": []} if changes.keys() & {"source", "mixture"} else {}
+            data.append(data[-1] | other | changes)
+    return data
+
+
+def describe_corpus(data: dict[str, Any]) -> str:
+    """The source of `data`, or those of its mixture."""
+    parts = (str(component.get("source")) for component in data.get("mixture") or [])
+    corpus = data.get("source") or ", ".join(parts)
+    return "the text that comes with Python" if corpus == "python" else corpus
+
+
+def over_stages(values: Iterable[Any]) -> str:
+    """`32, then 64`: values of stages, with equal neighbours once."""
+    return ", then ".join(str(value) for value, _ in groupby(values))
 
 
 def last_line(lines: list[dict], key: str, step: int) -> dict | None:
