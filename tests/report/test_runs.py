@@ -471,6 +471,16 @@ def test_commands(tmp_path, monkeypatch):
     assert isinstance(call(app, ["plot", "runs/a", "--x", "parsecs"]).exception, InputError)
 
 
+def test_runs_behind_links_are_found_once(tmp_path):
+    elsewhere = make(tmp_path / "disk" / "old", facts={})
+    make(tmp_path / "runs" / "new", facts={})
+    links = {"archive": elsewhere.parent, "latest": tmp_path / "runs" / "new", "up": tmp_path}
+    for name, target in links.items():
+        (tmp_path / "runs" / name).symlink_to(target)
+    found = runs.overview(tmp_path / "runs")
+    assert sorted(run.name for run in found) == ["archive/old", "new"]
+
+
 def test_a_folder_without_runs(tmp_path):
     assert runs.overview(tmp_path) == []
     make(tmp_path / "only", facts={})

@@ -51,18 +51,29 @@ class RunSummary:
 
 
 def find_runs(directory: str | Path) -> list[Path]:
-    """The folders of runs at or below `directory`; folders within a run are left out. Raises InputError."""
+    """The folders of runs at or below `directory`, behind links too. Raises InputError.
+
+    Folders within a run are left out, and a link to a folder that was found before.
+    """
     directory = Path(directory)
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory; name a directory that holds runs")
-    runs = []
-    for folder, below, files in os.walk(directory):
+    runs, seen = [], set()
+    for folder, below, files in os.walk(directory, followlinks=True):
+        place = os.path.realpath(folder)
+        if place in seen:
+            below.clear()
+            continue
+        seen.add(place)
+
         if {"config.yaml", "run.json"} & set(files):
             runs.append(Path(folder))
             # os.walk then does not descend: folders within a run are its own.
             below.clear()
         else:
-            below[:] = sorted(name for name in below if not name.startswith("."))
+            names = [name for name in below if not name.startswith(".")]
+            # Links last: a run that is here too has its own name.
+            below[:] = sorted(names, key=lambda name: (Path(folder, name).is_symlink(), name))
     return runs
 
 
