@@ -413,6 +413,14 @@ def test_one_runs_picture(tmp_path):
         plot([tmp_path / "odd"], tmp_path / "none.png")
 
 
+@pytest.mark.filterwarnings("error")
+def test_characters_without_a_font_are_one_line(tmp_path, capsys):
+    file = plot([make(tmp_path / "run \ue123\ue124", lines=losses(3))], tmp_path / "a.png")
+    assert file.is_file()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no font has \ue123 \ue124; install Noto Sans CJK" in line
+
+
 def test_a_lone_loss_is_a_dot_and_no_empty_line(tmp_path, drawn):
     plot([make(tmp_path / "run", lines=losses(1))])
     axes = drawn[0].axes[0]

@@ -2,7 +2,9 @@
 
 import math
 import re
+import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +39,14 @@ STYLE = {
     "savefig.dpi": 200,
     "text.parse_math": False,  # a dollar in a name is a dollar
 }
+FALLBACKS = (
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "Microsoft YaHei",
+    "Hiragino Sans GB",
+    "Arial Unicode MS",
+)
+"""Fonts for characters that matplotlib's own font lacks, such as Chinese."""
 COLUMN, PAGE = 3.4, 7.0
 """Widths of one and two columns of a paper, in inches."""
 MOST = 6
@@ -152,15 +162,17 @@ def drawing(
         columns: of panels. height: of a row of panels, in inches.
         share: `sharex`, `sharey` of `Figure.subplots`; of shared y axes only the first names the unit.
     """
-    from matplotlib import rc_context
+    from matplotlib import font_manager, rc_context
     from matplotlib.figure import Figure
 
+    here = set(font_manager.get_font_names())
+    families = ["sans-serif", *(name for name in FALLBACKS if name in here)]
     columns = min(columns, panels)
     rows = math.ceil(panels / columns)
     letters = int(72 * PAGE / 4.2)  # of 8 points
     caption, title = textwrap.fill(caption, letters), textwrap.fill(title, int(0.7 * letters))
     lines = caption.count("\n") + 1.2 * title.count("\n") + 3
-    with rc_context(STYLE):
+    with rc_context(STYLE | {"font.family": families}), _missing_glyphs_in_one_line(file):
         figure = Figure((PAGE, rows * height + lines * 0.14), layout="constrained")
         axes = list(figure.subplots(rows, columns, squeeze=False, **share).flat)
         for unused in axes[panels:]:
@@ -183,6 +195,29 @@ def drawing(
         png, pdf = files(file)
         figure.savefig(png, metadata={"Software": None})
         figure.savefig(pdf, metadata=dict.fromkeys(("CreationDate", "Creator", "Producer")))
+
+
+@contextmanager
+def _missing_glyphs_in_one_line(file: Path) -> Iterator[None]:
+    """Prints a line about the characters of a figure that no font has, in place of matplotlib's many warnings."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.filterwarnings("always", r"Glyph \d+ .*missing from font")
+        yield
+
+    missing = {}
+    for each in seen:
+        if glyph := re.match(r"Glyph (\d+) .*missing from font", str(each.message)):
+            missing[chr(int(glyph[1]))] = None
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    if missing:
+        from matplotlib import get_cachedir
+
+        print(
+            f"{file}: no font has {' '.join(missing)}; install Noto Sans CJK, and remove {get_cachedir()}, "
+            "where matplotlib lists the fonts",
+            file=sys.stderr,
+        )
 
 
 def _name_lines(panel: Any, row: int, named: set[tuple[int, str]]) -> set[tuple[int, str]]:
