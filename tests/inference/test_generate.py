@@ -162,6 +162,17 @@ def test_assisted_after_a_left_padded_prompt_and_with_hidden_states(small):
     assert out.hidden_states[0][0].shape[1] == tokens.shape[1]
 
 
+@pytest.mark.parametrize("draft", [{"prompt_lookup_num_tokens": 5}, {"assistant_early_exit": 1}])
+def test_a_filled_cache_takes_no_drafts(small, draft):
+    options = GREEDY | draft | {"max_new_tokens": 4}
+    first = small.generate(REPEATING, **options, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match=r"start with an empty cache; .* pass state="):
+        small.generate(first.sequences, past_key_values=first.past_key_values, **options)
+    empty = NalandaCache(small.config.num_hidden_layers)
+    again = small.generate(REPEATING, past_key_values=empty, **options)
+    assert torch.equal(again, first.sequences)
+
+
 def test_a_state_assisted_and_what_it_leaves(small):
     plain = small.generate(REPEATING, max_new_tokens=12, **GREEDY)
     state, options = small.read(REPEATING[:, :5]), GREEDY | {"return_dict_in_generate": True}

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -192,6 +193,12 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         if cache is None and generation_config.use_cache:
             cache = NalandaCache(self.config.num_hidden_layers)
         elif isinstance(cache, NalandaCache):
+            # transformers would read the ids behind the cache once more, for any model.
+            if cache.seen_tokens and generation_mode == GenerationMode.ASSISTED_GENERATION:
+                raise ValueError(
+                    "assisted decoding and prompt lookup start with an empty cache; "
+                    "to go on after a text, pass state=model.read(ids) and the new ids"
+                )
             copies = max(
                 generation_config.num_beams or 1, generation_config.num_return_sequences or 1
             )
