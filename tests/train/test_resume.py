@@ -18,7 +18,7 @@ from nalanda.config.load import load_config
 from nalanda.report.page import measure_speed
 from nalanda.report.page_run import read_page_run
 from nalanda.report.verify import verify
-from nalanda.train import checkpoint, loop, tensor_files
+from nalanda.train import build, checkpoint, loop, tensor_files
 from nalanda.train import step as training_step
 from nalanda.train.checkpoint_dir import (
     checkpoint_folders,
@@ -320,6 +320,29 @@ def test_a_person_may_choose_the_checkpoint(stopped, recipe, whole, capsys):
         InputError, match=r"train\.resume: .*step-10 is damaged: model\.safetensors"
     ):
         loop.train(chosen)
+
+
+def test_a_run_that_begins_at_another_runs_checkpoint_leaves_that_run_alone(
+    stopped, recipe, tmp_path, monkeypatch
+):
+    """Also after a start of its own that named no checkpoint and was interrupted."""
+    other, _ = stopped
+    before, run = contents(other), tmp_path / "fork"
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "build_model", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            loop.train(configured(recipe, run))
+
+    settings = ("validation.every=0", "train.steps=21")
+    chosen = f"train.resume={other}/checkpoints/step-20"
+    loop.train(configured(recipe, run, chosen, *settings))
+    assert [path.name for path in checkpoint_folders(run / "checkpoints")] == ["step-21"]
+    assert contents(other) == before
+
+    monkeypatch.setattr(checkpoint.Saver, "unsound", lambda *_: "spoilt")
+    with pytest.raises(InputError, match="no checkpoint can be resumed from"):
+        loop.train(configured(recipe, tmp_path / "second", chosen, *settings))
+    assert contents(other) == before
 
 
 @pytest.mark.slow

@@ -261,7 +261,9 @@ def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> 
         stack.enter_context(contextlib.closing(run.sums))
 
         if main:
-            if resume and "train.resume" in changes and config.train.resume is not None:
+            chosen = "train.resume" in changes and config.train.resume is not None
+            # A checkpoint of another run stays as it is.
+            if chosen and resume and resume.parent == run_dir / "checkpoints":
                 make_newest(resume)
             record_recipe(run_dir, recipe, run.model.config)
             stack.enter_context(record_state(run_dir, run.facts))

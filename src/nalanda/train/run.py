@@ -190,7 +190,8 @@ class Run:
             if accelerator.is_main_process:
                 print(f"{path}: unsound, passed over: {problem}", flush=True)
                 # The mark comes first: `find_older` passes over marked checkpoints.
-                mark_unsound(path, problem)
+                if path.parent == self.saver.directory:  # else it is of another run
+                    mark_unsound(path, problem)
                 path = find_older()
         self.checkpoint = None
         return None
