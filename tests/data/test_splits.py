@@ -321,6 +321,24 @@ def test_linked_folders_are_read_once(tmp_path):
     assert read_all(tmp_path / "in") == texts
 
 
+def test_folders_of_runs_are_no_texts(tmp_path):
+    """Neither below a folder nor below a pattern that goes through folders. One that is named is read."""
+    write_jsonl(tmp_path / "a.jsonl", ["text"])
+    write_jsonl(tmp_path / "more" / "b.jsonl", ["more"])
+    (tmp_path / "more" / "config.yaml").touch()  # of the texts, not of a run
+    for folder, names in {
+        "runs/begun": ("config.yaml", ".lock"),
+        "runs/copied": ("config.yaml", "run.json"),
+        "study": ("compare.yaml",),
+    }.items():
+        write_jsonl(tmp_path / folder / "samples" / "c.jsonl", ["of a run"])
+        for name in names:
+            (tmp_path / folder / name).touch()
+    assert read_all(tmp_path) == read_all(tmp_path / "**" / "*.jsonl") == ["more", "text"]
+    assert read_all(tmp_path / "runs" / "begun") == ["of a run"]
+    assert read_all(tmp_path / "runs" / "*" / "samples" / "*.jsonl") == ["of a run"] * 2
+
+
 def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a" / "x.jsonl", ["x"])
     write_jsonl(tmp_path / "b" / "y.jsonl", ["y"])

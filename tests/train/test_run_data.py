@@ -244,6 +244,17 @@ def test_files_that_come_later_may_change(recipe, tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.slow
+def test_a_run_below_its_source_goes_on(recipe, tmp_path, monkeypatch):
+    """Its own metrics.jsonl and hashes.jsonl are no texts; nor are they those of another run."""
+    source = load_config(recipe).data.source
+    shutil.copytree(str(source), tmp_path / "texts")
+    monkeypatch.chdir(tmp_path / "texts")
+    for run, steps in (("runs/a", 2), ("runs/a", 3), ("runs/b", 2)):
+        settings = ("data.source=.", f"train.steps={steps}", "validation.every=0")
+        loop.train(configured(recipe, Path(run), *settings))
+        assert step_of(latest_checkpoint(Path(run) / "checkpoints")) == steps
+
+
 def test_no_file_is_hashed_before_the_first_step(recipe, tmp_path, monkeypatch):
     """At a resume those are that were read, if the record has them not."""
     seen, make = [], hashes.hash_file

@@ -384,8 +384,13 @@ def _choose_split(
 def _list_glob(root: Path) -> dict[str, _File]:
     """A file, or the files of a glob, by their paths. Raises `InputError` for one without a reader."""
     paths = [root] if root.is_file() else sorted(map(Path, glob.glob(str(root), recursive=True)))
+    # A pattern that goes through folders leaves out those that a walk leaves out.
+    searched = Path(str(root).partition("**")[0])
+    is_made = functools.cache(lambda folder: _is_made(folder, {*os.listdir(folder)}))
     files = {}
     for path in filter(Path.is_file, paths):
+        if any(is_made(folder) for folder in path.parents if searched in folder.parents):
+            continue
         reader_of(path)
         real = os.path.realpath(path)
         files[path.as_posix()] = _File(path, path.stat().st_size, real, path.is_symlink())
@@ -451,7 +456,8 @@ def _read_list(state: Path) -> list[str]:
 
 
 def _walk_folder(root: Path) -> Iterator[tuple[Path, _File]]:
-    """The files below a folder, by relative path, without hidden ones. A link to a folder is followed once.
+    """The files below a folder, by relative path, without hidden ones and those of runs (`_is_made`). A link to a
+    folder is followed once.
 
     Raises `InputError` for a folder that cannot be read."""
 
@@ -467,7 +473,8 @@ def _walk_folder(root: Path) -> Iterator[tuple[Path, _File]]:
         folders[:] = sorted(visible, key=lambda name: (Path(folder, name).is_symlink(), name))
         # A folder of two names is read once, and a link to a folder above it ends here.
         real = os.path.realpath(folder)
-        if real in entered:
+        made = Path(folder) != root and _is_made(Path(folder), {*folders, *files})
+        if real in entered or made:
             folders.clear()
             continue
         entered.add(real)
@@ -475,6 +482,12 @@ def _walk_folder(root: Path) -> Iterator[tuple[Path, _File]]:
             path = Path(folder, name)
             if name[0] != "." and (file := _describe_file(path, real)):
                 yield path.relative_to(root), file
+
+
+def _is_made(folder: Path, names: set[str]) -> bool:
+    """Whether a folder with these names is that of a run, its model or a study. Their records are no documents."""
+    of_a_run = "config.yaml" in names and not names.isdisjoint({".lock", "run.json"})
+    return of_a_run or "compare.yaml" in names
 
 
 def _describe_file(path: Path, folder: str) -> _File | None:
