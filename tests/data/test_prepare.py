@@ -86,6 +86,16 @@ def test_resumes_after_a_kill(tmp_path, byte_tokenizer, place, monkeypatch):
     assert all(p.stat().st_mtime_ns == t for p, t in before.items() if p.stem not in made)
 
 
+def test_a_set_below_its_source_resumes_and_is_no_text_of_it(tmp_path, byte_tokenizer):
+    source = corpus(tmp_path / "in")
+    data, whole, out = DataConfig(source=str(source)), source / "whole", source / "out"
+    prepare(data, byte_tokenizer, whole, shard_bytes=3000)
+    killed(24, lambda: prepare(data, byte_tokenizer, out, shard_bytes=3000))
+    assert (out / "preparing" / "hashes.jsonl").exists()
+    prepare(data, byte_tokenizer, out, shard_bytes=3000)
+    assert sums(out) == sums(whole)
+
+
 def test_a_record_without_its_file_is_ignored(tmp_path, byte_tokenizer):
     data = DataConfig(source=str(corpus(tmp_path / "in")))
     prepare(data, byte_tokenizer, tmp_path / "whole", shard_bytes=3000)

@@ -45,7 +45,7 @@ from nalanda.data.hub import is_hub_id, open_hub
 from nalanda.data.python_docs import python_splits
 from nalanda.data.readers import documents_among, refuse_two_kinds
 from nalanda.data.records import describe_left, left_out
-from nalanda.data.token_set import SPLITS, is_token_set, megatron_splits
+from nalanda.data.token_set import SPLITS, is_begun, is_token_set, megatron_splits
 from nalanda.data.urls import RemoteShard, identity_of, open_urls
 
 LARGE = 64 << 20
@@ -485,9 +485,11 @@ def _walk_folder(root: Path) -> Iterator[tuple[Path, _File]]:
 
 
 def _is_made(folder: Path, names: set[str]) -> bool:
-    """Whether a folder with these names is that of a run, its model or a study. Their records are no documents."""
+    """Whether a folder with these names is that of a run, its model, a study or a token set. Their records are no
+    documents."""
     of_a_run = "config.yaml" in names and not names.isdisjoint({".lock", "run.json"})
-    return of_a_run or "compare.yaml" in names
+    of_a_set = not names.isdisjoint({"index.json", "preparing"}) and is_begun(folder)
+    return of_a_run or of_a_set or "compare.yaml" in names
 
 
 def _describe_file(path: Path, folder: str) -> _File | None:

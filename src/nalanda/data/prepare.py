@@ -45,7 +45,7 @@ from nalanda.data.prepare_run import (
     read_json_if_whole,
     tidy,
 )
-from nalanda.data.token_set import SPLITS, is_token_set, read_index, token_dtype
+from nalanda.data.token_set import SPLITS, is_begun, is_token_set, read_index, token_dtype
 from nalanda.data.tokenizer import build_tokenizer, describe_tokenizer, encoder, load_tokenizer
 
 
@@ -363,7 +363,7 @@ def _check_settings(data: DataConfig, tokenizer: TokenizerConfig, shard_bytes: i
 
 def _refuse_other_files(directory: Path) -> None:
     """Raises `InputError` if the directory has other files than those of a set."""
-    if is_token_set(directory) or (directory / "preparing" / "settings.json").exists():
+    if is_begun(directory):
         return
     if directory.exists() and any(path.name != "preparing" for path in directory.iterdir()):
         raise InputError(f"{directory}: not empty and not a token set; name another directory")

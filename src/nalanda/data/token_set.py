@@ -59,6 +59,11 @@ def is_token_set(path: str | os.PathLike) -> bool:
         return False
 
 
+def is_begun(directory: Path) -> bool:
+    """Whether a directory is a token set, finished or in the making."""
+    return is_token_set(directory) or (directory / "preparing" / "settings.json").exists()
+
+
 def megatron_splits(source: str | list[str]) -> dict[str, Path]:
     """The prefixes of a Megatron set (megatron.py) by split; {} if `source` is none.
 
