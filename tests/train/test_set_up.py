@@ -1,12 +1,15 @@
 """A run opens each source once and hands it on."""
 
 import json
+import os
 import re
 import shutil
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,7 +157,7 @@ def test_a_run_that_the_disk_cannot_hold_is_refused_before_data_are_read(
 ):
     config = configured(recipe, tmp_path / "run", "train.steps=2000")
     files = run_files(config, meta_model(config))
-    message = r"^output_dir: .* 10 checkpoints of .* still to be written, .* free; make room"
+    message = r"^output_dir: .* 10 checkpoints of .* still to be written there, .* free; make room"
     with_room(monkeypatch, files.total // 2)  # enough for a rehearsal's own files
     with pytest.raises(DiskFull, match=message):
         rehearse(config)
@@ -181,6 +184,29 @@ def test_a_resumed_run_needs_room_for_the_rest_alone(stopped, monkeypatch, capsy
     assert re.search(
         r"\ndisk       .* checkpoints of .* and final/ of .* free\n", capsys.readouterr().out
     )
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs a second disk")
+def test_checkpoints_may_lie_on_another_disk(recipe, tmp_path, monkeypatch):
+    """Each disk needs room for its own files, and the model has the run's tokenizer and recipe."""
+    run, free = tmp_path / "run", {}
+    config = configured(recipe, run, "train.steps=2", "validation.every=0")
+    files = run_files(config, meta_model(config))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        run.mkdir()
+        (run / "checkpoints").symlink_to(other)
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path]))
+            for full in (run, run / "checkpoints"):
+                free |= {run / "checkpoints": files.checkpoint, run: files.final}
+                free[full] -= 1
+                with pytest.raises(DiskFull, match=f"{full}: the run will take"):
+                    train(config)
+
+        train(config)
+        names = {path.name for path in (run / "final").iterdir()}
+        assert {"tokenizer.json", "config.yaml"} <= names
 
 
 @pytest.mark.usefixtures("fresh_accelerate")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -57,7 +58,10 @@ def export(
         InputError: no such checkpoint; `out` exists and `replace` is False.
     """
     checkpoint = find_checkpoint(path, step)
-    run_dir = checkpoint.resolve().parents[1]
+    # `checkpoints` may be a link to another disk, and so may the checkpoint's own name.
+    run_dir = Path(os.path.abspath(checkpoint)).parents[1]
+    if not (run_dir / "config.yaml").is_file():
+        run_dir = checkpoint.resolve().parents[1]
     if config is None:
         config = _config_of_run(checkpoint, run_dir)
     absent = [name for name in ("tokenizer", "config.yaml") if not (run_dir / name).exists()]

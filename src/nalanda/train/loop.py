@@ -39,7 +39,7 @@ from nalanda.train.log import FORKED, RunLog, describe_perplexity, last_metrics,
 from nalanda.train.loss import mixer_metrics, validate
 from nalanda.train.meters import RankTimes, ReadingLog, TrainingSpeed
 from nalanda.train.mirror import Mirror, mirrored, staged
-from nalanda.train.needs import explain_out_of_memory
+from nalanda.train.needs import checkpoint_disk, explain_out_of_memory
 from nalanda.train.optim import describe_groups
 from nalanda.train.profile import profiled
 from nalanda.train.run import Run, stage_at
@@ -345,7 +345,7 @@ def announce(run: Run, changes: dict) -> None:
     say(f"FLOPs      {facts['training_flops_per_token']:.3g} a token ({facts['flops']})")
     if not run.log.quiet:
         say(f"memory     {run.needs.describe_memory()}")
-        free = shutil.disk_usage(config.output_dir).free
+        free = shutil.disk_usage(checkpoint_disk(Path(config.output_dir))).free
         say(f"disk       {run.needs.files.describe()}; {size(free)} free")
         run.log.expect(train.steps - facts["step"], time_left(run.stages, facts))
     if not facts["documents_kept_apart"]:

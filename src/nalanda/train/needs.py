@@ -245,14 +245,27 @@ def check_step(needs: Needs) -> None:
         )
 
 
+def checkpoint_disk(run_dir: Path) -> Path:
+    """A folder on the disk of a run's checkpoints: their own, perhaps a link, or the run's before it is made."""
+    folder = run_dir / "checkpoints"
+    return folder if folder.exists() else run_dir
+
+
 def check_disk(files: RunFiles, run_dir: Path) -> None:
-    """Raises `DiskFull` if the disk has less room than the run will still take. run_dir: an existing folder."""
-    free = shutil.disk_usage(run_dir).free
-    if files.more > free:
-        raise DiskFull(
-            f"output_dir: {run_dir}: the run will take {files.describe()}; {size(files.more)} of that are still to "
-            f"be written, and {size(free)} are free; make room, lower checkpoint.keep_last, or choose another disk"
-        )
+    """Raises `DiskFull` if a disk has less room than the run will still take. run_dir: an existing folder."""
+    needed, folder = {run_dir: files.more}, checkpoint_disk(run_dir)
+    if folder.stat().st_dev != run_dir.stat().st_dev:
+        there = files.total - files.more
+        needed = {folder: files.checkpoints * files.checkpoint - there, run_dir: files.final}
+
+    for place, more in needed.items():
+        free = shutil.disk_usage(place).free
+        if more > free:
+            raise DiskFull(
+                f"output_dir: {place}: the run will take {files.describe()}; {size(more)} of that are still to be "
+                f"written there, and {size(free)} are free; make room, lower checkpoint.keep_last, or choose "
+                "another disk"
+            )
 
 
 @contextlib.contextmanager
