@@ -273,7 +273,7 @@ def test_optimizer_and_guard_begin_anew(staged, undisturbed, tmp_path, monkeypat
     assert windows == [1, 2, 3, 1]
 
 
-def rolled_back(staged, folder, bad, monkeypatch):
+def rolled_back(staged, folder, bad, monkeypatch, *overrides):
     """The rows of every step of a run as they were tried. bad: of a step, how many of its first tries are bad."""
     left, rows = Counter(bad), []
 
@@ -291,7 +291,7 @@ def rolled_back(staged, folder, bad, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(loop, "judge", judged)
         patch.setattr(training_step, "take_batches", taken)
-        loop.train(configured(staged, folder, "guard.max_bad_steps=2"))
+        loop.train(configured(staged, folder, "guard.max_bad_steps=2", *overrides))
     return rows
 
 
@@ -346,18 +346,23 @@ def test_two_processes_that_share_the_model(staged, tmp_path):
         torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_a_stage_that_carries_states(staged, tmp_path):
-    """Another number of rows has other slots, so the stage begins its data anew; resumed it is the same."""
+def carrying(staged, tmp_path) -> tuple[str, ...]:
+    """Settings for stages whose rows carry states. That of another number of rows has other slots."""
     tokens = tmp_path / "tokens"
     data = yaml.safe_load(staged.read_text())["data"]
     make_token_set(data["source"], str(tokens), tokenizer=TokenizerOptions(vocab_size=320))
-    carry = (
+    return (
         f"data.source={tokens}",
         f"tokenizer={tokens}/tokenizer",
         "data.long_documents=carry",
         "stages={slow: {after_step: 4, optim: {lr: 1e-3}}, long: {after_step: 8, train: {micro_batch_size: 2}}}",
     )
+
+
+@pytest.mark.slow
+def test_a_stage_that_carries_states(staged, tmp_path):
+    """The stage of other slots begins its data anew; resumed it is the same."""
+    carry = carrying(staged, tmp_path)
     config = configured(staged, tmp_path / "run", *carry)
     assert [stage.order for stage in config.in_stages()] == ["", "", "long"]
     whole = loop.train(config)
@@ -365,6 +370,17 @@ def test_a_stage_that_carries_states(staged, tmp_path):
         run = resumed_from(step, whole, tmp_path / f"from-{step}")
         loop.train(configured(staged, run, *carry))
         assert outcome(run) == outcome(whole)
+
+
+@pytest.mark.slow
+def test_a_rollback_over_a_border_cuts_documents_that_carry_states(staged, tmp_path, monkeypatch):
+    """Both where the earlier stage is entered again, and where the later one reads on."""
+    carry = carrying(staged, tmp_path)
+    rolled_back(staged, tmp_path / "run", {9: 2, 10: 2}, monkeypatch, *carry)
+    lines = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    events = [(e["to"], e["at"]) for e in lines if e.get("event") == "rollback"]
+    assert events == [(8, 10), (4, 10)]
+    assert [line["step"] for line in lines if "loss" in line][-1] == STEPS
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ class CarriedStates:
     def __init__(self):
         self._caches: dict[int, tuple[list[int], NalandaCache]] = {}
         """The slots of each micro-batch, and the cache of its rows."""
+        self._forgotten = False
 
     def before(self, i: int, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """The model's arguments for micro-batch i. batch: `slots` int64 `[B]` and `carried` bool `[B]`.
@@ -59,6 +60,8 @@ class CarriedStates:
         """
         slots, carried = batch["slots"].tolist(), batch["carried"]
         saved_slots, cache = self._caches.get(i, (None, None))
+        if saved_slots is None and self._forgotten:
+            carried = torch.zeros_like(carried)
 
         # The cache is of other rows: only those that begin a document can do without it.
         if saved_slots != slots:
@@ -78,7 +81,11 @@ class CarriedStates:
         self._caches[i] = (batch["slots"].tolist(), out.carried_cache)
 
     def forget(self) -> None:
-        """Empties every slot after a bad step or a rollback, whose states may be wrong: documents are cut there."""
+        """Empties every slot after a bad step or a rollback, whose states may be wrong: documents are cut there.
+
+        So are those of slots that have no state yet.
+        """
+        self._forgotten = True
         for _, cache in self._caches.values():
             cache.states = [
                 {name: torch.zeros_like(x) for name, x in state.items()} for state in cache.states

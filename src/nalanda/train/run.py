@@ -149,6 +149,8 @@ class Run:
             batches.close()
             if position := self.positions.get(stage.order):
                 self.batches.load_state_dict(position, checked=True)
+                if self.carried_states:  # those of its rows are gone
+                    self.carried_states.forget()
 
         if stage.config.optim != left.config.optim:
             settings = parameter_groups(self.model, stage.config.optim)
