@@ -162,7 +162,14 @@ def test_a_resume_keeps_the_warmup_that_followed_the_steps(recipe, tmp_path, cap
     # Of a new run of 8 steps it would be 4: the rates of this one go on.
     loop.train(configured(longer, run, "train.steps=8"))
     assert recorded() == 2
+    # Nor does the whole recipe lengthen it, which has as many steps of warm-up as when the run began.
+    loop.train(configured(longer, run, "validation.every=0"))
+    assert recorded() == 2
     assert "schedule.warmup_steps" not in capsys.readouterr().out
+
+    more = ("validation.every=0", "train.steps=25", "schedule.warmup_steps=12")
+    loop.train(configured(longer, run, *more))
+    assert "changed    schedule.warmup_steps: 2 → 12" in capsys.readouterr().out
 
 
 def test_a_refused_start_leaves_no_trace(recipe, tmp_path, capsys):

@@ -35,10 +35,10 @@ def load_config(
     """
     path = find_recipe(str(path))
     sections = read_sections(path, overrides)
-    before = shorten_warmup(sections, path, overrides)
+    recipe_warmup = shorten_warmup(sections, path, overrides)
 
     config = recipe_of(sections, path.parent, training=training)
-    config.schedule.unshortened_warmup = before
+    config.schedule.recipe_warmup = recipe_warmup
     return config
 
 
@@ -136,10 +136,10 @@ def _drop_another_tokenizer(values: dict, overrides: typing.Sequence[str]) -> No
 def shorten_warmup(sections: dict, path: Path, overrides: typing.Sequence[str]) -> int | None:
     """Shortens the warm-up in proportion, if an override shortens the training and none sets the warm-up.
 
-    Returns the warm-up steps of the recipe in the file `path`, or None where they stay.
+    Returns the warm-up steps of the recipe in the file `path`, or None if it has none or an override sets them.
     """
     overridden = {override.partition("=")[0] for override in overrides}
-    if overridden.isdisjoint({"train", "train.steps"}) or overridden & WARMUP_KEYS:
+    if overridden & WARMUP_KEYS:
         return None
     recipe = read_sections(path)
     before, steps = (_read_count(values, "train", "steps") for values in (recipe, sections))
@@ -147,7 +147,7 @@ def shorten_warmup(sections: dict, path: Path, overrides: typing.Sequence[str]) 
 
     # A warm-up longer than its recipe's training is a mistake there, which `RunConfig.check` refuses.
     if not 0 < steps < before or not 0 < warmup <= before:
-        return None
+        return warmup or None
     sections["schedule"]["warmup_steps"] = max(1, round(warmup * steps / before))
     return warmup
 

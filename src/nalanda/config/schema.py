@@ -430,8 +430,8 @@ class ScheduleConfig:
     decay_share: Annotated[float, SHARE] = 0.2
     """wsd: share of all steps in the final decay."""
 
-    # The recipe's own warm-up where `load_config` has shortened it. Without an annotation it is no key of a recipe.
-    unshortened_warmup = cast(int | None, None)
+    # That of the recipe's file, unless an override sets one, from `load_config`. Without an annotation it is no key.
+    recipe_warmup = cast(int | None, None)
 
 
 @dataclass

@@ -127,7 +127,7 @@ def train_together(
     # The settings that changed, the contents of run.json, and the checkpoint to resume from.
     changes, facts, resume = from_main_process(claimed)
     if resume:
-        keep_warmup(config, changes)
+        keep_warmup(config, changes, facts)
         name_precision(config, facts, changes)
     if from_main_process(is_finished(config, facts, resume)):
         refuse_other_data(run_dir, changes)
@@ -149,6 +149,7 @@ def train_together(
         forks = resume and resume.parent != run_dir / "checkpoints"
         if before := run.at.tokens if forks else facts.get(FORKED):
             run.facts[FORKED] = before
+        run.facts["recipe_warmup"] = config.schedule.recipe_warmup
         run.signals, run.watchdog = signals, watchdog
         if main and accelerator.device.type == "cpu":
             advise_on_threads(config, accelerator.num_processes)
@@ -368,8 +369,8 @@ def changed_settings(run: Run, changes: dict) -> Iterator[str]:
         yield f"{key}: {old} → {new}{note}"
 
     schedule = run.config.schedule
-    if schedule.unshortened_warmup and not run.checkpoint:
-        key, old = "schedule.warmup_steps", schedule.unshortened_warmup
+    key, old = "schedule.warmup_steps", schedule.recipe_warmup
+    if old not in (None, schedule.warmup_steps) and not run.checkpoint:
         yield f"{key}: {old} → {schedule.warmup_steps} (in proportion to train.steps)"
 
 

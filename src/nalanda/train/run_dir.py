@@ -216,14 +216,16 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
     return {key: list(values) for key, values in changes.items()}, facts, resume
 
 
-def keep_warmup(config: RunConfig, changes: dict[str, list]) -> None:
-    """Gives a resumed run its recorded warm-up, if `load_config` has shortened that of the recipe.
+def keep_warmup(config: RunConfig, changes: dict[str, list], facts: dict) -> None:
+    """Gives a resumed run its recorded warm-up, if the command sets none, and `load_config` has shortened that of the
+    recipe or the recipe's is the one that the run began with.
 
-    changes: as `claim` returns them; this one is taken away.
+    changes, facts: as `claim` returns them; the change is taken away.
     """
     key, schedule = "schedule.warmup_steps", config.schedule
-    recorded = changes.get(key, [config.train.steps + 1])[0]
-    if schedule.unshortened_warmup and recorded <= config.train.steps:
+    recorded, of_recipe = changes.get(key, [config.train.steps + 1])[0], schedule.recipe_warmup
+    stays = of_recipe != schedule.warmup_steps or of_recipe == facts.get("recipe_warmup")
+    if of_recipe and stays and recorded <= config.train.steps:
         schedule.warmup_steps = recorded
         del changes[key]
 
