@@ -9,7 +9,7 @@ import pytest
 import yaml
 from training import configured, contents, start
 
-from nalanda.common.errors import InputError
+from nalanda.common.errors import InputError, OutOfMemory
 from nalanda.common.files import manifest_text
 from nalanda.config.load import load_config, read_sections
 from nalanda.config.model import build_model_config
@@ -164,6 +164,17 @@ def test_bad_data_may_be_corrected_in_the_same_folder(recipe, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_that_made_no_step_may_become_another(recipe, tmp_path, monkeypatch):
+    run, settings = tmp_path / "run", ("train.steps=1", "validation.every=0")
+    with monkeypatch.context() as patch:
+        full = RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+        patch.setattr(loop, "forward_backward", lambda _: (_ for _ in ()).throw(full))
+        with pytest.raises(OutOfMemory, match="no checkpoint was saved yet"):
+            loop.train(configured(recipe, run, *settings))
+    loop.train(configured(recipe, run, *settings, "data.seq_len=16"))
+    assert load_config(run / "config.yaml").data.seq_len == 16
+
+
 def test_the_command_line_gives_bad_input_one_line_and_code_2(recipe, tmp_path):
     process = start(recipe, tmp_path / "run", "optim.learnin_rate=1")
     stdout, stderr = process.communicate(timeout=100)

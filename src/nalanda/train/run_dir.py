@@ -167,7 +167,7 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
     """
     file, folder = run_dir / "config.yaml", run_dir / "checkpoints"
     saved = checkpoint_folders(folder)
-    begun = (run_dir / "metrics.jsonl").exists() or any(folder.glob("*"))
+    begun = has_logged(run_dir) or any(folder.glob("*"))
     if not file.is_file() and begun:
         raise InputError(
             f"{file} is missing: restore it, or put the recipe there that the run started with"
@@ -346,6 +346,12 @@ def read_recorded_recipe(file: Path) -> RunConfig:
         ) from None
 
 
+def has_logged(run_dir: Path) -> bool:
+    """Whether metrics.jsonl has a line. It is opened before the first step."""
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
 def ever_saved(run_dir: Path, facts: dict) -> bool:
     """Whether the run has saved a checkpoint, by run.json or else by the last step in metrics.jsonl."""
     if "saved" in facts:
@@ -438,10 +444,8 @@ def removed_if_unused(run_dir: Path, config: RunConfig) -> Iterator[None]:
     try:
         yield
     except Exception:
-        metrics = run_dir / "metrics.jsonl"
-        logged = metrics.is_file() and metrics.stat().st_size > 0
         prepared = config.tokenizer.train and (run_dir / "tokenizer").exists()
-        if not (logged or prepared or checkpoint_folders(run_dir / "checkpoints")):
+        if not (has_logged(run_dir) or prepared or checkpoint_folders(run_dir / "checkpoints")):
             remove_new_folders(missing)
         raise
 
