@@ -216,7 +216,7 @@ def test_a_chat_without_a_template_is_answered_400(tmp_path, monkeypatch):
 
     from nalanda.serve import transformers_server
 
-    monkeypatch.setattr(ModelManager, "get_gen_models", None)
+    monkeypatch.setattr(ModelManager, "get_gen_models", None, raising=False)
     monkeypatch.setattr(transformers_server, "app", lambda *words, **options: None)
     (tmp_path / "config.json").write_text("{}")
     for handler in (ChatCompletionHandler, ResponseHandler):

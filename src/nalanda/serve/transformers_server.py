@@ -20,10 +20,12 @@ def run_transformers(folder: str, options: ServeOptions, others: list[str]) -> N
     Raises:
         InputError: the model cannot be loaded.
     """
-    # Its own list has models of the hub's cache. It leaves out the folder, and fails without a cache.
-    created = int(Path(folder, "config.json").stat().st_mtime)
-    listed = {"id": folder, "object": "model", "created": created, "owned_by": "nalanda"}
-    ModelManager.get_gen_models = staticmethod(lambda: [listed])  # pyrefly: ignore[bad-assignment]
+    # Its own list, before transformers 5.24, has models of the hub's cache. It leaves out the folder, and fails
+    # without a cache.
+    if hasattr(ModelManager, "get_gen_models"):
+        created = int(Path(folder, "config.json").stat().st_mtime)
+        listed = {"id": folder, "object": "model", "created": created, "owned_by": "nalanda"}
+        ModelManager.get_gen_models = staticmethod(lambda: [listed])  # pyrefly: ignore[bad-assignment]
     if not has_chat_template(Path(folder)):
         for handler in (ChatCompletionHandler, ResponseHandler):
             handler.handle_request = refuse_chat  # pyrefly: ignore[bad-assignment]
