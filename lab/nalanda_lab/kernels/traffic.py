@@ -25,7 +25,7 @@ from unittest import mock
 import numpy as np
 import torch
 import triton.runtime.interpreter as interpreter
-from nalanda_kernels.triton import common
+from nalanda_kernels.triton import recurrence
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
@@ -90,7 +90,7 @@ def counting() -> Iterator[Counts]:
     before, _counts, active = _counts, Counts(), driver.active
     driver.set_active(Card("sm_90", _least_bytes))  # pyrefly: ignore
     try:
-        with _hooks(), _Torch(), mock.patch.object(common, "processors", return_value=1):
+        with _hooks(), _Torch(), mock.patch.object(recurrence, "processors", return_value=1):
             yield _counts
     finally:
         _counts = before
