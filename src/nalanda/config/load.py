@@ -141,6 +141,8 @@ def shorten_warmup(sections: dict, path: Path, overrides: typing.Sequence[str]) 
     overridden = {override.partition("=")[0] for override in overrides}
     if overridden & WARMUP_KEYS:
         return None
+    if overridden.isdisjoint({"train", "train.steps"}):
+        return _read_count(sections, "schedule", "warmup_steps") or None
     recipe = read_sections(path)
     before, steps = (_read_count(values, "train", "steps") for values in (recipe, sections))
     warmup = _read_count(recipe, "schedule", "warmup_steps")

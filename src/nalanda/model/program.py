@@ -67,8 +67,8 @@ class ProgramDecoder(StateBuffers):
         # The residual stream and its norm, [batch·most, D].
         D = model.config.hidden_size
         self.x, self.h = program.array("x", D), program.array("h", D)
-        own = type(self.network) is Decoder
-        refuse(not own, f"a decoder of the class {type(self.network).__name__}")
+        kind = type(self.network)
+        refuse(kind is not Decoder, f"a decoder of the class {kind.__name__}")
         # A draft of the first layers alone runs eagerly.
         refuse(model.config.num_hidden_layers != len(self.network.layers), "a part of the layers")
         for i, block in enumerate(self.network.layers):

@@ -544,7 +544,7 @@ _FOREIGN = (
     "token_type_ids",  # all zero
     "head_mask",  # None
     "cache",  # None, where a model has no cache
-    "past_key_values",
+    "past_key_values",  # the same, before transformers 5.24
 )
 
 

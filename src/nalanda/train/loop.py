@@ -146,7 +146,7 @@ def train_together(
         # Those of earlier starts, which run.json keeps, and those of this one.
         now = [{"step": run.at.step, **changes}] if changes else []
         run.facts["changes"] = [*facts.get("changes", []), *now]
-        forks = resume and resume.parent != run_dir / "checkpoints"
+        forks = resume and resume.parent != run.saver.directory
         if before := run.at.tokens if forks else facts.get(FORKED):
             run.facts[FORKED] = before
         run.facts["recipe_warmup"] = config.schedule.recipe_warmup
@@ -264,7 +264,7 @@ def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> 
         if main:
             chosen = "train.resume" in changes and config.train.resume is not None
             # A checkpoint of another run stays as it is.
-            if chosen and resume and resume.parent == run_dir / "checkpoints":
+            if chosen and resume and resume.parent == run.saver.directory:
                 make_newest(resume)
             record_recipe(run_dir, recipe, run.model.config)
             stack.enter_context(record_state(run_dir, run.facts))

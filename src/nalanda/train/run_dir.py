@@ -217,8 +217,7 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
 
 
 def keep_warmup(config: RunConfig, changes: dict[str, list], facts: dict) -> None:
-    """Gives a resumed run its recorded warm-up, if the command sets none, and `load_config` has shortened that of the
-    recipe or the recipe's is the one that the run began with.
+    """Gives a resumed run its recorded warm-up, unless the command or a changed recipe sets another.
 
     changes, facts: as `claim` returns them; the change is taken away.
     """
