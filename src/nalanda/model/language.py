@@ -124,14 +124,14 @@ class LanguageModel(NalandaPreTrainedModel):
         logits: Tensor | None,
         labels: Tensor | None,
         count: int | Tensor | None,
-        options: dict[str, Any],
+        own: dict[str, Any],
         **shifted: Tensor,
     ) -> Tensor:
         """The `loss_function` that somebody set, of all logits, called as by transformers' models.
 
-        options: those of the model's own loss, by name. Raises ValueError if one of them is given.
+        own: requests that only the model's own loss serves, by name. Raises ValueError if one of them is given.
         """
-        for name, value in options.items():
+        for name, value in own.items():
             if value:
                 raise ValueError(f"{name}: the loss_function that was set does not take it")
         keywords = shifted if count is None else shifted | {"num_items_in_batch": count}
@@ -514,11 +514,32 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             output_attentions=output_attentions,
         )
         h = out.last_hidden_state  # [B, T, D], or [B, T/N, D] of this process's part
-        all_logits = self._logits_for_loss(h, labels if shift_labels is None else shift_labels)
-        options = {"z_loss": z_loss, "context": context, "distillation": distillation}
-        described = (attention_mask, position_ids, cu_seqlens)
-        of_labels = (labels, shift_labels, num_items_in_batch)
-        loss = self._loss(h, all_logits, described, *of_labels, **options)
+        loss = None
+        targets = self._targets(
+            h, labels, shift_labels, attention_mask, position_ids, cu_seqlens, context
+        )
+        all_logits = self._logits_for_loss(h, targets)
+
+        if targets is not None and self.has_other_loss:
+            own = {"z_loss": z_loss, "distillation": distillation, "context": context}
+            shifted = {}
+            if shift_labels is not None:
+                shifted["shift_labels"] = targets
+            elif labels is not None:
+                # [B, T], −100 too where nothing predicts a token.
+                labels = torch.cat([labels[:, :1].to(targets), targets[:, :-1]], 1)
+            loss = self._other_loss(all_logits, labels, num_items_in_batch, own, **shifted)
+        elif targets is not None:
+            # Of whole rows, before they are cut: the parts' shares add up to the mean.
+            count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            if context is not None:
+                targets = context.part(targets)
+            flat_logits = None if all_logits is None else all_logits.flatten(0, 1)
+            total = self._summed_loss(
+                h.flatten(0, 1), flat_logits, targets.flatten(), z_loss, distillation
+            )
+            loss = mean_over(total, count)
+
         logits = self._logits(h, all_logits, loss, _positions(logits_to_keep))
 
         return CausalLMOutput(
@@ -554,48 +575,24 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         # pyrefly: ignore[bad-argument-type]
         return CausalLMOutput(logits=logits[:, _positions(keep)], **{CACHE: cache})
 
-    def _loss(
+    def _targets(
         self,
         h: Tensor,
-        all_logits: Tensor | None,
-        described: tuple[Tensor | None, ...],
         labels: Tensor | None,
         shift_labels: Tensor | None,
-        count: int | Tensor | None,
-        **options: Any,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cu_seqlens: Tensor | None,
+        context: Context | None,
     ) -> Tensor | None:
-        """The loss of the next tokens; None without labels.
-
-        It is the sum over this process's part of the rows, over the number of labels in whole rows. all_logits: of
-        `_logits_for_loss`. described: attention_mask, position_ids, cu_seqlens. options: z_loss, context and
-        distillation.
-        """
-        # The next tokens [B, T] of whole rows, −100 where there is none.
-        context: Context | None = options["context"]
+        """The next tokens `[B, T]` of whole rows, −100 where there is none; None without labels."""
         T = h.shape[1] * (1 if context is None else context.size)
         if shift_labels is not None:
-            targets = self._checked_labels(shift_labels, h, T)
-        elif labels is not None:
-            targets = next_tokens(self._checked_labels(labels, h, T), *described)
-        else:
-            return None
-
-        if self.has_other_loss:
-            if labels is None or shift_labels is not None:
-                return self._other_loss(all_logits, labels, count, options, shift_labels=targets)
-            # [B, T], −100 too where nothing predicts a token.
-            labels = torch.cat([labels[:, :1].to(targets), targets[:, :-1]], 1)
-            return self._other_loss(all_logits, labels, count, options)
-
-        # Of whole rows, before they are cut: the parts' shares add up to the mean.
-        if count is None:
-            count = (targets != -100).sum()
-        if context is not None:
-            targets = context.part(targets)
-        logits = None if all_logits is None else all_logits.flatten(0, 1)
-        rows = (h.flatten(0, 1), logits, targets.flatten())
-        total = self._summed_loss(*rows, options["z_loss"], options["distillation"])
-        return mean_over(total, count)
+            return self._checked_labels(shift_labels, h, T)
+        if labels is not None:
+            labels = self._checked_labels(labels, h, T)
+            return next_tokens(labels, attention_mask, position_ids, cu_seqlens)
+        return None
 
 
 # transformers' Trainer smooths labels of the classes that it lists here against the token before.
