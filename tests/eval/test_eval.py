@@ -35,7 +35,7 @@ from nalanda.common.errors import DiskFull, InputError
 from nalanda.config.schema import DataConfig
 from nalanda.inference.generate import generate
 from nalanda.inference.load import load_model
-from nalanda.inference.options import LoadOptions, Sampling
+from nalanda.inference.options import LoadOptions, Sampling, read_prompt
 from nalanda.train.card import front_matter, scores_table
 
 SENTENCE = "a river runs under the old stone bridge and the miller counts his sacks before dusk"
@@ -1687,7 +1687,7 @@ def test_generation_samples_by_seed_and_reads_stdin(checkpoint, capsys, monkeypa
         for seed in (1, 1, 2)
     )
     assert first == again != other
-    monkeypatch.setattr("sys.stdin", io.StringIO("dusk"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"dusk")))
     assert (
         generate(checkpoint, "-", sampling=Sampling(max_new_tokens=16, seed=1), stream=False)
         == first
@@ -1697,6 +1697,11 @@ def test_generation_samples_by_seed_and_reads_stdin(checkpoint, capsys, monkeypa
         is not None
     )
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_prompt_on_standard_input_keeps_its_line_ends(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"dusk\r\ndawn\n")))
+    assert read_prompt("-", None) == "dusk\r\ndawn\n"
 
 
 @pytest.mark.parametrize(

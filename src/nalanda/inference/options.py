@@ -142,13 +142,14 @@ def state_format(name: str | None) -> str | None:
 def read_prompt(prompt: str | None, file: str | Path | None) -> str | None:
     """The text of a prompt, of standard input (`-`) or of a file. Raises InputError."""
     try:
+        # Decoded here, because text streams drop \r.
         if file is not None:
-            text = Path(file).expanduser().read_bytes().decode("utf-8-sig")  # keeps \r
+            text = Path(file).expanduser().read_bytes().decode("utf-8-sig")
         elif prompt == "-":
-            text = sys.stdin.read()
+            text = sys.stdin.buffer.read().decode("utf-8-sig")
         else:
             text = prompt
-        (text or "").encode()  # arguments and standard input may hold bytes that are no text
+        (text or "").encode()  # arguments may hold bytes that are no text
     except (OSError, UnicodeError) as error:
         reason = "not UTF-8; save it as UTF-8"
         if isinstance(error, OSError):
