@@ -754,6 +754,9 @@ def test_a_state_outlives_what_leaves_the_weights_as_they_are(small):
     expected = small.generate(state=state, **options)
     small.train().eval()  # which lays the weights side by side
     small.to("cpu").float().double()
+    with_buffers = build(mixer="norm_attention", dtype=torch.float32, **ENDLESS).eval()
+    read = with_buffers.read(ids(1, 9))
+    with_buffers.double().generate(state=read, **options)
     small.train()(input_ids=ids(1, 9), labels=ids(1, 9)).loss.backward()
     small.eval().zero_grad()
     with torch.inference_mode():

@@ -210,6 +210,24 @@ def test_other_caches_are_refused(small):
         build("softmax", dtype=torch.float32)(ids(2, 1), past_key_values=cache)
 
 
+@torch.no_grad()
+def test_a_cache_of_a_call_that_failed_is_refused(small):
+    cache = small(ids(1, 5), use_cache=True).past_key_values
+
+    def fails(*_):
+        raise torch.OutOfMemoryError
+
+    hook = small.model.layers[1].register_forward_pre_hook(fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        small(ids(1, 3), past_key_values=cache)
+    hook.remove()
+    for tokens in (1, 3):
+        with pytest.raises(ValueError, match="failed between two layers: begin with a new cache"):
+            small(ids(1, tokens), past_key_values=cache)
+    cache.reset()
+    small(ids(1, 3), past_key_values=cache)
+
+
 @pytest.mark.parametrize("chunk_size", [0, -1, 2.5, True])
 def test_reading_in_pieces_of_nothing_is_refused(small, chunk_size):
     with pytest.raises(ValueError, match=f"chunk_size={chunk_size} must be an integer from 1 on"):

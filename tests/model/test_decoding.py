@@ -2,9 +2,12 @@
 
 import collections
 import contextlib
+import contextvars
 import gc
 import itertools
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import nalanda_kernels
 import pytest
@@ -19,7 +22,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from transformers.utils import ModelOutput
 
 from nalanda import NalandaCache
-from nalanda.model import MIXERS, decoding, program
+from nalanda.model import MIXERS, choose_decoder, decoding, program
 
 try:
     library.library()
@@ -292,6 +295,49 @@ def test_beams_and_copies(options, mixer, runs):
 def test_threads_and_states_between_them(mixer, runs):
     check_threads(tiny(mixer=mixer), eager, **GREEDY)
     assert len(runs) == 13 * (NEW - 1) + 12  # the threads' prompts are short pieces
+
+
+@torch.no_grad()
+def test_a_thread_that_inherits_the_choice_of_a_decoder_runs_eagerly(runs):
+    model, tokens = tiny(), ids(1, 5)
+    begun = model(tokens, use_cache=True)
+
+    @torch.no_grad()
+    def one_token():
+        return model(ids(1, 1), cache=begun.past_key_values).logits
+
+    with choose_decoder(model) as choice:
+        context = contextvars.copy_context()  # as that of asyncio.to_thread
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(context.run, one_token).result()
+        assert not runs
+        assert choice.reason is None
+        one_token()
+    assert len(runs) == 1
+
+
+@torch.no_grad()
+def test_buffers_do_not_change_owners_while_a_state_is_copied(monkeypatch):
+    """Two caches of one thread's decoder: another thread continues the first one as the second one moves in."""
+    model = tiny()
+    first, second = (model(ids(1, 5) + i, use_cache=True).past_key_values for i in range(2))
+    with choose_decoder(model):
+        model(ids(1, 1), cache=first)
+        buffers = first.decoder
+        expected = buffers.copied()
+
+        def copied_slowly():
+            mover.start()
+            mover.join(0.2)  # it waits for this copy
+            return copied()
+
+        copied = buffers.copied
+        monkeypatch.setattr(buffers, "copied", copied_slowly)
+        mover = threading.Thread(target=buffers.take, args=(second,))
+        states = first.states
+        mover.join()
+    assert second.live
+    torch.testing.assert_close(states, expected, rtol=0, atol=0)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """The state of generation, with transformers' cache interface."""
 
 import copy
+import threading
 import weakref
 from dataclasses import fields
 from typing import Any
@@ -58,6 +59,8 @@ class NalandaCache(Cache):
         self.decoder: Any = None
         self.state_dtype = state_dtype
         self.states: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
+        # A call replaces them layer by layer. This stays True where a call failed in between.
+        self.being_read = False
         self.seen_tokens = 0  # columns read so far, with padding, as in attention masks
         self.lengths: Tensor | None = None  # int64 [batch], on the host: tokens of each sequence
         self.recording = False
@@ -80,7 +83,7 @@ class NalandaCache(Cache):
     def release(self) -> None:
         """Copies the states out of the buffers."""
         if self.live:  # whether they are there
-            self.states = self.decoder.copied()
+            self.decoder.give_back(self)
 
     def __getstate__(self) -> dict[str, Any]:  # for copies
         return {"_states": self.states} | vars(self) | {"decoder": None}
@@ -251,9 +254,13 @@ class NalandaCache(Cache):
 class StateBuffers:
     """States in memory that decoding writes into. They are those of one cache at a time, its owner.
 
+    One thread decodes with them. Another one may continue their owner, and then takes its states out: buffers change
+    owners under a lock.
+
     A subclass has `newest`, each layer's newest state, and `lengths`, int64 `[batch]`, which it counts on from.
     """
 
+    lock = threading.RLock()  # one for all buffers, because a cache moves from some to others
     newest: list[dict[str, Tensor]]
     lengths: Tensor
     owner: "weakref.ref[NalandaCache] | None" = None
@@ -270,6 +277,12 @@ class StateBuffers:
         pairs = zip(self.newest, states, strict=True)
         copy_all([(buffers[name], state[name]) for buffers, state in pairs for name in buffers])
 
+    def give_back(self, cache: NalandaCache) -> None:
+        """Copies the newest states into `cache`, if they are its own."""
+        with self.lock:
+            if cache.live and cache.decoder is self:
+                cache.states = self.copied()
+
     def take(self, cache: NalandaCache) -> bool:
         """Moves the states of `cache` into the buffers, if they are not there; False if they do not fit."""
         if cache.decoder is self and cache.live:
@@ -277,16 +290,17 @@ class StateBuffers:
         states = cache.states
         if not self.fits(states):
             return False
-        owner = None if self.owner is None else self.owner()
-        # Another cache's newest states are in these buffers: it gets copies first.
-        if owner is not None and owner.decoder is self:
-            owner.release()
         assert cache.lengths is not None
-        self.lengths.copy_(cache.lengths)
-        self.fill(states)
-        self.owner = weakref.ref(cache)
-        cache.states = []  # frees their memory
-        cache.decoder, cache.live = self, True
+
+        with self.lock:
+            owner = None if self.owner is None else self.owner()
+            if owner is not None:
+                self.give_back(owner)
+            self.lengths.copy_(cache.lengths)
+            self.fill(states)
+            self.owner = weakref.ref(cache)
+            cache.states = []  # frees their memory
+            cache.decoder, cache.live = self, True
         return True
 
 

@@ -310,6 +310,10 @@ class Decoder(NalandaPreTrainedModel):
                 f"NalandaCache({len(self.layers)}); prefix tuning has no keys and values to train here, "
                 "LoRA and prompt tuning work"
             )
+        if cache.being_read:
+            raise ValueError(
+                "an earlier call with this cache failed between two layers: begin with a new cache"
+            )
         cache.check_batch(B)
         # A draft by the first layers lowers num_hidden_layers, and may have a cache of its own.
         if not self.config.num_hidden_layers <= len(cache) <= len(self.layers):
@@ -540,6 +544,9 @@ class Decoder(NalandaPreTrainedModel):
         x = self.dropout(x)
         state_dtype = "float32" if batch.cache is None else batch.cache.state_dtype
 
+        if batch.cache is not None:
+            batch.cache.being_read = True
+
         # transformers' early exit lowers num_hidden_layers for drafts
         for i, layer in zip(range(self.config.num_hidden_layers), self.layers, strict=False):
             if batch.hidden_states is not None:
@@ -567,6 +574,7 @@ class Decoder(NalandaPreTrainedModel):
             B, T = batch.x.shape[:2]
             dense = batch.seq.cu_seqlens is None
             batch.cache.seen(T, torch.full((B,), T) if dense else batch.seq.lengths)
+            batch.cache.being_read = False
 
         x = batch.columns(x)
         hidden = batch.hidden_states

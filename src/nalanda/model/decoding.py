@@ -228,6 +228,7 @@ class DecoderChoice:
 
     def __init__(self, model: Any):
         self.model, self.eager = model, 0
+        self.thread = threading.get_ident()  # another one may inherit the context
         self.decoders: weakref.WeakValueDictionary[int, TokenDecoder] = (
             weakref.WeakValueDictionary()
         )
@@ -258,6 +259,8 @@ class DecoderChoice:
         # not what a graph or C++ writes into.
         if (
             model is not self.model
+            or threading.get_ident() != self.thread
+            or cache.being_read
             or cache.recording
             or cache.state_dtype != "float32"
             or cache.unread is not None

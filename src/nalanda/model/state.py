@@ -83,8 +83,9 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 class Trace:
     """A record of a model's weights that shows later changes, without reading all of them.
 
-    Tensors count writes, but not those of fused optimizers or through `.data`. So it keeps some values too.
-    Offloaded weights are new tensors in every call: only their names are compared.
+    Parameters count writes, but not those of fused optimizers or through `.data`. So it keeps some values too.
+    A move or a cast makes new buffers, so only their values are compared. Offloaded weights are new tensors in every
+    call: only their names are compared.
     """
 
     SAMPLE = 16  # values of a tensor, at most
@@ -93,8 +94,11 @@ class Trace:
         tensors = _weights(model)
         self.names = set(tensors)
         tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-        self.tensors = weakref.WeakValueDictionary(tensors)
-        self.writes = {name: 0 if x.is_inference() else x._version for name, x in tensors.items()}
+        parameters = {name: x for name, x in tensors.items() if isinstance(x, nn.Parameter)}
+        self.parameters = weakref.WeakValueDictionary(parameters)
+        self.writes = {
+            name: 0 if x.is_inference() else x._version for name, x in parameters.items()
+        }
         self.samples = self._samples(tensors.values())
 
     def _samples(self, tensors: Iterable[Tensor]) -> dict[tuple, Tensor]:
@@ -112,7 +116,7 @@ class Trace:
         now = Trace(model)
         if (self.names, self.writes) != (now.names, now.writes):
             return False
-        if any(self.tensors.get(name) is not tensor for name, tensor in now.tensors.items()):
+        if any(self.parameters.get(name) is not x for name, x in now.parameters.items()):
             return False
 
         # Samples of another dtype or device have no key in common, and are not compared.
