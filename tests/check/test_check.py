@@ -311,6 +311,12 @@ def test_a_coarse_half_precision_is_found():
     assert half_precision(planted(other_tokens(is_half))).verdict == "differs"
 
 
+def test_a_head_of_zeros_is_judged():
+    headless = subject()
+    torch.nn.init.zeros_(headless.model.lm_head.weight)
+    assert [row.verdict for row in check(headless, [properties.causal])] == ["holds", "rounding"]
+
+
 @pytest.mark.slow
 def test_a_llama_has_every_property():
     rows = {row.name: row for row in check(subject())}

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.corpus import open_corpus
-from nalanda.data.inspect import check_set
+from nalanda.data.inspect import check_set, print_token_set
 from nalanda.data.loader import PackedBatches
 from nalanda.data.megatron import MegatronSet, read_megatron, write_megatron
 from nalanda.data.prepare import prepare
@@ -153,6 +154,14 @@ def test_an_empty_validation_set_says_nothing_about_ends(tokenizer, saved, tmp_p
     index = read_megatron(DataConfig(source=str(folder)), saved, tmp_path / "out")
     assert index["settings"]["eos"]
     assert index["validation"]["documents"] == 0
+
+
+def test_a_split_of_ends_alone_is_printed(tokenizer, saved, tmp_path, capsys):
+    write_by_hand(tmp_path / "train", tokens_of(tokenizer))
+    write_by_hand(tmp_path / "validation", [[[tokenizer.eos_token_id]]] * 2)
+    index = read_megatron(DataConfig(source=str(tmp_path)), saved, tmp_path / "out")
+    print_token_set(index, tmp_path / "out")
+    assert re.search(r"validation +2 +2 +2\.000 +0 B", capsys.readouterr().out)
 
 
 def test_a_large_vocabulary_is_int32(saved, tmp_path, monkeypatch, tokenizer):

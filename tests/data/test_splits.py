@@ -74,6 +74,16 @@ def test_a_split_is_told_by_a_folder_or_a_files_name(tmp_path, names):
     ]
 
 
+def test_a_list_may_mix_absolute_and_relative_paths(tmp_path, monkeypatch):
+    for name in ("a/train/a.jsonl", "b/validation/b.jsonl"):
+        write_jsonl(tmp_path / name, [name])
+    monkeypatch.chdir(tmp_path)
+    listed = [str(tmp_path / "a"), "b"]
+    opened = open_corpora(DataConfig(source=listed))
+    assert texts_of(opened["train"]) == ["a/train/a.jsonl"]
+    assert texts_of(opened["validation"]) == ["b/validation/b.jsonl"]
+
+
 def test_what_is_left_out_is_said(tmp_path, bpe_of_bytes):
     names = (
         "train/a.jsonl",

@@ -321,13 +321,13 @@ def _find_listed(
             listed[path] = file
 
     # The folder that all files share names no split.
-    shared = Path(os.path.commonpath([file.path.parent for file in listed.values()]))
+    folders = {name: file.path.parent.absolute() for name, file in listed.items()}
+    shared = Path(os.path.commonpath(folders.values()))
 
     def split_of_name(name: str) -> str:
         if len(listed) == 1:  # nothing is beside it
             return ""
-        path = listed[name].path
-        return split_of(reversed(path.parent.relative_to(shared).parts), path.name)
+        return split_of(reversed(folders[name].relative_to(shared).parts), listed[name].path.name)
 
     splits = _by_split(listed, split_of_name, counts)
     return _choose_split(f"{sources[0]} and others", splits, split, counts)

@@ -99,7 +99,7 @@ def _split_row(split: str, entry: dict) -> list[str]:
         split,
         f"{entry['documents']:,}",
         f"{entry['tokens']:,}",
-        f"{entry['tokens'] / entry['text_bytes']:.3f}",
+        f"{entry['tokens'] / max(1, entry['text_bytes']):.3f}",
         size(entry["text_bytes"]),
         size(stored),
     ]

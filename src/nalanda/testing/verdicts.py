@@ -196,7 +196,7 @@ def half_precision(subject: Subject) -> Finding:
             difference = relative_difference(found, uncached(model, ids))
     except Exception as error:
         return unable(name, says, error)
-    times = difference / rounding(model, ids, 2**-9)
+    times = difference / max(rounding(model, ids, 2**-9), 1e-30)
     verdict: Verdict = "rounding" if times < 10 else "differs"
     return Finding(
         name, says, verdict, difference, note=f"{times:.1f} × its rounding of the weights"
