@@ -167,29 +167,24 @@ def test_the_estimate_knows_the_precision_and_what_the_chunk_form_keeps(
 
 def test_a_cpu_saves_all_chunks_where_memory_is_free(monkeypatch):
     """More than those of few tokens, if a step with them takes at most half of the free memory."""
-    monkeypatch.setattr(chunk_forward, "SAVED_TOKENS", chunk_forward.FEW_TOKENS)
     sizes = ["train.micro_batch_size=64", "data.seq_len=512", "train.tokens_per_step=32768"]
     config = load_config("demo", ["model.vocab_size=96", *sizes])
     model = meta_model(config)
 
-    def needed(free: int, device: str = "cpu") -> int:
+    def needed(free: int, device: str = "cpu") -> needs.Needs:
         monkeypatch.setattr(memory, "host", lambda: free)
-        return needs.needs_of(config, model, 1, device=device).machine
+        return needs.needs_of(config, model, 1, device=device)
 
     few, every = needed(0), needed(1 << 50)
-    assert every > 1.1 * few
-    assert needed(2 * every) == every
-    assert chunk_forward.SAVED_TOKENS == 2**62
-    assert needed(2 * every - 1) == few
-    assert chunk_forward.SAVED_TOKENS == chunk_forward.FEW_TOKENS
-    chunk_forward.SAVED_TOKENS = 0
-    needed(1 << 50, "cuda")
-    assert chunk_forward.SAVED_TOKENS == chunk_forward.FEW_TOKENS
+    assert (few.saved_tokens, every.saved_tokens) == (chunk_forward.FEW_TOKENS, 2**62)
+    assert every.machine > 1.1 * few.machine
+    assert needed(2 * every.machine) == every
+    assert needed(2 * every.machine - 1) == few
+    assert needed(1 << 50, "cuda").saved_tokens == chunk_forward.FEW_TOKENS
 
 
 def test_what_would_fit_is_counted_as_a_run_of_those_rows(monkeypatch):
     """Four rows are half of a process's share, so FSDP2 also holds whole gradients."""
-    monkeypatch.setattr(chunk_forward, "SAVED_TOKENS", chunk_forward.FEW_TOKENS)
     monkeypatch.setattr(memory, "host", lambda: 1 << 50)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -33,7 +33,7 @@ from .chunk_channels import channel_scores, flushed
 from .chunk_order import Segment, order_of, ranked, unranked
 
 # Up to so many tokens times heads, a CPU's backward computes no chunk again: a fifth of the time for 5 to 7 kB
-# each. Training saves all where memory is free (`train.needs.needs_of`); the values are the same.
+# each. Training saves all where memory is free (`train.build.check_machine`); the values are the same.
 FEW_TOKENS = 16384
 SAVED_TOKENS: int = FEW_TOKENS
 

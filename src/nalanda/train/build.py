@@ -28,6 +28,7 @@ from nalanda.data.sources import Sources
 from nalanda.data.text_bytes import text_bytes
 from nalanda.data.token_set import SumCheck
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary, is_whole, save_tokenizer
+from nalanda.model import chunk_forward
 from nalanda.train import checkpoint, parallel
 from nalanda.train.carried_states import check_carries, read_slots, slot_files, slots_of
 from nalanda.train.checkpoint_dir import (
@@ -165,7 +166,7 @@ def check_machine(
     tokenizer: Any,
     resume: Path | None,
 ) -> tuple[Needs, bool]:
-    """Refuses a run whose model, steps or files this machine cannot hold. `needs_of` decides which chunks a CPU saves.
+    """Refuses a run whose model, steps or files this machine cannot hold. Sets which chunks a CPU saves.
 
     Returns what the run needs, and whether its model is an encoder.
 
@@ -183,6 +184,8 @@ def check_machine(
     steps = map(step_of, checkpoint_folders(run_dir / "checkpoints"))
     saved = [step for step in steps if step <= last]
     needs = needs_of(config, model, processes, device, saved)
+    # No value depends on it: chunks that are not saved are computed again.
+    chunk_forward.SAVED_TOKENS = needs.saved_tokens
     if device == "cpu":
         check_step(needs)
     on_main_process(accelerator.is_main_process, lambda: check_disk(needs.files, run_dir))

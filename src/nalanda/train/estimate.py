@@ -218,9 +218,12 @@ def activation_bytes(
     checkpointing: bool,
     parts: int = 1,
     device: str = "cpu",
+    saved_tokens: int = chunk_forward.FEW_TOKENS,
 ) -> int:
     """Bytes that one micro-batch keeps for the backward pass, and the loss's block of logits, on one process
     of a context of `parts`. Rows are one document each.
+
+    saved_tokens: `chunk_forward.SAVED_TOKENS` of the run.
 
     dtype: of autocast; fp32 for none. device: "cpu", or "cuda" for the torch path under a GPU's rules: maps
     are computed again in the backward, and no chunk is kept. The Triton kernels keep other tensors than the
@@ -229,10 +232,10 @@ def activation_bytes(
     length, tokens = seq_len // parts, rows * seq_len // parts
     names = config.layer_mixers
     blocks = {
-        name: _extrapolated(config, name, length, tokens, dtype, parts, device)
+        name: _extrapolated(config, name, length, tokens, dtype, parts, device, saved_tokens)
         for name in dict.fromkeys(names)
     }
-    ends = _extrapolated(config, None, length, tokens, dtype, 1, device)
+    ends = _extrapolated(config, None, length, tokens, dtype, 1, device, saved_tokens)
     if checkpointing:
         stream = 4 * tokens * config.hidden_size  # the residual stream is fp32
         # The block that is computed again has its own input.
@@ -256,6 +259,7 @@ def _extrapolated(
     dtype: torch.dtype,
     parts: int,
     device: str,
+    saved_tokens: int,
 ) -> int:
     """The bytes that a block with the mixer `name` keeps of `tokens` in documents of `length`.
 
@@ -273,7 +277,7 @@ def _extrapolated(
     few = (
         mixer is not None
         and device == "cpu"
-        and mixer.rule.steps * mixer.num_v_heads * tokens <= chunk_forward.SAVED_TOKENS
+        and mixer.rule.steps * mixer.num_v_heads * tokens <= saved_tokens
     )
     key = (config.to_json_string(), name, tuple(shapes), dtype, parts, device, few)
     if key not in _measured:

@@ -62,6 +62,8 @@ class Needs:
     activations: int | None
     """Of a micro-batch; None: not known, or not counted."""
     files: RunFiles
+    saved_tokens: int = chunk_forward.FEW_TOKENS
+    """`chunk_forward.SAVED_TOKENS` of the run."""
 
     @property
     def device(self) -> int:
@@ -89,8 +91,8 @@ def needs_of(
     device: str | None = "cpu",
     saved: Sequence[int] = (),
 ) -> Needs:
-    """Counts what a run needs, in the stage that needs most. Lets a CPU save all chunks for the backward, if a step
-    then takes at most half of the free memory.
+    """Counts what a run needs, in the stage that needs most. A CPU saves all chunks for the backward, if a step then
+    takes at most half of the free memory.
 
     model: it may lie on the meta device. device: of `activation_bytes`; None: activations are not counted, which takes
     seconds. saved: of `run_files`.
@@ -101,14 +103,13 @@ def needs_of(
     files = run_files(config, model, saved)
 
     def with_chunks(tokens: int) -> Needs:
-        # No value depends on it: chunks that are not saved are computed again.
-        chunk_forward.SAVED_TOKENS = tokens
         activations = None
         if device and isinstance(model.config, NalandaConfig):
             activations = max(
-                activation_bytes(*micro_batch_of(each, model.config), device) for each in configs
+                activation_bytes(*micro_batch_of(each, model.config), device, tokens)
+                for each in configs
             )
-        return Needs(held + teacher, teacher, activations, files)
+        return Needs(held + teacher, teacher, activations, files, tokens)
 
     if device == "cpu":
         needs = with_chunks(2**62)
