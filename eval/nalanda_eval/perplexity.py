@@ -30,7 +30,7 @@ from nalanda.common.text import si
 from nalanda.common.versions import versions
 from nalanda.config.load import load_config
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.corpus import open_corpus
 from nalanda.data.documents import suffix_of
 from nalanda.data.readers import read_txt
 from nalanda.data.records import Document, Fields
@@ -184,7 +184,7 @@ def documents(data: DataConfig, seed: int | None = None) -> Iterator[str]:
         return
     corpus = open_corpus(data, "validation")
     corpus.ordered |= seed is None
-    yield from DocumentStream(corpus, seed=seed or 0, buffer_size=0, epochs=1).texts()
+    yield from corpus.once(seed or 0).texts()
 
 
 def tokenise_documents(

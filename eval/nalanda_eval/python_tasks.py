@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nalanda.common.files import write_atomically
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.corpus import open_corpus
 
 CONTEXT, ENDING = 400, 100
 """Characters of context and ending in a question of the cloze task."""
@@ -15,8 +15,7 @@ PYTHON = DataConfig(source="python")
 
 def python_tasks(data: DataConfig = PYTHON) -> dict[str, list[dict]]:
     """The rows of the files that the tasks read, by file name, from the validation documents of `data`."""
-    stream = DocumentStream(open_corpus(data, "validation"), seed=0, buffer_size=0, epochs=1)
-    documents = list(stream.texts())
+    documents = list(open_corpus(data, "validation").once().texts())
     return {
         "python_docs.jsonl": [{"text": text} for text in excerpts(documents, characters=50_000)],
         "python_cloze.jsonl": cloze(documents, questions=200),

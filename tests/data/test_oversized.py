@@ -107,12 +107,12 @@ def test_a_document_above_the_limit_is_refused_or_left_out(tmp_path, suffix):
     with pytest.raises(
         InputError, match=where + r"a document of .* data\.max_document_bytes is 1,000; raise"
     ):
-        list(DocumentStream(open_corpus(config, "train"), seed=1, buffer_size=0, epochs=1))
+        list(open_corpus(config, "train").once(1))
     assert read_all(folder, max_document_bytes=4000) == sorted(texts)
     config.oversized = "skip"
     stream = DocumentStream(open_corpus(config, "train"), seed=1, buffer_size=0, epochs=2)
     assert sorted(stream.texts()) == sorted(2 * [text for text in texts if len(text) < 1000])
-    assert stream.skipped == stream.state_dict()["skipped"] == 4
+    assert stream.left.total() == stream.state_dict()["skipped"] == 4
 
 
 def test_what_was_left_out_is_counted_over_a_resume(tmp_path, bpe_of_bytes):

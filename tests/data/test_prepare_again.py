@@ -13,7 +13,7 @@ from nalanda.data.inspect import check_set
 from nalanda.data.loader import PackedBatches
 from nalanda.data.prepare import begin, prepare
 from nalanda.data.prepare_run import Preparation
-from nalanda.data.token_set import TokenSet
+from nalanda.data.token_set import TokenSet, read_index
 
 
 def content_of(folder: Path) -> dict[str, list]:
@@ -22,7 +22,8 @@ def content_of(folder: Path) -> dict[str, list]:
     for split in ("train", "validation"):
         part = TokenSet(folder, split)
         starts = part.starts(0, part.tokens).tolist()
-        found[split] = [part.read(0, part.tokens).tolist(), starts, part.by_source]
+        sources = read_index(folder)[split]["sources"]
+        found[split] = [part.read(0, part.tokens).tolist(), starts, sources]
     return found
 
 

@@ -10,7 +10,7 @@ from corpora import bytes_of, corpus, held_out, lines, records
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.corpus import DocumentStream, open_corpora
+from nalanda.data.corpus import open_corpora
 from nalanda.data.documents import READERS, Document, hash_text
 from nalanda.data.inspect import inspect
 from nalanda.data.prepare import prepare
@@ -57,7 +57,7 @@ def test_training_and_preparation_hold_the_same_out(tmp_path, tokenizer, byte_to
         assert opened.note in said
         assert opened.note
         opened.ordered = True
-        texts = DocumentStream(opened, seed=0, buffer_size=0, epochs=1).texts()
+        texts = opened.once().texts()
         expected = np.concatenate(encode(list(texts)))
         found = TokenSet(tmp_path / "out", split)
         np.testing.assert_array_equal(found.read(0, found.tokens), expected)
@@ -191,7 +191,7 @@ def test_half_a_surrogate_as_a_source(tmp_path, byte_tokenizer):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     index = prepare(DataConfig(source=str(tmp_path / "a.jsonl")), byte_tokenizer, tmp_path / "out")
     assert index["sources"] == ["?"]
-    assert TokenSet(tmp_path / "out", "train").sources == ["?"]
+    assert TokenSet(tmp_path / "out", "train").document(0)[1] == "?"
 
 
 def test_documents_without_tokens_are_left_out(tmp_path):

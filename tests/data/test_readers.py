@@ -140,7 +140,7 @@ def texts(source, split: str = "train", **settings) -> list[str]:
     config = DataConfig(source=source if isinstance(source, list) else str(source), **settings)
     corpus = open_corpus(config, split)
     corpus.ordered = True
-    return list(DocumentStream(corpus, seed=0, buffer_size=0, epochs=1).texts())
+    return list(corpus.once().texts())
 
 
 def held_in(source, **settings) -> list[str]:
@@ -530,11 +530,11 @@ def test_a_set_counts_what_was_left_out(tmp_path, byte_tokenizer):
 def test_a_state_of_an_earlier_version_counts_on(tmp_path):
     write(tmp_path / "a.jsonl", b'{"text": "one"}\n{"text": 1}\n')
     config = DataConfig(source=str(tmp_path), validation_share=1e-9, unusable="skip")
-    stream = DocumentStream(open_corpus(config, "train"), seed=0, buffer_size=0, epochs=1)
+    stream = open_corpus(config, "train").once()
     stream.load_state_dict(stream.state_dict() | {"skipped": 3})
     assert list(stream.texts()) == ["one"]
     assert stream.left == {"skipped": 3, "unusable": 1}
-    assert stream.skipped == 4
+    assert stream.left.total() == 4
 
 
 def test_there_are_two_policies():

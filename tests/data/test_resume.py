@@ -461,10 +461,3 @@ def test_sources_are_listed_once_and_sent(folder, tokenizer, monkeypatch):
         assert kept[0] == kept[1]
         assert len({*kept[0]}) == 2
     assert len(listed) == 1
-
-
-def test_two_shards_never_have_one_name(folder):
-    data = settings(folder)
-    found = corpus.open_corpus(data, "train")
-    double = dataclasses.replace(found, shards=[*found.shards, *found.shards[:2]])
-    assert double.names == [*found.names, "a.jsonl (2)", "b.jsonl (2)"]

@@ -354,9 +354,7 @@ def test_a_mixture_of_a_recipe(folder, recipe, tmp_path):
 def test_texts_of_a_mixture_for_a_tokenizer(folder):
     settings = config(folder, "mixture")
     settings.mixture[1].source = str(folder / "code")
-    stream = corpus.DocumentStream(
-        corpus.open_corpus(settings, "train"), seed=0, buffer_size=0, epochs=1
-    )
+    stream = corpus.open_corpus(settings, "train").once()
     found = list(stream.texts())
     assert len(found) == len(set(found)) == 44 + 44 + 12
     first = "".join(found[:20])

@@ -293,9 +293,7 @@ def test_held_out_share_is_disjoint_complete_and_stable(tmp_path):
 
     def part(split: str) -> list[str]:
         config = DataConfig(source=str(tmp_path), validation_share=0.2)
-        return list(
-            DocumentStream(open_corpus(config, split), seed=0, buffer_size=0, epochs=1).texts()
-        )
+        return list(open_corpus(config, split).once().texts())
 
     train, validation = part("train"), part("validation")
     assert len(train) + len(validation) == 500
@@ -309,10 +307,7 @@ def test_validation_source(tmp_path):
     train = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
     own = write_jsonl(tmp_path / "b.jsonl", ["three"])
     config = DataConfig(source=str(train), validation_source=str(own), validation_share=0.99)
-    parts = [
-        sorted(DocumentStream(open_corpus(config, split), seed=0, buffer_size=0, epochs=1).texts())
-        for split in ("train", "validation")
-    ]
+    parts = [sorted(open_corpus(config, split).once().texts()) for split in ("train", "validation")]
     assert parts == [["one", "two"], ["three"]]
 
 

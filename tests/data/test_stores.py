@@ -13,7 +13,7 @@ from servers import jsonl
 from nalanda.common.errors import DiskFull, InputError, SourceUnavailable
 from nalanda.common.text import is_url, redact, scheme_of
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.corpus import open_corpus
 from nalanda.data.hashes import FileHashes
 from nalanda.data.loader import PackedBatches
 from nalanda.data.megatron import read_megatron
@@ -34,7 +34,7 @@ def identities(source, split="train") -> list[str]:
 def texts(data: DataConfig, split="train") -> list[str]:
     corpus = open_corpus(data, split)
     corpus.ordered = True
-    return [*DocumentStream(corpus, seed=0, buffer_size=0, epochs=1).texts()]
+    return [*corpus.once().texts()]
 
 
 def checked_texts(data: DataConfig) -> list[str]:
@@ -189,7 +189,7 @@ def test_a_shard_that_changes_is_noticed(bucket, tokenizer):
     corpus = open_corpus(config, "train")
     bucket.put("set/b.jsonl", jsonl("d", 20))
     with pytest.raises(InputError, match=r"^s3://bucket/set/b\.jsonl: changed while in use"):
-        [*DocumentStream(corpus, seed=0, buffer_size=0, epochs=1)]
+        [*corpus.once()]
 
 
 def test_a_damaged_shard_is_named_and_downloaded_again(bucket):
@@ -212,7 +212,7 @@ def test_a_server_that_dies_is_asked_again_a_bounded_number_of_times(bucket, wai
         with pytest.raises(
             SourceUnavailable, match=r"\.jsonl: failed 3 times in a row, gave up"
         ) as caught:
-            next(iter(DocumentStream(corpus, seed=0, buffer_size=0, epochs=1)))
+            next(iter(corpus.once()))
     finally:
         bucket.start()
     assert caught.value.exit_code == 75
@@ -220,7 +220,7 @@ def test_a_server_that_dies_is_asked_again_a_bounded_number_of_times(bucket, wai
     said = capsys.readouterr().err
     assert said.count("try ") == 2
     assert SECRET not in said
-    assert len([*DocumentStream(corpus, seed=0, buffer_size=0, epochs=1)]) == 6
+    assert len([*corpus.once()]) == 6
     assert [path.name for path in cache().glob(".*")] == []
 
 

@@ -52,11 +52,12 @@ def test_documents_are_the_tokens_that_training_reads(tmp_path, tokenizer, byte_
             assert found.starts(a, a + 1) == [a]
             assert not len(found.starts(a + 1, a + 2))
             assert not len(found.starts(a, a))
-        assert found.sources == sorted(NAMES)
-        assert sum(tokens for _, tokens in found.by_source.values()) == found.tokens
+        counts = index[split]["sources"]
+        assert [*counts] == sorted(NAMES)
+        assert sum(tokens for _, tokens in counts.values()) == found.tokens
         for name in NAMES:
             chosen = [len(t) for r, t in zip(meant, expected, strict=True) if name in str(r)]
-            assert found.by_source[name] == (len(chosen), sum(chosen))
+            assert counts[name] == [len(chosen), sum(chosen)]
         assert index[split]["text_bytes"] == sum(len(r["text"].encode()) for r in meant)
         with pytest.raises(IndexError):
             found.read(0, found.tokens + 1)
@@ -103,7 +104,7 @@ def test_large_vocabularies_have_four_bytes(tmp_path):
     found = TokenSet(tmp_path / "out", "train")
     assert (index["dtype"], found.settings["vocab_size"]) == ("uint32", 70_001)
     assert found.document(7)[0].tolist() == [2, 70_000, 65_536, 0, 1]
-    assert found.sources == [""]
+    assert [*index["train"]["sources"]] == [""]
 
 
 def test_another_eos_of_the_same_vocabulary_is_refused(tmp_path, tokenizer, byte_tokenizer):

@@ -6,7 +6,7 @@ from corpora import write_jsonl
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data import packing
-from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.corpus import open_corpus
 from nalanda.data.loader import PackedBatches
 from nalanda.data.python_docs import python_documents
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary
@@ -71,9 +71,7 @@ def test_tokenizer_is_trained_on_the_training_part_alone(tmp_path, prose):
 def test_sentencepiece_models(tmp_path, prose):
     import sentencepiece
 
-    texts = list(
-        DocumentStream(open_corpus(prose, "train"), seed=0, buffer_size=0, epochs=1).texts()
-    )
+    texts = list(open_corpus(prose, "train").once().texts())
 
     def train(name: str, **options) -> str:
         sentencepiece.SentencePieceTrainer.train(

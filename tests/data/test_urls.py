@@ -12,7 +12,7 @@ from servers import jsonl
 from nalanda.common.errors import InputError, SourceUnavailable
 from nalanda.common.text import digest, redact
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.corpus import open_corpus
 from nalanda.data.documents import Fields
 from nalanda.data.hub import HubShard
 from nalanda.data.loader import PackedBatches
@@ -353,7 +353,7 @@ def test_opening_a_hub_dataset_is_retried(monkeypatch, waits):
     rows = datasets.Dataset.from_dict({"text": ["a", "b"]}).to_iterable_dataset()
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: rows)
     config = DataConfig(source="some/texts", validation_share=0.5)
-    stream = DocumentStream(open_corpus(config, "train"), seed=0, buffer_size=0, epochs=1)
+    stream = open_corpus(config, "train").once()
     assert set(stream.texts()) <= {"a", "b"}
     assert len(waits) == 2
     assert max(getattr(datasets.config, f"STREAMING_{name}") for name in names) <= 2

@@ -17,7 +17,7 @@ import zstandard
 from pyarrow import parquet
 
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.corpus import open_corpus
 from nalanda.data.documents import Fields, hash_text
 from nalanda.data.hold_out import HoldOut
 
@@ -136,10 +136,8 @@ def write_parquet(path: Path, texts: list[str]) -> Path:
 
 def read_all(source, split: str = "train", **settings) -> list[str]:
     config = DataConfig(source=str(source), validation_share=1e-9, **settings)
-    return sorted(
-        DocumentStream(open_corpus(config, split), seed=0, buffer_size=0, epochs=1).texts()
-    )
+    return sorted(open_corpus(config, split).once().texts())
 
 
 def texts_of(opened) -> list[str]:
-    return list(DocumentStream(opened, seed=0, buffer_size=0, epochs=1).texts())
+    return list(opened.once().texts())

@@ -1712,7 +1712,7 @@ import re, sys
 from pathlib import Path
 from nalanda.config.load import load_config
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.corpus import open_corpus
 from nalanda.common.errors import InputError
 
 def peak():
@@ -1720,14 +1720,14 @@ def peak():
 
 before, source, skip = peak(), sys.argv[1], sys.argv[2] == "skip"
 data = DataConfig(source=source, validation_share=1e-9, oversized="skip" if skip else "refuse")
-stream, number = DocumentStream(open_corpus(data, "train"), seed=0, buffer_size=0, epochs=1), 0
+stream, number = open_corpus(data, "train").once(), 0
 try:
     for number, text in enumerate(stream.texts(), 1):
         if number == 100:
             break
 except InputError as error:
     print(error)
-print(f"{number} {stream.skipped} {peak() - before:.0f}")
+print(f"{number} {stream.left.total()} {peak() - before:.0f}")
 """
 
 

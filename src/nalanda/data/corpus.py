@@ -529,21 +529,19 @@ class Corpus:
     note: str = ""
     """A line about what is held out, "" where the source has a validation part of its own."""
 
+    def once(self, seed: int = 0) -> DocumentStream:
+        """Each document once, its shards in an order of their own."""
+        return DocumentStream(self, seed=seed, buffer_size=0, epochs=1)
+
     @property
     def fingerprint(self) -> str:
         return digest("\n".join(s.identity for s in self.shards))
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """A name of each shard, which no other shard of the corpus has."""
-        names = []
-        seen: Counter[str] = Counter()
-        for shard in self.shards:
-            has_name = isinstance(shard, (FileShard, RemoteShard, TextShard))
-            name = shard.name if has_name else shard.identity
-            seen[name] += 1
-            names.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-        return names
+        """A name of each shard. Listings are by name, so no two are equal."""
+        named = (FileShard, RemoteShard, TextShard)
+        return [x.name if isinstance(x, named) else x.identity for x in self.shards]
 
     @functools.cached_property
     def sizes(self) -> list[int]:
@@ -635,11 +633,6 @@ class DocumentStream:
         self.left = left_out(state)  # in all epochs, by kind
         self.order = state.get("order")
         self.digest = state["digest"]
-
-    @property
-    def skipped(self) -> int:
-        """Documents left out, in all epochs."""
-        return self.left.total()
 
     def place(self, epoch: int) -> list:
         """How far `epoch` was read: the position in its permutation (-1: the end), the cursor, the digest."""
@@ -749,7 +742,7 @@ class MixtureShard:
     def read(self, cursor: int | None) -> Iterator[tuple[Document, int]]:
         streams = {}
         for name, corpus in self.corpora.items():
-            streams[name] = iter(DocumentStream(corpus, seed=0, buffer_size=0, epochs=1))
+            streams[name] = iter(corpus.once())
 
         characters = dict.fromkeys(streams, 0)
         number = 0

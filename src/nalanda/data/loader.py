@@ -26,7 +26,7 @@ import torch
 from nalanda.common.errors import InputError
 from nalanda.common.text import is_url
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import DocumentStream, check_apart, describe_files, is_local, source_of
+from nalanda.data.corpus import check_apart, describe_files, is_local, source_of
 from nalanda.data.documents import take_documents
 from nalanda.data.hashes import FileHashes
 from nalanda.data.packing import STREAM_GROUP, Mixture, StreamRows, TokenSetRows, batched, pack
@@ -509,8 +509,7 @@ def _validation_documents(
     corpus = source.corpus("validation")
     # In the order of the files, as in a token set of them. The demo's text, which is read whole, keeps the
     # order that its published figures were measured in.
-    corpus = replace(corpus, ordered=corpus.ordered or data.source != "python")
-    stream = DocumentStream(corpus, seed=0, buffer_size=0, epochs=1)
+    stream = replace(corpus, ordered=corpus.ordered or data.source != "python").once()
 
     def read() -> Iterator[tuple[str, np.ndarray]]:
         documents = iter(stream)

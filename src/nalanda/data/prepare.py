@@ -340,7 +340,7 @@ class EarlierWork(NamedTuple):
 
 
 def _check_settings(data: DataConfig, tokenizer: TokenizerConfig, shard_bytes: int | None) -> None:
-    if getattr(data, "mixture", None):
+    if data.mixture:
         raise InputError(
             "data.mixture: cannot be prepared; prepare each of its sources, with one tokenizer"
         )

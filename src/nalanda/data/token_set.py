@@ -89,8 +89,6 @@ class TokenSet:
     Attributes:
         identity: a hash of the tokens, documents and sources, whatever the directory is called.
         tokens, documents: their numbers.
-        sources: the names of the documents' sources; [""] if the corpus names none.
-        by_source: name → (documents, tokens).
         files: the files, with the sizes and sums in the index.
         settings: the settings that the tokens depend on: bos, eos, tokenizer (its fingerprint), vocab_size, …
         ends: the ids of bos and eos.
@@ -121,8 +119,6 @@ class TokenSet:
             "dtype": index["dtype"],
         }
         self.ends = {name: tokenizer[name] for name in ("bos", "eos")}
-        self.by_source = {name: tuple(counts) for name, counts in index[split]["sources"].items()}
-        self.sources = list(self.by_source)
 
         # The first token and document of each shard, and the totals: [shards + 1].
         self._tokens = np.cumsum([0, *(shard.tokens for shard in self._shards)])

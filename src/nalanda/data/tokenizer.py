@@ -15,7 +15,7 @@ from nalanda.common.errors import InputError, explained, first_line, no_room
 from nalanda.common.files import new_folder, verify_manifest, write_manifest
 from nalanda.config.model_folder import check_hub
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.corpus import Corpus, DocumentStream, open_corpus
+from nalanda.data.corpus import Corpus, open_corpus
 from nalanda.data.sentencepiece import convert_sentencepiece
 from nalanda.data.workers import Encoder
 
@@ -216,15 +216,11 @@ def _train_bpe(
 
 def _sample_texts(corpus: Corpus) -> Iterator[str]:
     characters = 0
-    for text in _training_texts(corpus):
+    for text in corpus.once().texts():
         yield text
         characters += len(text)
         if characters > BPE_SAMPLE:
             return
-
-
-def _training_texts(corpus: Corpus) -> Iterator[str]:
-    return DocumentStream(corpus, seed=0, buffer_size=0, epochs=1).texts()
 
 
 def _train_words(
@@ -245,7 +241,7 @@ def _train_words(
     trainer = trainers.WordLevelTrainer(
         vocab_size=1 << 40, min_frequency=config.min_count, show_progress=False
     )
-    backend.train_from_iterator(_training_texts(corpus), trainer)
+    backend.train_from_iterator(corpus.once().texts(), trainer)
 
     # The trainer gives a special token that the text also spells two ids, one of them unused.
     ranks = backend.get_vocab(with_added_tokens=False)

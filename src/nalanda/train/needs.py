@@ -125,13 +125,7 @@ def shards(config: RunConfig, processes: int) -> int:
     return shared.get(config.train.parallel, 1)
 
 
-def held_bytes(
-    model: PreTrainedModel,
-    config: RunConfig,
-    processes: int,
-    shards: int,
-    accumulates: bool | None = None,
-) -> int:
+def held_bytes(model: PreTrainedModel, config: RunConfig, processes: int, shards: int) -> int:
     """Bytes of fp32 weights, their averages, gradients and moments on one device.
 
     DDP adds its gradient buckets. FSDP2 adds the tensors gathered at a time: the root, two blocks, and a
@@ -147,9 +141,7 @@ def held_bytes(
     if shards == 1:
         return total + (4 * parameters if processes > 1 else 0)
     blocks = [sum(p.numel() for p in block.parameters()) for block in parallel.units(model)]
-    if accumulates is None:
-        accumulates = config.accumulation(processes) > 1
-    if accumulates:
+    if config.accumulation(processes) > 1:
         # Until the last micro-batch they are summed on each device.
         total += shards * 4 * parameters
     # Whole in fp32: the root's parameters, and three times the largest block (two gathered, one gradient).
