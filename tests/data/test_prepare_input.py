@@ -89,7 +89,7 @@ def test_documents_that_are_too_large(tmp_path, byte_tokenizer, capsys, suffix, 
     capsys.readouterr()
     inspect(tmp_path / "out", verify=True)
     shown = capsys.readouterr().out
-    assert "3 documents of more than 1,000 bytes were left out (data.oversized: skip)" in shown
+    assert "3 documents above data.max_document_bytes were left out" in shown
     data.max_document_bytes = 2000
     with pytest.raises(
         InputError, match="was prepared with max_document_bytes 1000, and this is 2000"

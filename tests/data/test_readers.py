@@ -26,6 +26,7 @@ from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data import readers
 from nalanda.data.corpus import DocumentStream, describe_files, open_corpus
 from nalanda.data.documents import Document, Fields, FileShard, Left
+from nalanda.data.inspect import inspect
 from nalanda.data.prepare import prepare
 from nalanda.data.readers import (
     FORMATS,
@@ -36,7 +37,7 @@ from nalanda.data.readers import (
     split_table,
     suffix_of,
 )
-from nalanda.data.records import document_of, field_of
+from nalanda.data.records import describe_left, document_of, field_of
 
 FIELDS = Fields("doc.text", "meta.set")
 
@@ -514,7 +515,7 @@ def test_a_text_file_that_is_not_utf_8_is_left_out(tmp_path):
     assert held_in(tmp_path, unusable="skip") == ["text"]
 
 
-def test_a_set_counts_what_was_left_out(tmp_path, byte_tokenizer):
+def test_a_set_counts_what_was_left_out(tmp_path, byte_tokenizer, capsys):
     lines = [json.dumps({"text": f"text {i}"}).encode() for i in range(60)]
     lines[20:20] = [*UNUSABLE, json.dumps({"text": "x" * 4000}).encode()]
     write(tmp_path / "in" / "a.jsonl", b"\n".join(lines))
@@ -525,6 +526,9 @@ def test_a_set_counts_what_was_left_out(tmp_path, byte_tokenizer):
     index = prepare(config, byte_tokenizer, tmp_path / "out", shard_bytes=900)
     assert (index["unusable"], index["skipped"]) == (2 * len(UNUSABLE), 2)
     assert index["train"]["documents"] + index["validation"]["documents"] == 120
+    capsys.readouterr()
+    inspect(tmp_path / "out")
+    assert describe_left(index) == capsys.readouterr().out.splitlines()[0] != ""
 
 
 def test_a_state_of_an_earlier_version_counts_on(tmp_path):

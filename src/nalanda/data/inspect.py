@@ -10,6 +10,7 @@ from pathlib import Path
 from nalanda.common.errors import InputError
 from nalanda.common.progress import Progress
 from nalanda.common.text import size
+from nalanda.data.records import describe_left
 from nalanda.data.token_set import SPLITS, Entry, StatedFile, TokenSet, read_index, shard_entries
 from nalanda.data.tokenizer import describe_tokenizer, load_tokenizer
 from nalanda.data.workers import processors
@@ -61,7 +62,8 @@ def print_token_set(index: dict, directory: str | os.PathLike) -> None:
         console.print(printed)
 
     console = Console(emoji=False)
-    _print_left_out(index)
+    if left := describe_left(index):
+        print(left)
 
     rows = [_split_row(split, index[split]) for split in SPLITS if index[split]["documents"]]
     table("split", ("documents", "tokens", "tokens/byte", "text", "on disk"), rows)
@@ -75,20 +77,6 @@ def print_token_set(index: dict, directory: str | os.PathLike) -> None:
         f"{directory}: {len(index['train']['shards']):,} shards of {index['dtype']}, tokenizer "
         f"{tokenizer['fingerprint'][:8]} of {tokenizer['vocab_size']:,} tokens, {ends}"
     )
-
-
-def _print_left_out(index: dict) -> None:
-    if skipped := index.get("skipped"):
-        limit = index["settings"]["max_document_bytes"]
-        print(
-            f"{skipped:,} document{'s' * (skipped != 1)} of more than {limit:,} bytes "
-            f"{'was' if skipped == 1 else 'were'} left out (data.oversized: skip)"
-        )
-    if unusable := index.get("unusable"):
-        print(
-            f"{unusable:,} record{'s' * (unusable != 1)} without usable text "
-            f"{'was' if unusable == 1 else 'were'} left out (data.unusable: skip)"
-        )
 
 
 def _split_row(split: str, entry: dict) -> list[str]:
