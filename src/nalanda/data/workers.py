@@ -87,36 +87,31 @@ class Tokenisers:
         self, groups: Iterator[tuple[Any, list[str]]]
     ) -> Iterator[tuple[Any, list[np.ndarray]]]:
         """`(key, texts)` → `(key, tokens)`. An error in `groups` is raised after the groups before it."""
+        waiting: deque[tuple[Any, Callable[[], list[np.ndarray]]]] = deque()
+        failure = None
         try:
-            yield from self._in_order(groups)
+            for number in itertools.count():
+                try:
+                    group = None if failure else next(groups, None)
+                except Exception as error:
+                    group, failure = None, error  # raised once the groups before it are given
+
+                # Groups are given in their order, each once `_ahead` more have begun, or at the end.
+                if group:
+                    key, texts = group
+                    waiting.append((key, self._begin_share(number, texts)))
+                if waiting and (not group or len(waiting) > self._ahead):
+                    key, result = waiting.popleft()
+                    yield key, result()
+                elif not group:
+                    break
+            if failure:
+                raise failure
         # A reader that is closed (GeneratorExit) must not leave its peers waiting either.
         except BaseException as error:
             if self._peers:
                 self._peers.fail(error)
             raise
-
-    def _in_order(
-        self, groups: Iterator[tuple[Any, list[str]]]
-    ) -> Iterator[tuple[Any, list[np.ndarray]]]:
-        waiting: deque[tuple[Any, Callable[[], list[np.ndarray]]]] = deque()
-        failure = None
-        for number in itertools.count():
-            try:
-                group = None if failure else next(groups, None)
-            except Exception as error:
-                group, failure = None, error  # raised once the groups before it are given
-
-            # Groups are given in their order, each once `_ahead` more have begun, or at the end.
-            if group:
-                key, texts = group
-                waiting.append((key, self._begin_share(number, texts)))
-            if waiting and (not group or len(waiting) > self._ahead):
-                key, result = waiting.popleft()
-                yield key, result()
-            elif not group:
-                break
-        if failure:
-            raise failure
 
     def _begin_share(self, number: int, texts: list[str]) -> Callable[[], list[np.ndarray]]:
         """Begins group `number` if it is this process's. The result also hands it on, or waits for it."""
