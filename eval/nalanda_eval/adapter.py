@@ -24,7 +24,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nalanda.common.errors import InputError, explained
+from nalanda.common.errors import InputError, explained, first_line
 from nalanda.inference.load import (
     after_bos,
     bos_token,
@@ -369,9 +369,8 @@ def _load_source(
         if isinstance(error, ModuleNotFoundError) and (missing := explained(error)):
             raise missing from None
 
-        cause = error.__cause__ or error  # of rows that cannot be read, the reason
-        reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
-        raise InputError(f"{source.name}: the task cannot be loaded{hint}: {reason}") from error
+        why = first_line(error.__cause__ or error)  # of rows that cannot be read, the cause
+        raise InputError(f"{source.name}: the task cannot be loaded{hint}: {why}") from error
 
 
 def _task_config(source: TaskSource) -> str | dict[str, Any]:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nalanda.common.errors import InputError, output_folder
+from nalanda.common.errors import InputError, first_line, output_folder
 from nalanda.common.text import redact
 from nalanda.storage.retry import persist
 from nalanda_eval.python_tasks import write_python_tasks
@@ -86,5 +86,5 @@ def _download_dataset(name: str, local: LocalData, split: str) -> Any:
     except InputError:
         raise
     except Exception as error:  # datasets, huggingface_hub and httpx share no base class
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError(f"{label}: cannot be downloaded from the Hub ({redact(reason)})") from None
+        why = redact(first_line(error))
+        raise InputError(f"{label}: cannot be downloaded from the Hub ({why})") from None

@@ -528,7 +528,7 @@ def _read_context_length(name: str, trust_remote_code: bool) -> int:
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot load {name}: {str(error).splitlines()[0]}") from error
+        raise InputError(f"cannot load {name}: {first_line(error)}") from error
     for key in CONTEXT_LENGTHS:
         if length := getattr(config, key, None):
             return length

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from nalanda.common.errors import InputError, output_file, output_folder
+from nalanda.common.errors import InputError, first_line, output_file, output_folder
 from nalanda.common.processes import peak_resident
 from nalanda.common.progress import Progress
 from nalanda.common.text import size
@@ -203,7 +203,7 @@ def load_state(
     try:
         return model.load_state(path, known) if checks else model.load_state(path)
     except (OSError, ValueError) as error:
-        raise InputError(str(error).splitlines()[0]) from error
+        raise InputError(first_line(error)) from error
 
 
 def cache_bytes(cache: Any) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nalanda.common.errors import InputError, output_file
+from nalanda.common.errors import InputError, first_line, output_file
 from nalanda.common.text import si
 from nalanda.config.load import differences
 from nalanda.data.records import field_of
@@ -66,7 +66,7 @@ def curve(folder: str | Path) -> Curve:
                 validation.append((step, line["tokens"], hours, float(line["val_loss"])))
                 bits = line.get("val_bpb")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{folder}: unreadable: {str(error).strip().splitlines()[0]}") from None
+        raise InputError(f"{folder}: unreadable: {first_line(error)}") from None
     if not train:
         raise InputError(f"{file}: no training loss to draw yet")
     return Curve(folder.resolve().name, config, train, validation, events, stages, bits)

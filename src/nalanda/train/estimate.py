@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from nalanda.common.errors import InputError
+from nalanda.common.errors import InputError, first_line
 from nalanda.common.text import duration
 from nalanda.config.model import (
     build_model_config,
@@ -376,7 +376,7 @@ def parameters(config: PreTrainedConfig) -> int:
             names = config.layer_mixers
             blocks = {name: meta_block(config, name) for name in dict.fromkeys(names)}
     except (OverflowError, RuntimeError) as error:
-        raise InputError(f"model: {str(error).splitlines()[0]}") from None
+        raise InputError(f"model: {first_line(error)}") from None
     # One block of each kind was built; layers of one kind have equal sizes.
     counts = {name: sum(p.numel() for p in block.parameters()) for name, block in blocks.items()}
     ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
