@@ -72,7 +72,7 @@ class HarnessModel(HFLM):
             max_length: tokens that the model sees at once, or `ENDLESS`; by default its config's.
             share: read shared contexts once, see `scoring.answers`.
             cache: the file of the answer cache, see `cache.AnswerCache`.
-            processes: accelerate's state, if there are several processes.
+            processes: accelerate's state; by default of this process.
             advance: called with the number of characters scored.
         """
         super().__init__(
@@ -94,7 +94,7 @@ class HarnessModel(HFLM):
         self.score = functools.partial(scoring.answers, model, batch_size=batch_size, share=share)
         self.identity = model_identity(model)
         self.cache = AnswerCache(cache, self.identity)
-        self.processes = processes
+        self.processes = processes or PartialState(cpu=model.device.type == "cpu")
         self.advance = advance
 
         self.answered = 0  # log-likelihoods
@@ -175,19 +175,16 @@ class HarnessModel(HFLM):
                 f"answers have up to {longest} tokens, the model sees {self.max_length} at once: "
                 "raise --max-length, or read texts whole (--long whole)"
             )
-        processes = self.processes
-        rank, count = (processes.process_index, processes.num_processes) if processes else (0, 1)
+        rank, count = self.processes.process_index, self.processes.num_processes
         # Every `count`-th request, so that lengths spread evenly.
         share = requests[rank::count]
         self.prompts += len(requests)
         self._characters = characters(requests) / max(len(share), 1)
 
         cut_before = self.cut
-        answers = [super().generate_until(share, disable_tqdm=True) if share else []]
-        if processes:
-            # gather_object adds the processes' lists: one entry each, in order of rank.
-            answers = gather_object(answers)
-            self.cut = cut_before + sum(gather_object([self.cut - cut_before]))
+        # gather_object adds the processes' lists: one entry each, in order of rank.
+        answers = gather_object([super().generate_until(share, disable_tqdm=True) if share else []])
+        self.cut = cut_before + sum(gather_object([self.cut - cut_before]))
         # Request i was number i // count of process i % count.
         return [answers[i % count][i // count] for i in range(len(requests))]
 
@@ -232,12 +229,8 @@ class HarnessModel(HFLM):
         used = (token for request in cut_requests for tokens in request for token in tokens)
         check_tokens(used, model, self.tokenizer)  # type: ignore[bad-argument-type]
 
-        processes = self.processes
-        share = cut_requests
-        if processes:
-            share = scoring.process_share(
-                cut_requests, processes.process_index, processes.num_processes
-            )
+        rank, count = self.processes.process_index, self.processes.num_processes
+        share = scoring.process_share(cut_requests, rank, count)
         answers = self.cache.find(share)
         cached = len(answers)
 
@@ -252,15 +245,10 @@ class HarnessModel(HFLM):
             self.advance(unit * sum(map(_count_tokens, batch)))
             answers |= batch
 
-        if processes:
-            gathered = gather_object([(answers, cached)])
-            answers = {}
-            cached = 0
-            for process_answers, process_cached in gathered:
-                answers |= process_answers
-                cached += process_cached
+        for of_process, cached_there in gather_object([(answers, cached)]):
+            answers |= of_process
+            self.found += cached_there
         self.answered += len(answers)
-        self.found += cached
         # Equal requests have one answer, so each is looked up.
         return [answers[request] for request in cut_requests]
 

@@ -38,7 +38,6 @@ import io
 import json
 import logging
 import math
-import os
 import tempfile
 import time
 import warnings
@@ -55,7 +54,7 @@ from nalanda.common.errors import DiskFull, InputError, first_line, no_room, out
 from nalanda.common.files import alone, write_atomically
 from nalanda.common.products import product_route
 from nalanda.common.progress import Progress
-from nalanda.common.scores import PERPLEXITIES, find_results, read_scores
+from nalanda.common.scores import PERPLEXITIES, PROMPTS, find_results, read_scores
 from nalanda.common.text import without_infinities
 from nalanda.common.versions import versions
 from nalanda.inference.load import check_chat_template, choose_device, load_model, number_format
@@ -88,7 +87,7 @@ class Session:
     """The harness's tasks and groups of tasks."""
     directory: Path | None
     processes: Any
-    """accelerate's state; None for a single process."""
+    """accelerate's state."""
     advance: Callable[[float], None]
 
 
@@ -134,7 +133,7 @@ def evaluate(
     directory = None if options.output is None else _open_output(Path(options.output))
 
     processes = launched()
-    if processes is not None and loading.device is None:
+    if processes.num_processes > 1 and loading.device is None:
         loading = replace(loading, device=str(processes.device))
     loaded = _load_tasks(sources, models, options, loading)
     results = _begin_results(options, processes) | {"left_out": left_out, "models": []}
@@ -166,7 +165,7 @@ def evaluate(
                 _add_to_card(record, directory / "results.json")
         return results
 
-    return write() if processes is None else on_main_process(processes.is_main_process, write)
+    return on_main_process(processes.is_main_process, write)
 
 
 def _check_options(options: EvalOptions) -> None:
@@ -191,13 +190,8 @@ def _begin_results(options: EvalOptions, processes: Any) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions("lm_eval", "datasets"),
         "data": None if options.data is None else _full_path(options.data),
-        "limit": options.limit,
-        "num_fewshot": options.num_fewshot,
-        "apply_chat_template": options.apply_chat_template,
-        "system_instruction": options.system_instruction,
-        "batch_size": options.batch_size,
-        "long": options.long,
-        "processes": 1 if processes is None else processes.num_processes,
+        **{key: getattr(options, key) for key in ("limit", *PROMPTS, "batch_size", "long")},
+        "processes": processes.num_processes,
     }
 
 
@@ -290,7 +284,7 @@ def _score_model(
             fewshot_as_multiturn=options.apply_chat_template,
         )
 
-    if directory is not None and options.log_samples and _writes(session.processes):
+    if directory is not None and options.log_samples and session.processes.is_main_process:
         for task, samples in raw["samples"].items():
             _write_samples(directory, name, task, samples)
     counts = {
@@ -307,11 +301,6 @@ def _score_model(
 def _template_hash(tokenizer: Any) -> str:
     """The first 16 hexadecimal digits of a SHA-256 over the tokenizer's chat template."""
     return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16]
-
-
-def _writes(processes: Any) -> bool:
-    """Whether this process writes the files."""
-    return processes is None or processes.is_main_process
 
 
 def _write_samples(directory: Path, model: str, task: str, samples: list[dict[str, Any]]) -> None:
@@ -457,11 +446,7 @@ def _shared_settings(results: dict[str, Any]) -> dict[str, Any]:
     releases = {name: version.partition("+")[0] for name, version in results["versions"].items()}
     releases["python"] = ".".join(releases["python"].split(".")[:2])
     data = results["data"] and _full_path(results["data"])
-    prompts = {
-        "num_fewshot": results.get("num_fewshot"),
-        "apply_chat_template": results.get("apply_chat_template", False),
-        "system_instruction": results.get("system_instruction"),
-    }
+    prompts = {key: results.get(key, default) for key, default in PROMPTS.items()}
     return {"data": data, "limit": results["limit"], "long": results["long"]} | prompts | releases
 
 
@@ -490,9 +475,7 @@ def _explain_write_errors(directory: Path) -> Iterator[None]:
 
 
 def launched() -> Any:
-    """accelerate's state of this process; None if there is only one process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return None
+    """accelerate's state of this process."""
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 

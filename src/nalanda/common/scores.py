@@ -112,6 +112,10 @@ def percent_factor(task: str, metric: str, value: float) -> int:
     return 1 if in_percent else 100
 
 
+PROMPTS = {"num_fewshot": None, "apply_chat_template": False, "system_instruction": None}
+"""Options that make other prompts than the zero-shot ones, and their defaults."""
+
+
 def find_results(run_dir: Path) -> list[Path]:
     """Every results.json in a run or in a folder of it."""
     return [*run_dir.glob("results.json"), *run_dir.glob("*/results.json")]
@@ -130,8 +134,7 @@ def read_scores(files: Iterable[Path], is_of: Callable[[dict[str, Any]], bool]) 
         try:
             results = json.loads(file.read_text(encoding="utf-8"))
             records = [record for record in results["models"] if is_of(record)]
-            options = ("limit", "num_fewshot", "apply_chat_template", "system_instruction")
-            others = [option for option in options if results.get(option)]
+            others = [option for option in ("limit", *PROMPTS) if results.get(option)]
             if records and others:
                 option = others[0].replace("_", "-")
                 print(f"{file}: its scores are with --{option}, and left out", file=sys.stderr)
