@@ -30,10 +30,10 @@ from nalanda.common.text import si
 from nalanda.common.versions import versions
 from nalanda.config.load import load_config
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import open_corpus
 from nalanda.data.documents import suffix_of
 from nalanda.data.readers import read_txt
 from nalanda.data.records import Document, Fields
+from nalanda.data.sources import open_corpus
 from nalanda.data.text_bytes import text_bytes
 from nalanda.inference.load import (
     bos_token,

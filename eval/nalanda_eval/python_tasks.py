@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nalanda.common.files import write_atomically
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import open_corpus
+from nalanda.data.sources import open_corpus
 
 CONTEXT, ENDING = 400, 100
 """Characters of context and ending in a question of the cloze task."""

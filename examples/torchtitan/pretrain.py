@@ -146,7 +146,7 @@ def settings(recipe: RunConfig) -> Trainer.Config:
     """torchtitan's settings for a recipe. The first process to come prepares the run's folder."""
     run_dir, train, optim = Path(recipe.output_dir), recipe.train, recipe.optim
     run_dir.mkdir(parents=True, exist_ok=True)
-    folder, texts = run_dir / "tokenizer", Sources(recipe.data, validation=False).training_texts
+    folder, texts = run_dir / "tokenizer", Sources(recipe.data, validation=False).texts
     with FileLock(run_dir / "tokenizer.lock"):
         tokenizer = build_tokenizer(recipe.tokenizer, recipe.data, folder, texts)
         if not is_whole(folder):

@@ -22,10 +22,11 @@ from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
 from nalanda.data import loader as data
 from nalanda.data import packing, readers
-from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.corpus import DocumentStream
 from nalanda.data.loader import PackedBatches
 from nalanda.data.packing import StreamRows
 from nalanda.data.readers import read_blocks
+from nalanda.data.sources import open_corpus
 
 pytestmark = pytest.mark.usefixtures("small_groups", "no_thread_left")
 

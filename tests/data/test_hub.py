@@ -6,8 +6,9 @@ from corpora import ragged_texts, write_jsonl
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import Component, DataConfig
-from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.corpus import DocumentStream
 from nalanda.data.loader import PackedBatches
+from nalanda.data.sources import open_corpus
 
 pytestmark = pytest.mark.usefixtures("small_groups", "no_thread_left")
 

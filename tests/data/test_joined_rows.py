@@ -7,8 +7,8 @@ from corpora import texts_of, write_jsonl
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.corpus import open_corpora, open_corpus
 from nalanda.data.loader import PackedBatches
+from nalanda.data.sources import open_corpora, open_corpus
 from nalanda.data.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.usefixtures("small_groups", "no_thread_left")

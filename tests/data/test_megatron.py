@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.corpus import open_corpus
 from nalanda.data.inspect import check_set, print_token_set
 from nalanda.data.loader import PackedBatches
 from nalanda.data.megatron import MegatronSet, read_megatron, write_megatron
 from nalanda.data.prepare import prepare
+from nalanda.data.sources import open_corpus
 from nalanda.data.token_set import TokenSet
 from nalanda_cli import app
 

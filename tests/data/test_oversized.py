@@ -18,10 +18,11 @@ from pyarrow import parquet
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
 from nalanda.data import corpus
-from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.corpus import DocumentStream
 from nalanda.data.documents import Document, FileShard, split_lines
 from nalanda.data.loader import PackedBatches
 from nalanda.data.records import Left, describe_left
+from nalanda.data.sources import open_corpus
 
 pytestmark = pytest.mark.usefixtures("small_groups", "no_thread_left")
 

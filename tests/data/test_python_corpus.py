@@ -10,7 +10,7 @@ import pytest
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
-from nalanda.data import corpus
+from nalanda.data import corpus, sources
 from nalanda.data.python_docs import (
     PASSAGE,
     _find_passages,
@@ -129,7 +129,7 @@ def test_a_python_without_its_language_reference(monkeypatch):
 @pytest.mark.slow
 def test_documents_in_memory_need_no_buffer():
     """Each is a shard, so a permutation of the shards shuffles them all."""
-    documents = corpus.open_corpus(DataConfig(source="python"), "validation")
+    documents = sources.open_corpus(DataConfig(source="python"), "validation")
     orders = [
         [*corpus.DocumentStream(documents, seed=1, buffer_size=size, epochs=1).texts()]
         for size in (1, 1000)

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data import readers
-from nalanda.data.corpus import DocumentStream, describe_files, open_corpus
+from nalanda.data.corpus import DocumentStream, describe_files
 from nalanda.data.documents import Document, Fields, FileShard, Left
 from nalanda.data.inspect import inspect
 from nalanda.data.prepare import prepare
@@ -38,6 +38,7 @@ from nalanda.data.readers import (
     suffix_of,
 )
 from nalanda.data.records import describe_left, document_of, field_of
+from nalanda.data.sources import open_corpus
 
 FIELDS = Fields("doc.text", "meta.set")
 

@@ -21,7 +21,7 @@ import torch
 from nalanda.common.errors import InputError
 from nalanda.config.load import load_config
 from nalanda.config.schema import Component, DataConfig, TokenizerConfig
-from nalanda.data import corpus, packing
+from nalanda.data import corpus, packing, sources
 from nalanda.data import loader as data
 from nalanda.data.loader import PackedBatches, validation_batches
 from nalanda.data.prepare import prepare
@@ -282,7 +282,7 @@ def test_a_mixture_takes_its_components_in_turn_each_in_its_own_order(folder, to
     owners = {}
     for name, part in settings.parts().items():
         stream = corpus.DocumentStream(
-            corpus.open_corpus(
+            sources.open_corpus(
                 part if "tokens" not in part.source else config(folder, "code"), "train"
             ),
             seed=0,
@@ -354,7 +354,7 @@ def test_a_mixture_of_a_recipe(folder, recipe, tmp_path):
 def test_texts_of_a_mixture_for_a_tokenizer(folder):
     settings = config(folder, "mixture")
     settings.mixture[1].source = str(folder / "code")
-    stream = corpus.open_corpus(settings, "train").once()
+    stream = sources.open_corpus(settings, "train").once()
     found = list(stream.texts())
     assert len(found) == len(set(found)) == 44 + 44 + 12
     first = "".join(found[:20])
@@ -365,7 +365,7 @@ def test_texts_of_a_mixture_for_a_tokenizer(folder):
     with pytest.raises(
         InputError, match=r"is a token set, and texts are needed.*set tokenizer=.*/tokenizer$"
     ):
-        corpus.open_corpus(settings, "train")
+        sources.open_corpus(settings, "train")
 
 
 @pytest.mark.parametrize(

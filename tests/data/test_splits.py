@@ -12,11 +12,12 @@ from nalanda.common.errors import InputError
 from nalanda.config.schema import Component, DataConfig, TokenizerConfig
 from nalanda.data import corpus, documents
 from nalanda.data import loader as data
-from nalanda.data.corpus import DocumentStream, open_corpora, open_corpus
+from nalanda.data.corpus import DocumentStream
 from nalanda.data.documents import hash_text, not_blank
 from nalanda.data.hold_out import NONE, PIECE, HoldOut, cut_text
 from nalanda.data.loader import PackedBatches, validation_batches
 from nalanda.data.prepare import begin, prepare
+from nalanda.data.sources import open_corpora, open_corpus
 
 pytestmark = pytest.mark.usefixtures("small_groups", "no_thread_left")
 
@@ -256,7 +257,7 @@ def test_components_of_a_mixture_hold_something_out(tmp_path, bpe_of_bytes):
 def test_an_empty_split_is_named_with_its_numbers(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["one", "two", " "])
     data = DataConfig(source=str(tmp_path), validation_share=1e-9)
-    corpus = open_corpora(data, validation=False)["validation"]
+    corpus = open_corpus(data, "validation", validation=False)
     with pytest.raises(InputError) as error:
         texts_of(corpus)
     assert str(error.value) == (

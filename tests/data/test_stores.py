@@ -13,11 +13,11 @@ from servers import jsonl
 from nalanda.common.errors import DiskFull, InputError, SourceUnavailable
 from nalanda.common.text import is_url, redact, scheme_of
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.corpus import open_corpus
 from nalanda.data.hashes import FileHashes
 from nalanda.data.loader import PackedBatches
 from nalanda.data.megatron import read_megatron
 from nalanda.data.prepare import prepare
+from nalanda.data.sources import open_corpus
 from nalanda.data.stored_sets import copy_set, is_stored_set
 from nalanda.data.token_set import TokenSet
 from nalanda.storage.cache import cache

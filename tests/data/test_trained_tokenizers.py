@@ -6,9 +6,9 @@ from corpora import write_jsonl
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data import packing
-from nalanda.data.corpus import open_corpus
 from nalanda.data.loader import PackedBatches
 from nalanda.data.python_docs import python_documents
+from nalanda.data.sources import open_corpus
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary
 
 pytestmark = pytest.mark.usefixtures("small_groups", "no_thread_left")

@@ -12,10 +12,10 @@ from servers import jsonl
 from nalanda.common.errors import InputError, SourceUnavailable
 from nalanda.common.text import digest, redact
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import open_corpus
 from nalanda.data.documents import Fields
 from nalanda.data.hub import HubShard
 from nalanda.data.loader import PackedBatches
+from nalanda.data.sources import open_corpus
 from nalanda.data.urls import RemoteShard, identity_of
 from nalanda.storage import cache as caching
 from nalanda.storage import http as downloads

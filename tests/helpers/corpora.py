@@ -17,9 +17,9 @@ import zstandard
 from pyarrow import parquet
 
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import open_corpus
 from nalanda.data.documents import Fields, hash_text
 from nalanda.data.hold_out import HoldOut
+from nalanda.data.sources import open_corpus
 
 FIELDS = Fields("text", "meta.redpajama_set_name")
 NAMES = ["RedPajamaWikipedia", "RedPajamaC4", "RedPajamaBook"]

@@ -1712,7 +1712,7 @@ import re, sys
 from pathlib import Path
 from nalanda.config.load import load_config
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import open_corpus
+from nalanda.data.sources import open_corpus
 from nalanda.common.errors import InputError
 
 def peak():

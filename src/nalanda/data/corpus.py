@@ -45,7 +45,7 @@ from nalanda.data.hub import is_hub_id, open_hub
 from nalanda.data.python_docs import python_splits
 from nalanda.data.readers import documents_among, refuse_two_kinds
 from nalanda.data.records import describe_left, left_out
-from nalanda.data.token_set import SPLITS, is_begun, is_token_set, megatron_splits
+from nalanda.data.token_set import is_begun, megatron_splits
 from nalanda.data.urls import RemoteShard, identity_of, open_urls
 
 LARGE = 64 << 20
@@ -86,28 +86,6 @@ def _expand_home(source: str) -> Path:
         ) from None
 
 
-def open_corpus(data: DataConfig, split: str, *, validation: bool | None = None) -> Corpus:
-    """The documents of `split`, "train" or "validation", as `data` describes them (`open_corpora`)."""
-    return open_corpora(data, validation=validation, splits=(split,))[split]
-
-
-def open_corpora(
-    data: DataConfig, *, validation: bool | None = True, splits: Sequence[str] = SPLITS
-) -> dict[str, Corpus]:
-    """The documents of each split, as `data` describes them. A source is walked once.
-
-    Args:
-        validation: whether something must be held out (`hold_out.choose`). None: for validation, and for
-            training too unless `validation_share` is below `hold_out.NONE`.
-    Raises:
-        InputError: the source does not exist, cannot be read, or is a token set.
-    """
-    for location in [source_of(data, split) for split in splits]:
-        if location and isinstance(location, str) and is_token_set(location):
-            refuse_token_set(location)
-    return open_texts(data, validation=validation, splits=splits)
-
-
 def refuse_token_set(location: str) -> NoReturn:
     """Raises `InputError` for a token set where texts are read."""
     raise InputError(
@@ -117,26 +95,25 @@ def refuse_token_set(location: str) -> NoReturn:
 
 
 def open_texts(
-    data: DataConfig, *, validation: bool | None = True, splits: Sequence[str] = SPLITS
+    data: DataConfig, splits: Sequence[str], validation: bool | None = None
 ) -> dict[str, Corpus]:
-    """`open_corpora` of a source that is known to be no token set."""
+    """The documents of each split of one source, which is no token set. It is walked once.
+
+    validation: whether something must be held out (`hold_out.choose`). None: for validation, and for training too
+        unless `validation_share` is below `hold_out.NONE`.
+
+    Raises:
+        InputError: the source does not exist, or cannot be read.
+    """
     if validation is None:
         validation = "validation" in splits or data.validation_share >= NONE
-    # A folder is walked once for both splits.
     walk = functools.cache(
         lambda root: sorted(_walk_folder(root), key=lambda pair: os.fspath(pair[0]))
     )
     corpora: dict[str, Corpus] = {}
     for split in splits:
         train = corpora.get("train")
-        if data.mixture and not (split == "validation" and data.validation_source):
-            # All components, in proportion to their weights.
-            components = {
-                name: open_corpus(component, split, validation=validation)
-                for name, component in data.parts().items()
-            }
-            corpora[split] = Corpus([MixtureShard(components, data.weights())])
-        elif train and train.hold_out:
+        if train and train.hold_out:
             # Both splits share the shards and the choice; each takes its part of a text.
             held_out_part = partial(train.hold_out.part, split=split)
             corpora[split] = replace(train, part=held_out_part, split=split)

@@ -1,7 +1,7 @@
 """Batches of packed rows; every iterator can save its position and resume from it. From a file to a batch:
 
 1. documents.py  FileShard.read                a file → documents, by the reader of its suffix (readers.py)
-2. corpus.py     open_corpus                   a source → shards (others: hub.py, urls.py, python_docs.py)
+2. corpus.py     open_texts                    a source → shards (others: hub.py, urls.py, python_docs.py)
 3. corpus.py     DocumentStream.rest_of_epoch  shards → shuffled documents
 4. workers.py    Tokenisers.in_order           documents → tokens (tokenizer.py: encoder; peers.py: shares)
 5. packing.py    StreamRows.rows               tokens → rows; a token set begins here: TokenSetRows.rows

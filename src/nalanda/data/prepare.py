@@ -20,7 +20,7 @@ from nalanda.common.plugins import imported
 from nalanda.common.progress import Progress
 from nalanda.common.text import digest, duration, redact
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.corpus import Corpus, check_apart, describe_files, open_corpora
+from nalanda.data.corpus import Corpus, check_apart, describe_files
 from nalanda.data.hashes import FileHashes
 from nalanda.data.hold_out import CutFile
 from nalanda.data.inspect import ByteProgress, check_set
@@ -45,6 +45,7 @@ from nalanda.data.prepare_run import (
     read_json_if_whole,
     tidy,
 )
+from nalanda.data.sources import open_corpora
 from nalanda.data.token_set import SPLITS, is_begun, is_token_set, read_index, token_dtype
 from nalanda.data.tokenizer import build_tokenizer, describe_tokenizer, encoder, load_tokenizer
 

@@ -26,7 +26,7 @@ from nalanda.common.files import rename_synced, write_atomically
 from nalanda.common.plugins import import_plugins
 from nalanda.common.processes import end_with_parent
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import Corpus, open_corpora, unless_blank
+from nalanda.data.corpus import Corpus, unless_blank
 from nalanda.data.documents import (
     BLOCK,
     Document,
@@ -43,6 +43,7 @@ from nalanda.data.hold_out import CutFile, HoldOut
 from nalanda.data.inspect import ByteProgress
 from nalanda.data.prepare_plan import Unit, file_of, is_plain_jsonl
 from nalanda.data.records import left_out
+from nalanda.data.sources import open_corpora
 from nalanda.data.token_set import FORMAT, SPLITS, VERSION, Entry, totals
 from nalanda.data.tokenizer import encoder, load_tokenizer
 

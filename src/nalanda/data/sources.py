@@ -19,7 +19,7 @@ class Source:
 
     Args:
         data: checked settings without a mixture.
-        validation: whether something must be held out, as in `open_corpora`.
+        validation: whether something must be held out, as in `open_texts`.
     """
 
     def __init__(self, data: DataConfig, validation: bool | None = None):
@@ -56,7 +56,7 @@ class Source:
             return
         share_files = self.validation and not self.data.validation_source
         splits = SPLITS if share_files else (split,)
-        self._splits |= open_texts(self.data, validation=self.validation, splits=splits)
+        self._splits |= open_texts(self.data, splits, self.validation)
 
     def _has_tokens(self, location: str) -> bool:
         if location not in self._is_token_set:
@@ -77,7 +77,7 @@ class Sources:
     Args:
         data: checked settings.
         validation: whether validation reads anything, so that something must be held out. None: a split
-            decides when it is opened, as in `open_corpora`.
+            decides when it is opened, as in `open_texts`.
 
     Attributes:
         train: the sources of training.
@@ -107,14 +107,15 @@ class Sources:
         """The token sets that training and validation read."""
         return [opened for opened in self._open_splits() if isinstance(opened, TokenSet)]
 
-    def training_texts(self) -> Corpus:
-        """The documents of training, those of a mixture in proportion to their weights.
+    def texts(self, split: str = "train") -> Corpus:
+        """The documents of `split`, those of a mixture in proportion to their weights.
 
         Raises:
             InputError: a source is a token set.
         """
-        corpora = {name: source.corpus("train") for name, source in self.train.items()}
-        if not self.data.mixture:
+        components = self.train if split == "train" else self.validation
+        corpora = {name: source.corpus(split) for name, source in components.items()}
+        if "" in corpora:
             return corpora[""]
         return Corpus([MixtureShard(corpora, self.data.weights())])
 
@@ -123,6 +124,17 @@ class Sources:
         if self.validates:
             opened += [source.open("validation") for source in self.validation.values()]
         return opened
+
+
+def open_corpus(data: DataConfig, split: str, *, validation: bool | None = None) -> Corpus:
+    """`Sources.texts` of one split."""
+    return Sources(data, validation=validation).texts(split)
+
+
+def open_corpora(data: DataConfig) -> dict[str, Corpus]:
+    """`Sources.texts` of both splits."""
+    sources = Sources(data, validation=True)
+    return {split: sources.texts(split) for split in SPLITS}
 
 
 def _can_be_sent(opened: TokenSet | Corpus) -> bool:

@@ -15,8 +15,9 @@ from nalanda.common.errors import InputError, explained, first_line, no_room
 from nalanda.common.files import new_folder, verify_manifest, write_manifest
 from nalanda.config.model_folder import check_hub
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.corpus import Corpus, open_corpus
+from nalanda.data.corpus import Corpus
 from nalanda.data.sentencepiece import convert_sentencepiece
+from nalanda.data.sources import open_corpus
 from nalanda.data.workers import Encoder
 
 if TYPE_CHECKING:

@@ -149,7 +149,7 @@ def prepare_tokenizer(
 ) -> Any:
     """Loads or trains the tokenizer. The main process does it first, and leaves it in the run's folder."""
     folder = Path(config.output_dir) / "tokenizer"
-    build = partial(build_tokenizer, config.tokenizer, config.data, folder, sources.training_texts)
+    build = partial(build_tokenizer, config.tokenizer, config.data, folder, sources.texts)
     tokenizer = build() if accelerator.is_main_process else None
     if tokenizer is not None and not is_whole(folder):
         save_tokenizer(tokenizer, folder)
