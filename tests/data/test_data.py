@@ -23,7 +23,7 @@ from nalanda.config.schema import DataConfig
 from nalanda.data import loader as data
 from nalanda.data import packing, readers
 from nalanda.data.corpus import DocumentStream
-from nalanda.data.loader import PackedBatches
+from nalanda.data.loader import PackedBatches, validation_batches
 from nalanda.data.packing import StreamRows
 from nalanda.data.readers import read_blocks
 from nalanda.data.sources import open_corpus
@@ -34,20 +34,21 @@ pytestmark = pytest.mark.usefixtures("small_groups", "no_thread_left")
 # ------------------------------ packing
 
 
+def validating(source: str | Path, **settings) -> DataConfig:
+    """Validation reads `source`, and training one other document."""
+    other = write_jsonl(Path(source).parent / "other" / "a.jsonl", ["another document"])
+    return DataConfig(source=str(other), validation_source=str(source), **settings)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_are_the_documents_in_order_with_their_boundaries(tmp_path, bpe_of_bytes, seed):
     rng = random.Random(seed)
     texts = ragged_texts(rng.randint(1, 60), seed)
     bos, eos = bool(seed & 1), bool(seed & 2)
     source = write_jsonl(tmp_path / "a.jsonl", texts)
-    config = DataConfig(
-        source=str(source),
-        validation_source=str(source),
-        seq_len=rng.randint(2, 40),
-        bos=bos,
-        eos=eos,
-    )
-    batches = PackedBatches(config, bpe_of_bytes, split="validation", batch_size=rng.randint(1, 5))
+    config = validating(source, seq_len=rng.randint(2, 40), bos=bos, eos=eos)
+    batch_size = rng.randint(1, 5)
+    batches = validation_batches(config, bpe_of_bytes, batch_size=batch_size)[""]
     ids = bpe_of_bytes(texts, add_special_tokens=False)["input_ids"]
     documents = [[0] * bos + tokens + [0] * eos for tokens in ids]
     assert any(len(d) > config.seq_len for d in documents)
@@ -57,7 +58,7 @@ def test_rows_are_the_documents_in_order_with_their_boundaries(tmp_path, bpe_of_
         size = batch["input_ids"].shape
         assert (
             size
-            == (batches.batch_size, config.seq_len)
+            == (batch_size, config.seq_len)
             == batch["labels"].shape
             == batch["position_ids"].shape
         )
@@ -90,8 +91,8 @@ def test_rows_are_the_documents_in_order_with_their_boundaries(tmp_path, bpe_of_
 
 def test_single_leftover_token_is_a_segment_without_label(tmp_path, bpe_of_bytes):
     source = write_jsonl(tmp_path / "a.jsonl", ["abcdefgh"])  # with eos: 9 tokens in rows of 4
-    config = DataConfig(source=str(source), validation_source=str(source), seq_len=4, bos=False)
-    (batch,) = PackedBatches(config, bpe_of_bytes, split="validation", batch_size=3)
+    config = validating(source, seq_len=4, bos=False)
+    (batch,) = validation_batches(config, bpe_of_bytes, batch_size=3)[""]
     assert batch["cu_seqlens"].tolist() == [0, 4, 8, 9, 12]
     assert (batch["labels"][2] == -100).all()
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 0, 1, 2]]
@@ -111,7 +112,7 @@ def test_every_document_once_an_epoch_in_a_new_order(bpe_of_bytes, shards):
 
 
 def test_every_token_once_an_epoch(bpe_of_bytes, shards):
-    batches = PackedBatches(shards, bpe_of_bytes, split="train", batch_size=1, epochs=2)
+    batches = PackedBatches(shards, bpe_of_bytes, batch_size=1, epochs=2)
     counted = sum(
         (np.bincount(b["input_ids"].view(-1), minlength=257) for b in batches), np.zeros(257, int)
     )
@@ -132,9 +133,7 @@ def test_rows_of_a_long_document_do_not_fill_a_batch(tmp_path, bpe_of_bytes, mon
     )
 
     def batches(seed: int) -> list[list[int]]:
-        packed = PackedBatches(
-            config, bpe_of_bytes, split="train", batch_size=4, seed=seed, epochs=1
-        )
+        packed = PackedBatches(config, bpe_of_bytes, batch_size=4, seed=seed, epochs=1)
         return [batch["input_ids"][:, 0].tolist() for batch in packed]
 
     seen = batches(0)
@@ -144,7 +143,7 @@ def test_rows_of_a_long_document_do_not_fill_a_batch(tmp_path, bpe_of_bytes, mon
 
 
 def test_training_has_no_padding_and_no_end(bpe_of_bytes, shards):
-    batches = PackedBatches(shards, bpe_of_bytes, split="train", batch_size=8)
+    batches = PackedBatches(shards, bpe_of_bytes, batch_size=8)
     rows = sum(len(text.encode()) + 2 for text in ragged_texts(60)) // 16
     for batch in itertools.islice(batches, 3 * rows // 8 + 2):
         bounds = batch["cu_seqlens"].long()
@@ -155,22 +154,15 @@ def test_training_has_no_padding_and_no_end(bpe_of_bytes, shards):
 @pytest.mark.parametrize("split", ["train", "validation"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_any_number_of_ranks_sees_the_same_rows(bpe_of_bytes, shards, split, world_size):
-    shards.validation_source = shards.source
+    def read(**share) -> list[dict]:
+        if split == "train":
+            return list(PackedBatches(shards, bpe_of_bytes, epochs=2, **share))
+        return validation_batches(validating(shards.source, seq_len=16), bpe_of_bytes, **share)[""]
+
     batch_size = 8 // world_size
-    alone = list(PackedBatches(shards, bpe_of_bytes, split=split, batch_size=8, epochs=2))
+    alone = read(batch_size=8)
     ranks = [
-        list(
-            PackedBatches(
-                shards,
-                bpe_of_bytes,
-                split=split,
-                batch_size=batch_size,
-                epochs=2,
-                rank=r,
-                world_size=world_size,
-            )
-        )
-        for r in range(world_size)
+        read(batch_size=batch_size, rank=rank, world_size=world_size) for rank in range(world_size)
     ]
     assert {len(batches) for batches in ranks} == {len(alone)}
     for step, batch in enumerate(alone):
@@ -179,14 +171,11 @@ def test_any_number_of_ranks_sees_the_same_rows(bpe_of_bytes, shards, split, wor
                 assert torch.equal(batch[key][rank::world_size], ranks[rank][step][key])
 
 
-def test_validation_is_one_pass_that_can_be_repeated(bpe_of_bytes, shards):
-    shards.validation_source = shards.source
-    batches = PackedBatches(shards, bpe_of_bytes, split="validation", batch_size=4, seed=1)
-    once, twice = list(batches), list(batches)
-    assert len(once) == len(twice) > 1
-    assert all(map(same, once, twice))
-    shards.max_validation_rows = 6
-    limited = list(PackedBatches(shards, bpe_of_bytes, split="validation", batch_size=4, seed=2))
+def test_validation_ends_after_its_rows(bpe_of_bytes, shards):
+    config = validating(shards.source, seq_len=16)
+    once = validation_batches(config, bpe_of_bytes, batch_size=4)[""]
+    config.max_validation_rows = 6
+    limited = validation_batches(config, bpe_of_bytes, batch_size=4)[""]
     assert len(limited) == 2
     assert same(limited[0], once[0])
     assert torch.equal(limited[1]["labels"][:2], once[1]["labels"][:2])
@@ -195,8 +184,7 @@ def test_validation_is_one_pass_that_can_be_repeated(bpe_of_bytes, shards):
 
 def test_a_special_token_written_in_a_text_stays_text(tmp_path, bpe_of_bytes):
     source = write_jsonl(tmp_path / "a.jsonl", ["a<|endoftext|>b"])
-    config = DataConfig(source=str(source), validation_source=str(source), seq_len=17)
-    (batch,) = PackedBatches(config, bpe_of_bytes, split="validation", batch_size=1)
+    (batch,) = validation_batches(validating(source, seq_len=17), bpe_of_bytes, batch_size=1)[""]
     assert batch["input_ids"].eq(0).sum() == 2  # bos and eos
 
 
@@ -216,9 +204,7 @@ def test_resume_at_every_batch_is_the_uninterrupted_run(bpe_of_bytes, shards, sh
     shards.shuffle_buffer = shuffle_buffer
 
     def new(**kwargs):
-        return PackedBatches(
-            shards, bpe_of_bytes, split="train", batch_size=5, seed=9, epochs=2, **kwargs
-        )
+        return PackedBatches(shards, bpe_of_bytes, batch_size=5, seed=9, epochs=2, **kwargs)
 
     batches, states = new(), []
     whole = []
@@ -237,7 +223,7 @@ def test_resume_at_every_batch_is_the_uninterrupted_run(bpe_of_bytes, shards, sh
 
 
 def test_resume_of_a_resumed_run_and_of_the_same_object(bpe_of_bytes, shards):
-    batches = PackedBatches(shards, bpe_of_bytes, split="train", batch_size=3)
+    batches = PackedBatches(shards, bpe_of_bytes, batch_size=3)
     start = batches.state_dict()
     whole = list(itertools.islice(batches, 30))
     batches.load_state_dict(start)
@@ -245,16 +231,14 @@ def test_resume_of_a_resumed_run_and_of_the_same_object(bpe_of_bytes, shards):
     while len(seen) < 30:
         seen += itertools.islice(batches, 4)
         state = batches.state_dict()
-        batches = PackedBatches(shards, bpe_of_bytes, split="train", batch_size=3)
+        batches = PackedBatches(shards, bpe_of_bytes, batch_size=3)
         batches.load_state_dict(state)
     assert all(map(same, whole, seen))
 
 
 def test_resume_on_another_number_of_ranks(bpe_of_bytes, shards):
-    one = PackedBatches(shards, bpe_of_bytes, split="train", batch_size=4, epochs=1)
-    two = PackedBatches(
-        shards, bpe_of_bytes, split="train", batch_size=2, epochs=1, rank=1, world_size=2
-    )
+    one = PackedBatches(shards, bpe_of_bytes, batch_size=4, epochs=1)
+    two = PackedBatches(shards, bpe_of_bytes, batch_size=2, epochs=1, rank=1, world_size=2)
     steps = [next(one) for _ in range(5)]
     two.load_state_dict(one.state_dict())
     rest, half = list(one), list(two)
@@ -263,21 +247,8 @@ def test_resume_on_another_number_of_ranks(bpe_of_bytes, shards):
     assert all(torch.equal(a["labels"][1::2], b["labels"]) for a, b in zip(rest, half, strict=True))
 
 
-@pytest.mark.parametrize("max_rows", [30, 1000])
-def test_resume_in_the_middle_of_validation(bpe_of_bytes, shards, max_rows):
-    shards.validation_source = shards.source
-    shards.max_validation_rows = max_rows
-    batches = PackedBatches(shards, bpe_of_bytes, split="validation", batch_size=4)
-    states = [(batch, batches.state_dict()) for batch in batches]
-    for step, (_, state) in enumerate(states):
-        batches.load_state_dict(state)
-        rest = list(batches)
-        assert len(rest) == len(states) - step - 1
-        assert all(same(a, b) for a, (b, _) in zip(rest, states[step + 1 :], strict=True))
-
-
 def test_restoring_reads_no_earlier_shard(bpe_of_bytes, shards, monkeypatch):
-    batches = PackedBatches(shards, bpe_of_bytes, split="train", batch_size=2, epochs=1)
+    batches = PackedBatches(shards, bpe_of_bytes, batch_size=2, epochs=1)
     for _ in batches:
         state = batches.state_dict()
         if state["documents"]["shard"] == 2:
@@ -297,7 +268,7 @@ def test_restoring_reads_no_earlier_shard(bpe_of_bytes, shards, monkeypatch):
 @pytest.mark.parametrize("change", ["seq_len", "seed", "eos", "documents", "corpus", "tokenizer"])
 def test_a_state_of_other_data_is_refused(bpe_of_bytes, shards, change):
     shards.bos = change != "documents"
-    batches = PackedBatches(shards, bpe_of_bytes, split="train", batch_size=2)
+    batches = PackedBatches(shards, bpe_of_bytes, batch_size=2)
     next(batches)
     state = batches.state_dict()
     batches.close()
@@ -312,7 +283,7 @@ def test_a_state_of_other_data_is_refused(bpe_of_bytes, shards, change):
     if change == "tokenizer":
         bpe_of_bytes = copy.deepcopy(bpe_of_bytes)
         bpe_of_bytes.add_tokens(["abc"])
-    other = PackedBatches(shards, bpe_of_bytes, split="train", batch_size=2, seed=change == "seed")
+    other = PackedBatches(shards, bpe_of_bytes, batch_size=2, seed=change == "seed")
     with pytest.raises(InputError, match=f"changed since the checkpoint was saved: {change} was"):
         other.load_state_dict(state)
 
@@ -321,16 +292,14 @@ def test_a_state_of_other_data_is_refused(bpe_of_bytes, shards, change):
 
 
 def test_an_error_in_the_thread_comes_after_the_good_batches(bpe_of_bytes, shards, monkeypatch):
-    expected = list(
-        itertools.islice(PackedBatches(shards, bpe_of_bytes, split="train", batch_size=1), 3)
-    )
+    expected = list(itertools.islice(PackedBatches(shards, bpe_of_bytes, batch_size=1), 3))
 
     def fail_after_three(*arguments, rows=StreamRows.rows):
         yield from itertools.islice(rows(*arguments), 3)
         raise RuntimeError("the disk is gone")
 
     monkeypatch.setattr(StreamRows, "rows", fail_after_three)
-    batches = PackedBatches(shards, bpe_of_bytes, split="train", batch_size=1)
+    batches = PackedBatches(shards, bpe_of_bytes, batch_size=1)
     seen = [next(batches) for _ in range(3)]
     assert all(map(same, seen, expected))
     with pytest.raises(RuntimeError, match="the disk is gone"):
@@ -338,7 +307,7 @@ def test_an_error_in_the_thread_comes_after_the_good_batches(bpe_of_bytes, shard
 
 
 def test_no_thread_outlives_close_or_the_object(bpe_of_bytes, shards):
-    batches = PackedBatches(shards, bpe_of_bytes, split="train", batch_size=1)
+    batches = PackedBatches(shards, bpe_of_bytes, batch_size=1)
     assert not reading_threads()
     first = next(batches)
     assert len(reading_threads()) == 1
@@ -363,7 +332,7 @@ def test_a_process_that_stops_in_the_middle_ends_at_once(shards, bpe_of_bytes, t
         from nalanda.data.tokenizer import *
         data = DataConfig(source={shards.source!r}, seq_len=16)
         tokenizer = build_tokenizer(TokenizerConfig(path={str(tmp_path / "tokenizer")!r}), data, "unused")
-        batches = PackedBatches(data, tokenizer, split="train", batch_size=2)
+        batches = PackedBatches(data, tokenizer, batch_size=2)
         next(batches)
         raise SystemExit(7)
     """)

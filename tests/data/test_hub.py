@@ -49,7 +49,7 @@ def test_hub_datasets_resume_exactly(tmp_path, bpe_of_bytes, monkeypatch, stream
     assert min(map(len, parts)) > 2
 
     def new():
-        return PackedBatches(config, bpe_of_bytes, split="train", batch_size=4, epochs=2)
+        return PackedBatches(config, bpe_of_bytes, batch_size=4, epochs=2)
 
     batches = new()
     whole = [(batch, through_json(batches.state_dict())) for batch in batches]
@@ -105,4 +105,4 @@ def test_a_hub_dataset_that_does_not_exist(bpe_of_bytes, monkeypatch):
     with pytest.raises(
         InputError, match=r"'no/such' is neither a local path nor a Hub dataset .*doesn't exist\)$"
     ):
-        PackedBatches(DataConfig(source="no/such"), bpe_of_bytes, split="train", batch_size=1)
+        PackedBatches(DataConfig(source="no/such"), bpe_of_bytes, batch_size=1)

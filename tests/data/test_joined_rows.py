@@ -7,7 +7,7 @@ from corpora import texts_of, write_jsonl
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.loader import PackedBatches
+from nalanda.data.loader import PackedBatches, validation_batches
 from nalanda.data.sources import open_corpora, open_corpus
 from nalanda.data.tokenizer import build_tokenizer
 
@@ -42,7 +42,7 @@ def test_joined_rows_predict_every_token_of_the_text_once(lines, word_tokenizer,
     lines.seq_len = seq_len
     text = [word for line in LINES for word in (*line.split(), "</s>")]
     targets, contexts = [], []
-    batches = list(PackedBatches(lines, word_tokenizer, split="validation", batch_size=1))
+    batches = validation_batches(lines, word_tokenizer, batch_size=1)[""]
     assert len(batches) == -(-len(text) // (seq_len - 1))
     for batch in batches:
         ids, labels, positions = (batch[key][0] for key in ("input_ids", "labels", "position_ids"))
@@ -54,11 +54,17 @@ def test_joined_rows_predict_every_token_of_the_text_once(lines, word_tokenizer,
     assert word_tokenizer.convert_ids_to_tokens(targets) == text
     assert word_tokenizer.convert_ids_to_tokens(contexts) == ["</s>", *text[:-1]]
 
+    said, lines.max_validation_rows = [], 3
+    cut = validation_batches(lines, word_tokenizer, batch_size=1, say=said.append)[""]
+    assert len(cut) == 3
+    assert all(map(same, cut, batches))
+    assert said == ["validation reads the beginning of the text (data.max_validation_rows: 3)"]
+
 
 def test_joined_rows_of_training_are_the_same_text_in_another_order(lines, word_tokenizer):
     lines.seq_len = 6  # five targets a row
     text = [word for line in LINES for word in (*line.split(), "</s>")]
-    batches = PackedBatches(lines, word_tokenizer, split="train", batch_size=1, epochs=2, seed=5)
+    batches = PackedBatches(lines, word_tokenizer, batch_size=1, epochs=2, seed=5)
     rows = [
         " ".join(word_tokenizer.convert_ids_to_tokens(batch["labels"][0, 1:].tolist()))
         for batch in batches
@@ -70,13 +76,12 @@ def test_joined_rows_of_training_are_the_same_text_in_another_order(lines, word_
     assert all(len(batch["cu_seqlens"]) == 2 for batch in batches)  # a row is one segment
 
 
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_joined_rows_resume_at_every_batch(lines, word_tokenizer, split):
-    batches = PackedBatches(lines, word_tokenizer, split=split, batch_size=2, epochs=2)
+def test_joined_rows_resume_at_every_batch(lines, word_tokenizer):
+    batches = PackedBatches(lines, word_tokenizer, batch_size=2, epochs=2)
     states = [(batch, through_json(batches.state_dict())) for batch in batches]
     assert len(states) > 10
     for step, (_, state) in enumerate(states):
-        resumed = PackedBatches(lines, word_tokenizer, split=split, batch_size=2, epochs=2)
+        resumed = PackedBatches(lines, word_tokenizer, batch_size=2, epochs=2)
         resumed.load_state_dict(state)
         rest = list(resumed)
         assert len(rest) == len(states) - step - 1
@@ -180,7 +185,7 @@ def test_word_tokenizer_puts_bos_in_front_where_the_data_does(tmp_path, lines):
         "the",
         "word",
     ]
-    batches = PackedBatches(lines, tokenizer, split="validation", batch_size=1)
+    batches = validation_batches(lines, tokenizer, batch_size=1)[""]
     ids = torch.cat([batch["input_ids"][0] for batch in batches]).tolist()
     assert ids.count(2) == 41  # blank lines are no documents
     assert "<s> = Title = </s> <s>" in tokenizer.decode(ids)

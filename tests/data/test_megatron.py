@@ -98,7 +98,7 @@ def test_a_token_set_comes_back_byte_for_byte(saved, tmp_path):
     assert hashlib.sha256(before).hexdigest() == index["train"]["shards"][0]["files"]["tokens"][1]
     for name in ("set", "back"):
         data.source = str(tmp_path / name)
-        rows = PackedBatches(data, tokenizer_of(saved), split="train", batch_size=4, epochs=1)
+        rows = PackedBatches(data, tokenizer_of(saved), batch_size=4, epochs=1)
         if name == "set":
             expected = [batch["input_ids"] for batch in rows]
         else:

@@ -128,7 +128,7 @@ def test_what_was_left_out_is_counted_over_a_resume(tmp_path, bpe_of_bytes):
     )
 
     def new() -> PackedBatches:
-        return PackedBatches(config, bpe_of_bytes, split="train", batch_size=2, epochs=2)
+        return PackedBatches(config, bpe_of_bytes, batch_size=2, epochs=2)
 
     batches = new()
     states = [(batch, through_json(batches.state_dict())) for batch in batches]

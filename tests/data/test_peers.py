@@ -92,9 +92,7 @@ def test_rows_and_states_are_those_of_one_process_for_any_number_and_after_a_res
 ):
     def reader(workers: int, peers: Peers | None = None, **rank) -> PackedBatches:
         settings = config(folder, kind, workers)
-        return PackedBatches(
-            settings, tokenizer, split="train", seed=5, epochs=3, peers=peers, **rank
-        )
+        return PackedBatches(settings, tokenizer, seed=5, epochs=3, peers=peers, **rank)
 
     expected = list(reader(0, batch_size=1))
     assert len(expected) > 150
@@ -223,18 +221,14 @@ def test_processes_that_read_other_documents_are_told():
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_close_ends_the_others_and_each_goes_on_alone(folder, tokenizer, workers):
     expected = list(
-        PackedBatches(
-            config(folder, "web", 0), tokenizer, split="train", batch_size=2, seed=1, epochs=2
-        )
+        PackedBatches(config(folder, "web", 0), tokenizer, batch_size=2, seed=1, epochs=2)
     )
     closed = threading.Event()
 
     def read(rank: int, gather: Callable) -> tuple[list, str]:
         share = {"rank": rank, "world_size": 2, "peers": meet(gather)}
         settings = config(folder, "web", workers)
-        batches = PackedBatches(
-            settings, tokenizer, split="train", batch_size=1, seed=1, epochs=2, **share
-        )
+        batches = PackedBatches(settings, tokenizer, batch_size=1, seed=1, epochs=2, **share)
         taken, message = [next(batches), next(batches)], ""
         if rank == 0:
             batches.close()

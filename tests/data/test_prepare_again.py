@@ -148,11 +148,11 @@ def test_a_changed_set_refuses_the_run_that_read_it(tmp_path, tokenizer, byte_to
     source, out = corpus(tmp_path / "in", rows=20), tmp_path / "out"
     prepare(DataConfig(source=str(source)), byte_tokenizer, out)
     data = DataConfig(source=str(out), seq_len=16, workers=0)
-    state = PackedBatches(data, tokenizer, split="train", batch_size=1).state_dict()
+    state = PackedBatches(data, tokenizer, batch_size=1).state_dict()
     add_one(source)
     prepare(DataConfig(source=str(source)), byte_tokenizer, out)
     with pytest.raises(InputError, match="changed since the checkpoint was saved: corpus"):
-        PackedBatches(data, tokenizer, split="train", batch_size=1).load_state_dict(state)
+        PackedBatches(data, tokenizer, batch_size=1).load_state_dict(state)
 
 
 def test_a_damaged_file_that_is_mended_costs_its_own_shards(tmp_path, byte_tokenizer, monkeypatch):

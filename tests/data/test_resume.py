@@ -60,7 +60,7 @@ def settings(source: Path, **others) -> DataConfig:
 
 def opened(data: DataConfig, tokenizer, **others) -> PackedBatches:
     keys = {"batch_size": 1, "epochs": 2, "seed": 1, "hashes": FileHashes()}
-    return PackedBatches(data, tokenizer, split="train", **keys | others)
+    return PackedBatches(data, tokenizer, **keys | others)
 
 
 def given(batches: PackedBatches, tokenizer, count: int | None = None) -> list[str]:

@@ -121,7 +121,7 @@ def test_a_damaged_shard_is_named_with_its_line(tmp_path, bpe_of_bytes, suffix, 
         path.write_bytes(b"")
     config = DataConfig(source=str(path), seq_len=64, validation_share=1e-9)
     with pytest.raises(InputError, match=rf"shard{suffix}, (line|row) \d+: ") as caught:
-        list(PackedBatches(config, bpe_of_bytes, split="train", batch_size=1, epochs=1))
+        list(PackedBatches(config, bpe_of_bytes, batch_size=1, epochs=1))
     assert "\n" not in str(caught.value)
 
 
@@ -196,11 +196,7 @@ def test_sources_that_cannot_work(tmp_path, bpe_of_bytes, source, message):
     chosen = source.format(tmp=tmp_path) if source != "{tmp}" else str(tmp_path / "void")
     (tmp_path / "void").mkdir()
     with pytest.raises(InputError, match=message):
-        next(
-            PackedBatches(
-                DataConfig(source=chosen, seq_len=8), bpe_of_bytes, split="train", batch_size=1
-            )
-        )
+        next(PackedBatches(DataConfig(source=chosen, seq_len=8), bpe_of_bytes, batch_size=1))
 
 
 @pytest.mark.parametrize(
@@ -215,6 +211,4 @@ def test_sources_that_cannot_work(tmp_path, bpe_of_bytes, source, message):
 )
 def test_settings_that_cannot_work(bpe_of_bytes, settings):
     with pytest.raises(InputError, match=f"data.{next(iter(settings))}: expected "):
-        PackedBatches(
-            DataConfig(source="python", **settings), bpe_of_bytes, split="train", batch_size=1
-        )
+        PackedBatches(DataConfig(source="python", **settings), bpe_of_bytes, batch_size=1)

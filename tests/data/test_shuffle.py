@@ -167,9 +167,7 @@ def test_order_state_and_batches_for_any_processes_workers_and_interruptions(
 ):
     def reader(batch_size: int, workers: int, **rank) -> PackedBatches:
         settings = config(folder, kind, workers=workers)
-        return PackedBatches(
-            settings, tokenizer, split="train", batch_size=batch_size, seed=5, epochs=2, **rank
-        )
+        return PackedBatches(settings, tokenizer, batch_size=batch_size, seed=5, epochs=2, **rank)
 
     alone = reader(4, 0)
     whole = [(batch, through_json(alone.state_dict())) for batch in alone]
@@ -214,9 +212,7 @@ def test_every_row_of_a_token_set_once_an_epoch(folder, tokenizer, kind):
     rows = Counter(map(bytes, windows))
     seen, state, orders = [], None, []
     while len(seen) < 2 * count:
-        batches = PackedBatches(
-            config(folder, kind), tokenizer, split="train", batch_size=1, seed=1, epochs=2
-        )
+        batches = PackedBatches(config(folder, kind), tokenizer, batch_size=1, seed=1, epochs=2)
         if state:
             batches.load_state_dict(through_json(state))
         seen += [
@@ -230,9 +226,7 @@ def test_every_row_of_a_token_set_once_an_epoch(folder, tokenizer, kind):
     assert Counter(epochs[0]) == Counter(epochs[1]) == rows
     orders = [list(map(bytes, windows)), *epochs]
     assert orders[0] != orders[1] != orders[2] != orders[0]
-    other = PackedBatches(
-        config(folder, kind), tokenizer, split="train", batch_size=1, seed=2, epochs=1
-    )
+    other = PackedBatches(config(folder, kind), tokenizer, batch_size=1, seed=2, epochs=1)
     assert [b["input_ids"][0].numpy().astype(np.int32).tobytes() for b in other] not in orders
     bounds = [[*b["cu_seqlens"].tolist()] for b in take(batches, 9)]
     assert any(len(bound) > 2 for bound in bounds)
@@ -241,12 +235,13 @@ def test_every_row_of_a_token_set_once_an_epoch(folder, tokenizer, kind):
 def test_rows_of_a_token_set_have_the_documents_boundaries(folder, tokenizer):
     """Unshuffled, it equals the packed stream of its files."""
     streamed, prepared = (
-        PackedBatches(config(folder, kind), tokenizer, split="validation", batch_size=3)
+        validation_batches(config(folder, kind), tokenizer, batch_size=3)
         for kind in ("web", "web-tokens")
     )
-    one, other = list(streamed), list(prepared)
-    assert len(one) == len(other) > 10
-    assert all(map(same, one, other))
+    assert streamed.keys() == prepared.keys()
+    for name, batches in streamed.items():
+        assert len(batches) == len(prepared[name]) > 3
+        assert all(map(same, batches, prepared[name]))
 
 
 def test_a_process_reads_only_its_own_rows(folder, tokenizer, monkeypatch):
@@ -257,12 +252,7 @@ def test_a_process_reads_only_its_own_rows(folder, tokenizer, monkeypatch):
         TokenSet, "read", lambda self, a, b, of=TokenSet.read: (read.append(a), of(self, a, b))[1]
     )
     batches = PackedBatches(
-        config(folder, "web-tokens", workers=0),
-        tokenizer,
-        split="train",
-        batch_size=1,
-        rank=2,
-        world_size=4,
+        config(folder, "web-tokens", workers=0), tokenizer, batch_size=1, rank=2, world_size=4
     )
     take(batches, 6)
     assert len(read) == 6
@@ -278,7 +268,7 @@ def test_a_process_reads_only_its_own_rows(folder, tokenizer, monkeypatch):
 
 def test_a_mixture_takes_its_components_in_turn_each_in_its_own_order(folder, tokenizer):
     settings = config(folder, "mixture")
-    batches = PackedBatches(settings, tokenizer, split="train", batch_size=1, seed=5)
+    batches = PackedBatches(settings, tokenizer, batch_size=1, seed=5)
     owners = {}
     for name, part in settings.parts().items():
         stream = corpus.DocumentStream(
@@ -315,9 +305,7 @@ def test_a_mixture_takes_its_components_in_turn_each_in_its_own_order(folder, to
 def test_a_source_listed_twice_gives_different_rows(folder, tokenizer):
     """Its seed contains its name, so a source that is listed twice gives different rows."""
     twice = [Component(name, str(folder / "web-tokens"), 1) for name in ("a", "b")]
-    batches = PackedBatches(
-        DataConfig(mixture=twice, seq_len=T), tokenizer, split="train", batch_size=2
-    )
+    batches = PackedBatches(DataConfig(mixture=twice, seq_len=T), tokenizer, batch_size=2)
     rows = [batch["input_ids"] for batch in take(batches, 20)]
     assert sum(torch.equal(*row) for row in rows) < 3
     batches.close()
@@ -326,13 +314,13 @@ def test_a_source_listed_twice_gives_different_rows(folder, tokenizer):
 @pytest.mark.parametrize("change", ["weight", "name", "files"])
 def test_a_mixture_that_changed_is_refused(folder, tokenizer, tmp_path, change):
     settings = config(folder, "mixture")
-    batches = PackedBatches(settings, tokenizer, split="train", batch_size=1)
+    batches = PackedBatches(settings, tokenizer, batch_size=1)
     state = batches.state_dict()
     if change == "files":
         settings.mixture[2].source = str(write(tmp_path / "a.jsonl", ["other"]))
     else:
         setattr(settings.mixture[0], change, {"weight": 0.6, "name": "wob"}[change])
-    other = PackedBatches(settings, tokenizer, split="train", batch_size=1)
+    other = PackedBatches(settings, tokenizer, batch_size=1)
     what = "files: corpus" if change == "files" else "mixture"
     with pytest.raises(InputError, match=f"{what} was"):
         other.load_state_dict(state)
@@ -403,15 +391,20 @@ def tokens_of(batches: list[dict]) -> list[int]:
 
 @pytest.mark.parametrize("max_rows", [1, 7, 1000])
 @pytest.mark.parametrize("kind", ["code", "code-tokens", "python"])
-def test_validation_of_one_source_is_the_single_pass(folder, tokenizer, kind, max_rows):
+def test_validation_of_one_source_is_one_pass_on_any_ranks(folder, tokenizer, kind, max_rows):
     settings = config(folder, kind, max_validation_rows=max_rows)
-    for rank in range(2):
-        where = {"batch_size": 3, "rank": rank, "world_size": 2}
-        (name, found), *others = validation_batches(settings, tokenizer, **where).items()
-        expected = list(PackedBatches(settings, tokenizer, split="validation", **where))
-        assert (name, others) == ("", [])
-        assert len(found) == len(expected)
-        assert all(map(same, found, expected))
+    (name, rows), *others = validation_batches(settings, tokenizer, batch_size=1).items()
+    assert (name, others) == ("", [])
+    assert len(rows) == max_rows or 7 < len(rows) < max_rows
+    ranks = [
+        validation_batches(settings, tokenizer, batch_size=3, rank=rank, world_size=2)[""]
+        for rank in range(2)
+    ]
+    for key, padding in (("input_ids", tokenizer.eos_token_id), ("labels", -100)):
+        steps = [torch.stack([x[key] for x in step], 1) for step in zip(*ranks, strict=True)]
+        found = torch.cat(steps).flatten(0, 1)
+        assert torch.equal(found[: len(rows)], torch.cat([x[key] for x in rows]))
+        assert (found[len(rows) :] == padding).all()
 
 
 @pytest.mark.parametrize("kind", ["web", "web-tokens"])
@@ -466,8 +459,6 @@ def test_validation_of_a_mixture(folder, tokenizer, tmp_path):
     assert 10 <= sum(count for name, count in rows.items() if "web" in name) <= 12
     settings.validation_source = str(folder / "code")
     assert list(validation_batches(settings, tokenizer, batch_size=1)) == [""]
-    with pytest.raises(ValueError, match="use validation_batches"):
-        PackedBatches(settings, tokenizer, split="validation", batch_size=1)
 
 
 # ------------------------------ batch slots
@@ -497,7 +488,7 @@ def in_slots(
 ) -> PackedBatches:
     settings = DataConfig(source=str(source), seq_len=T, long_documents="carry", carry_rows=BLOCK)
     where = {"rank": rank, "world_size": world_size, "batch_size": micro // world_size}
-    return PackedBatches(settings, tokenizer, split="train", slots=SLOTS, seed=3, **where, **more)
+    return PackedBatches(settings, tokenizer, slots=SLOTS, seed=3, **where, **more)
 
 
 def test_a_slot_continues_its_documents_in_the_next_step(long_documents, tokenizer):
@@ -564,10 +555,10 @@ def test_batch_slots_on_any_number_of_processes_with_interruptions(long_document
     settings = DataConfig(
         source=str(long_documents), seq_len=T, long_documents="carry", carry_rows=BLOCK
     )
-    other = PackedBatches(settings, tokenizer, split="train", slots=4, seed=3, batch_size=4)
+    other = PackedBatches(settings, tokenizer, slots=4, seed=3, batch_size=4)
     with pytest.raises(InputError, match="lanes was 8 and is 4"):
         other.load_state_dict(state)
-    validation = take(PackedBatches(settings, tokenizer, split="validation", batch_size=2), 1)
+    validation = validation_batches(settings, tokenizer, batch_size=2)[""]
     assert "slots" not in validation[0]
 
 
@@ -580,7 +571,6 @@ def test_batch_slots_that_cannot_work(folder, long_documents, tokenizer):
         PackedBatches(
             DataConfig(source=str(long_documents), seq_len=T, long_documents="carry", carry_rows=5),
             tokenizer,
-            split="train",
             batch_size=4,
             slots=800,
         )
@@ -605,29 +595,27 @@ def test_a_token_set_is_only_read_as_it_was_made(folder, tokenizer, tmp_path):
     with pytest.raises(
         InputError, match=r"another tokenizer; set tokenizer: \S+/web-tokens/tokenizer"
     ):
-        PackedBatches(settings, changed, split="train", batch_size=1)
+        PackedBatches(settings, changed, batch_size=1)
     settings.bos = False
-    for split in ("train", "validation"):
+    for read in (PackedBatches, validation_batches):
         with pytest.raises(
             InputError, match=r"was prepared with bos: True; set data\.bos=true, or"
         ):
-            PackedBatches(settings, tokenizer, split=split, batch_size=1)
+            read(settings, tokenizer, batch_size=1)
     long = config(folder, "web-tokens", seq_len=1 << 20)
     with pytest.raises(InputError, match=r"tokens, fewer than data\.seq_len"):
-        PackedBatches(long, tokenizer, split="train", batch_size=1)
+        PackedBatches(long, tokenizer, batch_size=1)
 
     shutil.copytree(folder / "web-tokens", tmp_path / "set")
     moved = config(tmp_path, "set", workers=0)
-    batches = PackedBatches(moved, tokenizer, split="train", batch_size=1)
-    state = PackedBatches(
-        config(folder, "web-tokens"), tokenizer, split="train", batch_size=1
-    ).state_dict()
+    batches = PackedBatches(moved, tokenizer, batch_size=1)
+    state = PackedBatches(config(folder, "web-tokens"), tokenizer, batch_size=1).state_dict()
     batches.load_state_dict(state)  # the same set elsewhere
     next(batches)
     for file in (tmp_path / "set" / "train").iterdir():
         file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(InputError, match=r"set/train/\S+: .* bytes, and the index says"):
-        PackedBatches(moved, tokenizer, split="train", batch_size=1)
+        PackedBatches(moved, tokenizer, batch_size=1)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -643,8 +631,8 @@ def test_a_shard_that_changes_or_vanishes_is_named(folder, tokenizer, tmp_path, 
             validation_share=1e-9,
             workers=workers,
         )
-        batches = PackedBatches(settings, tokenizer, split="train", batch_size=1, epochs=1)
-        expected = take(PackedBatches(settings, tokenizer, split="train", batch_size=1, epochs=1))
+        batches = PackedBatches(settings, tokenizer, batch_size=1, epochs=1)
+        expected = take(PackedBatches(settings, tokenizer, batch_size=1, epochs=1))
         for i in range(3):
             if how == "gone":
                 (tmp_path / how / f"{i}.jsonl").unlink()
@@ -670,7 +658,7 @@ def test_good_rows_come_before_an_error_for_any_number_of_workers(folder, tokeni
             validation_share=1e-9,
             workers=workers,
         )
-        batches = PackedBatches(settings, tokenizer, split="train", batch_size=1)
+        batches = PackedBatches(settings, tokenizer, batch_size=1)
         seen = []
         with pytest.raises(InputError, match=r"line 41: not JSON"):
             seen.extend(iter(batches.__next__, None))
@@ -686,8 +674,8 @@ def test_an_epoch_without_a_token_is_an_error(tmp_path, tokenizer):
     settings = DataConfig(source=str(tmp_path), seq_len=T, documents="joined", bos=False, eos=False)
     for epochs in (None, 1):
         with pytest.raises(InputError, match="an epoch of the corpus gave no token"):
-            next(PackedBatches(settings, tokenizer, split="train", batch_size=1, epochs=epochs))
-    with pytest.raises(InputError, match="gave no token"):
+            next(PackedBatches(settings, tokenizer, batch_size=1, epochs=epochs))
+    with pytest.raises(InputError, match="the validation documents have no token"):
         validation_batches(settings, tokenizer, batch_size=1)
 
 
@@ -709,9 +697,7 @@ def running(monkeypatch):
 
 
 def test_processes_end_with_close_and_with_the_object(folder, tokenizer, running):
-    batches = PackedBatches(
-        config(folder, "web", workers=2), tokenizer, split="train", batch_size=1
-    )
+    batches = PackedBatches(config(folder, "web", workers=2), tokenizer, batch_size=1)
     assert not running()
     next(batches)
     assert len(running()) == 2
@@ -725,9 +711,7 @@ def test_processes_end_with_close_and_with_the_object(folder, tokenizer, running
 
 
 def test_a_process_that_dies_gives_a_one_line_error(folder, tokenizer, running):
-    batches = PackedBatches(
-        config(folder, "web", workers=2), tokenizer, split="train", batch_size=1
-    )
+    batches = PackedBatches(config(folder, "web", workers=2), tokenizer, batch_size=1)
     next(batches)
     for process in running():
         os.kill(process.pid, signal.SIGKILL)
@@ -759,7 +743,7 @@ def test_signals_to_the_whole_group_leave_the_trainer_its_processes(folder, toke
             signal.signal(getattr(signal, name), lambda *_: None)
         settings = packing.DataConfig(source={str(folder / "web")!r}, seq_len=16, workers=2)
         tokenizer = AutoTokenizer.from_pretrained({str(folder / "tokenizer")!r})
-        batches = data.PackedBatches(settings, tokenizer, split="train", batch_size=1)
+        batches = data.PackedBatches(settings, tokenizer, batch_size=1)
         next(batches)
         for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
             os.killpg(0, getattr(signal, name))

@@ -98,7 +98,7 @@ def test_what_is_left_out_is_said(tmp_path, bpe_of_bytes):
 
     def said(**settings) -> list[str]:
         config = DataConfig(source=str(tmp_path), seq_len=8, **settings)
-        return PackedBatches(config, bpe_of_bytes, split="train", batch_size=1).describe_files()
+        return PackedBatches(config, bpe_of_bytes, batch_size=1).describe_files()
 
     files, rest = f"{tmp_path}: 3 files for training", "1 of a test split, 1 of no split"
     assert said() == [
@@ -157,10 +157,7 @@ def test_a_lone_text_is_a_corpus_of_many_documents(tmp_path, bpe_of_bytes, sourc
     count, held = len(train) + len(validation), len(validation)
     note = f"book.txt: 1 file cut into {count} documents, {held} held out for validation"
     assert found["train"].note.startswith(note)
-    assert (
-        found["train"].note
-        in PackedBatches(data, bpe_of_bytes, split="train", batch_size=1).describe_files()
-    )
+    assert found["train"].note in PackedBatches(data, bpe_of_bytes, batch_size=1).describe_files()
     assert validation_batches(data, bpe_of_bytes, batch_size=1)
 
     stream = DocumentStream(open_corpus(data, "train"), seed=1, buffer_size=5, epochs=2)
@@ -246,7 +243,7 @@ def test_components_of_a_mixture_hold_something_out(tmp_path, bpe_of_bytes):
         Component("book", str(tmp_path / "book.txt"), 1),
     ]
     data = DataConfig(mixture=parts, seq_len=8, validation_share=1e-5, workers=0)
-    batches = PackedBatches(data, bpe_of_bytes, split="train", batch_size=1)
+    batches = PackedBatches(data, bpe_of_bytes, batch_size=1)
     assert batches.describe_files() == [
         "few: 3 documents, 1 held out for validation (none fell under validation_share 1e-05)",
         "book: book.txt: 1 document, its last 0.001 % are held out for validation",

@@ -163,9 +163,7 @@ def test_a_shard_that_changes_is_noticed(bucket, tokenizer):
     )
 
     def new():
-        batches = PackedBatches(
-            config, tokenizer, split="train", batch_size=4, epochs=1, hashes=FileHashes()
-        )
+        batches = PackedBatches(config, tokenizer, batch_size=4, epochs=1, hashes=FileHashes())
         for number in range(2):
             batches.files[""].find(number)
         return batches

@@ -118,11 +118,11 @@ def test_another_eos_of_the_same_vocabulary_is_refused(tmp_path, tokenizer, byte
     file = tmp_path / "out/index.json"
     index = json.loads(file.read_bytes())
     assert index["tokenizer"].keys() == {"fingerprint", "vocab_size", "bos", "eos"}
-    PackedBatches(data, tokenizer, split="train", batch_size=2)
+    PackedBatches(data, tokenizer, batch_size=2)
     with pytest.raises(
         InputError, match=r"its eos is token 0, and the tokenizer's is \d+; set tokenizer"
     ):
-        PackedBatches(data, other, split="train", batch_size=2)
+        PackedBatches(data, other, batch_size=2)
     with pytest.raises(InputError, match="its eos is token 0"):
         validation_batches(data, other, batch_size=2)
 
@@ -290,7 +290,7 @@ def test_ids_beyond_the_vocabulary_are_refused_where_they_are_read(prepared_set,
     (prepared_set / "index.json").write_text(json.dumps(index))
     data = DataConfig(source=str(prepared_set), seq_len=16)
     with pytest.raises(InputError, match="its vocab_size is 57 and the tokenizer has 257"):
-        PackedBatches(data, tokenizer, split="train", batch_size=1)
+        PackedBatches(data, tokenizer, batch_size=1)
 
 
 @pytest.mark.parametrize(("place", "value"), [(3, 0), (3, 1 << 40), (-1, 5), (-1, 1 << 40)])

@@ -134,10 +134,10 @@ def test_a_tokenizer_without_bos(bpe_of_bytes, shards):
         tokenizer_object=bpe_of_bytes.backend_tokenizer, eos_token="<|endoftext|>"
     )
     with pytest.raises(InputError, match=r"no bos token; set data\.bos=false"):
-        PackedBatches(shards, bare, split="train", batch_size=1)
+        PackedBatches(shards, bare, batch_size=1)
     neither = PreTrainedTokenizerFast(tokenizer_object=bpe_of_bytes.backend_tokenizer)
     both = r"no bos and no eos token; set data\.bos=false data\.eos=false"
     with pytest.raises(InputError, match=both):
-        PackedBatches(shards, neither, split="train", batch_size=1)
+        PackedBatches(shards, neither, batch_size=1)
     shards.bos = False
-    assert PackedBatches(shards, bare, split="train", batch_size=1)
+    assert PackedBatches(shards, bare, batch_size=1)

@@ -276,7 +276,7 @@ def test_a_shuffled_run_from_urls_resumes_exactly(server, tokenizer):
     )
 
     def new():
-        return PackedBatches(config, tokenizer, split="train", batch_size=4, epochs=2)
+        return PackedBatches(config, tokenizer, batch_size=4, epochs=2)
 
     batches = new()
     whole = [(batch, json.loads(json.dumps(batches.state_dict()))) for batch in batches]

@@ -120,7 +120,7 @@ def test_whole_words(recipe, tmp_path):
         recipe, tmp_path, *ENCODER, "tokenizer={train: bpe, vocab_size: 270, mask: true}"
     )
     tokenizer = build_tokenizer(config.tokenizer, config.data, tmp_path / "tokenizer")
-    batches = PackedBatches(config.data, tokenizer, split="train", batch_size=32)
+    batches = PackedBatches(config.data, tokenizer, batch_size=32)
     masking = Masking(tokenizer, DataConfig(source="x", whole_words=True), seed=0)
     split = seen = parts = 0
     for number in range(3):

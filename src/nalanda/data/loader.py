@@ -12,8 +12,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class PackedBatches:
-    """One rank's micro-batches of packed documents, and the position in them.
+    """One rank's micro-batches of packed training documents, and the position in them.
 
     Documents follow one another, `[bos] tokens [eos]`, cut into rows of `seq_len` tokens. A document longer
     than the rest of its row continues in the next row. Its tokens in one row are a piece: cu_seqlens bounds
@@ -63,14 +61,11 @@ class PackedBatches:
         position_ids: [B, T] int64, from 0 in every piece.
         cu_seqlens: [N+1] int32, the starts of the N pieces in the flattened batch, then B·T. Every row
             starts a piece.
-    and with `data.long_documents: carry`, in training:
+    and with `data.long_documents: carry`:
         slots: [B] int64, the batch slot of each row; micro-batch i has the same slots in every step.
         carried: [B] bool, whether the first piece continues the slot's row of the step before.
 
-    Training lasts `epochs` and never pads: rows at the end that fill no micro-step are dropped. Validation is
-    one pass in a fixed order over at most `data.max_validation_rows`. Its last row is padded. Rows of padding
-    are added until every rank has the same number of full batches. A batch may therefore have no label at
-    all: add up losses and counts of labels instead of averaging means.
+    They last `epochs` and are never padded: rows at the end that fill no micro-step are dropped.
 
     Iteration continues from the saved position; after the end, `iter()` starts over. With `data.workers`
     above 0 a thread reads ahead; it ends with an error, with `close`, with the object and with the process.
@@ -79,11 +74,10 @@ class PackedBatches:
     Args:
         data: the sources and their settings.
         tokenizer: a fast tokenizer.
-        split: "train" or "validation".
         batch_size: B, rows of this rank's batch.
         seed: of the shuffle.
         rank, world_size: r and W.
-        epochs: passes over the training documents, of each component of a mixture; None: without end.
+        epochs: passes over the documents, of each component of a mixture; None: without end.
         slots: rows of a step over all ranks; only needed for `data.long_documents: carry`.
         peers: from `peers.meet`; ranks of one machine, which then share the tokenising. They must read the
             same number of batches. After `close`, or an error, a rank goes on alone.
@@ -103,7 +97,6 @@ class PackedBatches:
         data: DataConfig,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        split: str,
         batch_size: int,
         seed: int | str = 0,
         rank: int = 0,
@@ -115,21 +108,14 @@ class PackedBatches:
         sources: Sources | None = None,
     ):
         self.sources = sources or checked_sources(data)
-        if split not in SPLITS:
-            raise ValueError(f"split: {split!r} is unknown; there are 'train' and 'validation'")
         if batch_size < 1 or not 0 <= rank < world_size:
             raise ValueError(f"batch_size {batch_size}, rank {rank} of {world_size}: no such batch")
 
-        self.data, self.training = data, split == "train"
+        self.data, self.seed, self.epochs = data, seed, epochs
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self._peers = peers
-        # Validation is one pass in one order, whatever the seed.
-        self.seed = seed if self.training else 0
-        self.epochs = epochs if self.training else 1
 
-        if data.mixture and not self.training:
-            raise ValueError("a mixture has no single order for validation; use validation_batches")
-        carries = data.long_documents == "carry" and self.training
+        carries = data.long_documents == "carry"
         # A micro-batch has the same slots in every step, so they must divide evenly.
         if carries and (not slots or slots % (batch_size * world_size)):
             raise ValueError(
@@ -152,21 +138,21 @@ class PackedBatches:
 
     def _open_source(self, slots: int | None) -> Any:
         """The rows of the only component, or a mixture of all."""
-        components = self.sources.train if self.training else self.sources.validation
-        rows = {name: self._open_rows(name, source, slots) for name, source in components.items()}
+        components = self.sources.train.items()
+        rows = {name: self._open_rows(name, source, slots) for name, source in components}
         if not self.data.mixture:
             return rows[""]
         return Mixture(rows, self.data.weights())
 
     def _open_rows(self, name: str, source: Source, slots: int | None) -> TokenSetRows | StreamRows:
-        data, split = source.data, "train" if self.training else "validation"
+        data = source.data
         # A lone source keeps the seed itself, as saved positions have it.
         seed = f"{self.seed}/{name}" if name else self.seed
-        if tokens := _matching_set(source, self.tokenizer, split):
+        if tokens := _matching_set(source, self.tokenizer, "train"):
             return TokenSetRows(
                 tokens,
                 str(data.source),
-                seed=seed if self.training else None,
+                seed=seed,
                 seq_len=data.seq_len,
                 epochs=self.epochs,
                 slots=slots,
@@ -178,21 +164,18 @@ class PackedBatches:
                 f"{data.source}"
             )
         return StreamRows(
-            source.corpus(split),
+            source.corpus("train"),
             data,
             seed=seed,
             epochs=self.epochs,
-            training=self.training,
             # The padding token, eos where there is one, stands in front of joined text.
             before=self.padding,
         )
 
     def _describe_identity(self) -> dict[str, Any]:
         """All that the rows and their order depend on; a saved position fits only the same."""
-        identity: dict[str, Any] = {
-            "split": "train" if self.training else "validation",
-            "seed": self.seed,
-        }
+        # Saved positions name the split.
+        identity: dict[str, Any] = {"split": "train", "seed": self.seed}
         for key in ("seq_len", "bos", "eos", "documents", "long_documents"):
             identity[key] = getattr(self.data, key)
         identity |= self.source.identity
@@ -230,11 +213,8 @@ class PackedBatches:
         tokenisers = Tokenisers(self.encode, self.data.workers, self._peers)
         self._peers = None  # they do not wait for a second reading
         rows = self.source.rows(self._state, tokenisers)
-        if not self.training:
-            # A resumed pass has taken some of its rows before.
-            rows = itertools.islice(rows, self.data.max_validation_rows - self._state["rows"])
         share = self.batch_size, self.rank, self.world_size
-        batches = batched(rows, self.data.seq_len, *share, self.padding, self.training)
+        batches = batched(rows, self.data.seq_len, *share, self.padding, True)
         return ReadAhead(batches, tokenisers) if self.data.workers else batches
 
     def close(self) -> None:
@@ -393,8 +373,10 @@ def validation_batches(
     Documents are taken in order until they fill `data.max_validation_rows`. Each component of a mixture fills
     its share by weight, and at least one row. The documents of a source are packed apart from the others.
     Of many sources, the small ones are packed together (`_join_small`). Joined documents are one group. The
-    last batches of a source are padded as in `PackedBatches`. say: gets a line if
-    documents are left out. sources: those of `data`, open already and checked.
+    last row of a source is padded. Rows of padding are added until every rank has the same number of full
+    batches. A batch may therefore have no label at all: add up losses and counts of labels instead of
+    averaging means. say: gets a line if documents are left out. sources: those of `data`, open already and
+    checked.
 
     Raises:
         InputError: as in `PackedBatches`; or a component has no validation documents.
@@ -404,43 +386,19 @@ def validation_batches(
         if source.data.validation_source and not any(map(source.token_set, SPLITS)):
             check_apart(*map(source.corpus, SPLITS))
 
-    # One text has no sources to tell apart, so the reader gives its rows in order.
-    if data.documents == "joined":
-        reader = PackedBatches(
-            data,
-            tokenizer,
-            split="validation",
-            batch_size=batch_size,
-            rank=rank,
-            world_size=world_size,
-            sources=sources,
-        )
-        return {"": _read_joined(reader, say)}
-
     # Each source is packed by itself, so that no row mixes two of them.
     documents = _join_small(_take_validation_documents(tokenizer, sources, rank, say))
     share, padding = (batch_size, rank, world_size), padding_of(tokenizer)
+    before = padding if data.documents == "joined" else None
     batches = {}
     for source in sorted(documents):
-        rows = pack(documents[source], data.seq_len)
+        rows = pack(documents[source], data.seq_len, before)
         batches_and_states = batched(rows, data.seq_len, *share, padding, False)
         batches[source] = [batch for batch, _ in batches_and_states]
     if not any(batches.values()):
         raise InputError(
             "data.source: the validation documents have no token; look at data.source and the tokenizer"
         )
-    return batches
-
-
-def _read_joined(
-    reader: PackedBatches, say: Callable[[str], None]
-) -> list[dict[str, torch.Tensor]]:
-    """Reads all batches of joined validation documents. Says where they are cut."""
-    with contextlib.closing(reader):
-        batches = list(reader)
-    _print_skipped(reader.skipped(), reader.rank)
-    if reader.position["rows"] >= reader.data.max_validation_rows:
-        say(_describe_cut("the beginning of the text", reader.data))
     return batches
 
 
@@ -454,7 +412,8 @@ def _take_validation_documents(
     for name, component in sources.validation.items():
         share = weights[name] / sum(weights.values()) if name in weights else 1.0
         rows = max(1, round(data.max_validation_rows * share))
-        room = rows * data.seq_len  # in tokens
+        # In tokens. A joined row begins with the last one of the row before.
+        room = rows * (data.seq_len - (data.documents == "joined"))
         documents, describe = _validation_documents(component, tokenizer, rank)
         for count, (source, tokens) in enumerate(documents, 1):
             # The last document is cut where the rows are full.
@@ -500,7 +459,7 @@ def _validation_documents(
 ) -> tuple[Iterator[tuple[str, np.ndarray]], Callable[[int], str]]:
     """Source and tokens of every validation document, in order, and words for the first so many of them."""
     data = source.data
-    encode = encoder(tokenizer, data)
+    encode, joined = encoder(tokenizer, data), data.documents == "joined"
     if tokens := _matching_set(source, describe_tokenizer(tokenizer), "validation"):
         pairs = map(tokens.document, range(tokens.documents))
         documents = ((name, ids) for ids, name in pairs)
@@ -518,11 +477,13 @@ def _validation_documents(
                 encoded = encode([document.text for document in group])
                 for document, ids in zip(group, encoded, strict=True):
                     if len(ids):
-                        yield document.source, ids
+                        yield "" if joined else document.source, ids
         finally:  # the consumer may stop early
             _print_skipped(stream.left, rank)
 
     def describe(count: int) -> str:
+        if joined:
+            return "the beginning of the text"
         files = len(stream.corpus.shards)
         opened = files if stream.ended else min(stream.shard + 1, files)
         return f"the first {count:,} documents, of at most {opened:,} of {files:,} files"

@@ -65,24 +65,17 @@ class StreamRows:
     """Rows of a corpus that is read and tokenised while it trains.
 
     Args:
-        training: give only full rows, shuffled; else all rows, in order.
         before: the token in front of the text with `data.documents: joined`.
     """
 
     def __init__(
-        self,
-        corpus: Corpus,
-        data: DataConfig,
-        *,
-        seed: int | str,
-        epochs: int | None,
-        training: bool,
-        before: int,
+        self, corpus: Corpus, data: DataConfig, *, seed: int | str, epochs: int | None, before: int
     ):
         self.corpus, self.seq_len, self.joined = corpus, data.seq_len, data.documents == "joined"
-        self.training, self.before = training, before
-        buffer = data.shuffle_buffer if training else 0
-        self.stream = partial(DocumentStream, corpus, seed=seed, buffer_size=buffer, epochs=epochs)
+        self.before = before
+        self.stream = partial(
+            DocumentStream, corpus, seed=seed, buffer_size=data.shuffle_buffer, epochs=epochs
+        )
         self.start = {
             "documents": self.stream().state_dict(),
             "carried": int(self.joined),  # the token in front of the text
@@ -100,8 +93,8 @@ class StreamRows:
     def rows(self, state: dict, tokenisers: Tokenisers) -> Rows:
         """Rows from `state` on.
 
-        Documents are tokenised in groups. In training the rows of a group are shuffled. In order, the rows of
-        one long document would fill batches by themselves, and cost a small model a fifth of its perplexity.
+        Documents are tokenised in groups, and the rows of a group are shuffled. In order, the rows of one long
+        document would fill batches by themselves, and cost a small model a fifth of its perplexity.
 
         The state of a row holds the stream's state before the group, and the group's end. It also counts the
         tokens left over from earlier groups, and the group's rows that are done. Resuming tokenises one group
@@ -133,7 +126,7 @@ class StreamRows:
 
             count = (len(tokens) - self.joined) // stride
             # The tokenisers read ahead, so `documents.epoch` may be a later one by now.
-            order = self._order_rows(documents, count, rows - done, epoch)
+            order = _order_rows(documents, count, rows - done, epoch)
             for done, index in enumerate(order[done:], done + 1):  # noqa: B020  counts on from there
                 rows += 1
                 # The arrays are replaced and never changed, so a row may be loaded after its group.
@@ -145,22 +138,14 @@ class StreamRows:
             starts = starts[np.searchsorted(starts, count * stride) :] - count * stride
 
         _check_epoch(has_tokens)
-        # A state behind this row says done: 1, so a resume gives it no second time.
-        if len(tokens) > self.joined and not self.training and not done:  # the last, shorter row
-            group_state = {"documents": documents.state_dict(), "carried": len(tokens)}
-            group_state |= documents.left
-            load = partial(cut_row, tokens, starts, 0, self.seq_len)
-            yield load, {**group_state, "done": 1, "rows": rows + 1}
 
-    def _order_rows(
-        self, documents: DocumentStream, count: int, first: int, epoch: int
-    ) -> list[int]:
-        """The order of a group's `count` rows. first: the number of rows before the group."""
-        order = list(range(count))
-        if self.training:
-            # Row 0 stays first: it holds the tokens left over. A draw depends on a row's number and the epoch.
-            order[1:] = sorted(order[1:], key=lambda i: documents.draw("row", first + i, epoch))
-        return order
+
+def _order_rows(documents: DocumentStream, count: int, first: int, epoch: int) -> list[int]:
+    """The order of a group's `count` rows. first: the number of rows before the group."""
+    order = list(range(count))
+    # Row 0 stays first: it holds the tokens left over. A draw depends on a row's number and the epoch.
+    order[1:] = sorted(order[1:], key=lambda i: documents.draw("row", first + i, epoch))
+    return order
 
 
 def _text_groups(documents: DocumentStream) -> Iterator[tuple[tuple[dict, int, dict], list[str]]]:
@@ -198,7 +183,7 @@ class TokenSetRows:
 
     Args:
         tokens, name: the set, and what messages call it.
-        seed: of the shuffle; None: the set's own order, with a last row that may be shorter.
+        seed: of the shuffle.
         epochs: passes over the set; None: without end.
         slots, block: L and the rows of a block, for documents longer than a row; rows then state their slot
             and whether they continue the slot's previous row.
@@ -212,7 +197,7 @@ class TokenSetRows:
         tokens: TokenSet,
         name: str,
         *,
-        seed: int | str | None,
+        seed: int | str,
         seq_len: int,
         epochs: int | None,
         slots: int | None = None,
@@ -221,8 +206,6 @@ class TokenSetRows:
         self.tokens, self.name, self.seed, self.seq_len = tokens, name, seed, seq_len
         self.slots, self.block = slots, block
         rows = tokens.tokens // seq_len
-        if seed is None and tokens.tokens % seq_len:
-            rows += 1  # the shorter last row
         if not rows:
             raise InputError(
                 f"{name}: {tokens.tokens} tokens, fewer than data.seq_len {seq_len}; lower data.seq_len"
@@ -265,8 +248,6 @@ class TokenSetRows:
     def _shuffle_blocks(self, positions: np.ndarray) -> np.ndarray:
         """The blocks at these positions of the concatenated permutations."""
         epochs, positions = np.divmod(positions, self.blocks)
-        if self.seed is None:
-            return positions
         # A look-ahead may cross epochs, and each has a permutation of its own.
         for epoch in np.unique(epochs):
             now = epochs == epoch
@@ -275,7 +256,7 @@ class TokenSetRows:
 
     def _load_row(self, row: int, slot: int, row_of_block: int) -> Row:
         begin = row * self.seq_len
-        end = min(begin + self.seq_len, self.tokens.tokens)
+        end = begin + self.seq_len
         tokens, starts = self.tokens.read(begin, end), self.tokens.starts(begin, end) - begin
         if self.slots is None:
             return Row(tokens, _with_zero(starts))
@@ -322,11 +303,15 @@ class Mixture:
             yield load, {"rows": number, "parts": list(states)}
 
 
-def pack(documents: list[np.ndarray], seq_len: int) -> Rows:
-    """All rows of tokenised documents in order, without states; the last may be shorter."""
-    tokens = np.concatenate(documents)
-    starts = np.cumsum([0, *map(len, documents)])[:-1]
-    for begin in range(0, len(tokens), seq_len):
+def pack(documents: list[np.ndarray], seq_len: int, before: int | None = None) -> Rows:
+    """All rows of tokenised documents in order, without states; the last may be shorter.
+
+    before: the token in front of joined documents, which are one text.
+    """
+    front = [] if before is None else [np.array([before], np.int32)]
+    tokens = np.concatenate([*front, *documents])
+    starts = np.cumsum([0, *map(len, () if front else documents)])[:-1]
+    for begin in range(0, len(tokens) - len(front), seq_len - len(front)):
         yield partial(cut_row, tokens, starts, begin, seq_len), {}
 
 

@@ -436,7 +436,6 @@ def open_batches(
     batches = PackedBatches(
         config.data,
         tokenizer,
-        split="train",
         batch_size=rows,
         seed=f"{config.seed}/{order}" if order else config.seed,
         slots=slots,
