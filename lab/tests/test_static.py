@@ -464,6 +464,8 @@ def test_limits_stand_for_both_tritons_and_allow_no_error():
     text = static.LIMITS.read_text()
     assert "overwritten" not in text
     assert "transposed" not in text
+    for figures in (*table.values(), static.limits()["peer"]):
+        assert all(job in static.CASES for jobs in figures.values() for job in jobs)
 
 
 def test_recording_replaces_a_job_and_keeps_the_others(triton_is):
