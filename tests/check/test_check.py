@@ -463,6 +463,15 @@ def test_sizes_and_layers_are_taken_as_asked():
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 4)
 
 
+def test_a_key_of_a_config_is_no_code(tmp_path):
+    run = tmp_path / "run"
+    key = f"x=open({str(run)!r}, 'w') or 1, y_size"
+    LlamaConfig(**SMALL, **{key: 4096}).save_pretrained(tmp_path)
+    config = make(str(tmp_path), width=16).model.config
+    assert getattr(config, key) < 4096
+    assert not run.exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("library", "package"), [("transformers", ""), ("llama.cpp", "xllamacpp"), ("mlx", "mlx_lm")]

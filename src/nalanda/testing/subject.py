@@ -126,7 +126,8 @@ def make(
 def _config_line(load: str, fields: dict[str, Any]) -> str:
     if load.startswith("for_model(**"):
         return f"config = AutoConfig.{load} | {fields!r})"
-    return f"config = AutoConfig.{load}{''.join(f', {k}={v!r}' for k, v in fields.items())})"
+    # As a dict, whose keys are quoted: they are the config's own, and the line is run.
+    return f"config = AutoConfig.{load}, **{fields!r})"
 
 
 def _run(lines: Sequence[str]) -> dict[str, Any]:
