@@ -311,6 +311,11 @@ def test_a_coarse_half_precision_is_found():
     assert half_precision(planted(other_tokens(is_half))).verdict == "differs"
 
 
+def test_dropout_is_no_difference_of_checkpointing():
+    row = judge_property(subject(attention_dropout=0.5), properties.gradient_checkpointing, ALLOWED)
+    assert row.verdict == "holds"
+
+
 def test_a_head_of_zeros_is_judged():
     headless = subject()
     torch.nn.init.zeros_(headless.model.lm_head.weight)
