@@ -408,8 +408,10 @@ def test_bad_input_is_one_line(words, message, capsys):
 
 
 def test_the_fixture_is_a_plugin_of_pytest(check_model):
-    model = subject().model
+    model = subject().model.float().train()
     assert [row.verdict for row in check_model(model, only=["causal"])][:1] == ["holds"]
+    assert model.training
+    assert model.dtype == torch.float32
     plant = {"plant": staticmethod(on_outputs(sees_later_tokens))}
     with pytest.raises(AssertionError, match="causal: differs row 0, token"):
         check_model(subject(type("Planted", (Leaky,), plant)).model, only=["causal"])

@@ -40,10 +40,13 @@ def check_model(model: Any, only: Sequence[str] = ()) -> list[Finding]:
 
     model: a transformers model, or the name of one as `nalanda check` takes it. only: names of properties.
 
+    A given model stays as it is: a copy is checked, in float64 where it can compute in it. Some properties make a
+    second copy. Both copies of an fp32 model take four times its memory.
+
     Raises AssertionError that names each property that differs or fails.
     """
     of_name = isinstance(model, str)
-    subject = subjects.make(model) if of_name else subjects.around(model)
+    subject = subjects.make(model) if of_name else subjects.around(copy.deepcopy(model))
     rows = [*check(subject, [each for each in PROPERTIES if each.__name__ in only or not only])]
     wrong = [row for row in rows if row.is_wrong]
     assert not wrong, "\n".join(
