@@ -6,7 +6,7 @@ from nalanda_lab import field
 from nalanda.common.errors import InputError
 from nalanda.testing.properties import PROPERTIES
 
-NAMES = [each.__name__.replace("_", " ") for each in PROPERTIES] + ["half precision"]
+NAMES = [each.__name__.replace("_", " ") for each in PROPERTIES]
 LISTED = {
     "classes": {"one": "", "two": ""},
     "explained": {"packed by positions": ["two"]},

@@ -11,11 +11,17 @@ from transformers import AutoConfig, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from nalanda.check.command import against
 from nalanda.check.page import findings_page
+from nalanda.common.errors import InputError
 from nalanda.model.cache import CACHE, cache_of
 from nalanda.testing import properties
 from nalanda.testing.properties import PROPERTIES
 from nalanda.testing.subject import Subject, around, kinds_of_layers, make
-from nalanda.testing.verdicts import check, half_precision, judge_property, relative_difference
+from nalanda.testing.verdicts import (
+    check,
+    judge_half_precision,
+    judge_property,
+    relative_difference,
+)
 from nalanda_cli import main
 
 SMALL = {
@@ -307,8 +313,15 @@ def test_a_coarse_half_precision_is_found():
     def is_half(model, inputs):
         return model.dtype == torch.bfloat16
 
-    assert half_precision(planted(scaled(is_half))).verdict == "rounding"
-    assert half_precision(planted(other_tokens(is_half))).verdict == "differs"
+    near, far = (
+        judge_half_precision(planted(plant)) for plant in (scaled(is_half), other_tokens(is_half))
+    )
+    assert near.verdict == "rounding"
+    assert near.note.endswith(" × its rounding of the weights")
+    assert far.verdict == "differs"
+    assert far.reason.startswith("row ")
+    assert far.reason.endswith(" × its rounding of the weights")
+    assert "def half_precision(model, ids):" in far.script
 
 
 def test_dropout_is_no_difference_of_checkpointing():
@@ -319,7 +332,8 @@ def test_dropout_is_no_difference_of_checkpointing():
 def test_a_head_of_zeros_is_judged():
     headless = subject()
     torch.nn.init.zeros_(headless.model.lm_head.weight)
-    assert [row.verdict for row in check(headless, [properties.causal])] == ["holds", "rounding"]
+    rows = [*check(headless, [properties.causal, properties.half_precision])]
+    assert [(row.verdict, row.reason) for row in rows] == [("holds", ""), ("holds", "")]
 
 
 @pytest.mark.slow
@@ -329,7 +343,7 @@ def test_a_llama_has_every_property():
         row.name: row.verdict for row in rows.values() if row.verdict not in ("holds", "rounding")
     }
     assert wrong == {"packed by cu seqlens": "not offered"}
-    assert len(rows) == len(PROPERTIES) + 1
+    assert len(rows) == len(PROPERTIES)
 
 
 @pytest.mark.slow
@@ -348,7 +362,7 @@ def test_a_llama_of_two_processes_is_whole():
 
 
 def test_every_property_has_a_planted_leak():
-    apart = {"packed_by_cu_seqlens", "tied_stays_tied"}
+    apart = {"packed_by_cu_seqlens", "tied_stays_tied", "half_precision"}
     names = {each.__name__ for each in [*PROPERTIES, *properties.OPTIONAL]}
     assert names == PLANTS.keys() | apart
 
@@ -372,7 +386,7 @@ def test_the_command_prints_json_and_a_page(tmp_path, capsys):
     page = tmp_path / "check.html"
     assert run_check("llama", *TINY, *ONE, "--json", "--html", str(page)) == 0
     record = json.loads(capsys.readouterr().out)
-    assert [row["verdict"] for row in record["properties"]] == ["holds", "holds", "rounding"]
+    assert [row["verdict"] for row in record["properties"]] == ["holds", "holds"]
     assert "LlamaForCausalLM" in record["model"]
     assert "packed by positions" in page.read_text()
 
@@ -380,8 +394,9 @@ def test_the_command_prints_json_and_a_page(tmp_path, capsys):
 def test_a_run_of_ours_is_checked_as_it_is(tmp_path, capsys):
     model = build("gated_deltanet", dtype=torch.float32)
     model.save_pretrained(tmp_path)
-    assert run_check(str(tmp_path), "--only", "packed by cu seqlens", "--json") == 0
+    assert run_check(str(tmp_path), "--only", "half precision", "--json") == 0
     record = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in record["properties"]] == ["half precision"]
     assert f"{model.num_parameters():,} parameters" in record["model"]
 
 
@@ -409,12 +424,14 @@ def test_bad_input_is_one_line(words, message, capsys):
 
 def test_the_fixture_is_a_plugin_of_pytest(check_model):
     model = subject().model.float().train()
-    assert [row.verdict for row in check_model(model, only=["causal"])][:1] == ["holds"]
+    assert [row.verdict for row in check_model(model, only=["causal"])] == ["holds"]
     assert model.training
     assert model.dtype == torch.float32
     plant = {"plant": staticmethod(on_outputs(sees_later_tokens))}
     with pytest.raises(AssertionError, match="causal: differs row 0, token"):
         check_model(subject(type("Planted", (Leaky,), plant)).model, only=["causal"])
+    with pytest.raises(InputError, match="only casual: no such property; did you mean causal"):
+        check_model(model, only=["casual"])
 
 
 @pytest.mark.slow

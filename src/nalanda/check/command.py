@@ -15,13 +15,12 @@ from nalanda import NalandaForCausalLM
 from nalanda.check.options import CheckOptions
 from nalanda.common.errors import InputError, first_line
 from nalanda.common.progress import Progress
-from nalanda.common.text import suggest
 from nalanda.convert.certificate import compare
 from nalanda.convert.convert import convert
 from nalanda.convert.gguf import write_gguf
-from nalanda.testing.properties import OPTIONAL, PROPERTIES
+from nalanda.testing.properties import PROPERTIES
 from nalanda.testing.subject import Subject, make
-from nalanda.testing.verdicts import Finding, Property, check
+from nalanda.testing.verdicts import Finding, Property, check, find_properties
 from nalanda.train.resolve import resolve
 
 LIBRARIES = {
@@ -56,7 +55,7 @@ def check_named(name: str, changes: dict, options: CheckOptions) -> tuple[Subjec
         seed=options.seed,
     )
     rows = []
-    with Progress("checking", len(chosen) + 1) as progress:
+    with Progress("checking", len(chosen)) as progress:
         for row in check(subject, chosen):
             progress.call(row.name)
             rows.append(row)
@@ -66,14 +65,10 @@ def check_named(name: str, changes: dict, options: CheckOptions) -> tuple[Subjec
 
 def choose_properties(options: CheckOptions) -> Sequence[Property]:
     """The properties that the options ask for, in their order."""
-    known = {each.__name__: each for each in [*PROPERTIES, *OPTIONAL]}
-    names = [name.replace(" ", "_") for name in options.only or [p.__name__ for p in PROPERTIES]]
+    names = list(options.only or [each.__name__ for each in PROPERTIES])
     names += ["compiled_is_eager"] * options.compile
     names += ["tensor_parallel_is_whole"] * options.tensor_parallel
-    for name in names:
-        if name not in known:
-            raise InputError(f"--only {name}: no such property{suggest(name, known)}")
-    return [known[name] for name in names]
+    return find_properties(names, "--only")
 
 
 def against(subject: Subject, library: str) -> Finding:

@@ -19,7 +19,7 @@ STYLES = {"holds": "green", "differs": "bold red", "fails": "red"}
 def cells(row: Finding) -> list[str]:
     """Property, verdict, largest difference, and its place or the reason."""
     difference = "" if row.difference is None else f"{row.difference:.1e}"
-    return [row.name, row.verdict, difference, row.place or row.note]
+    return [row.name, row.verdict, difference, row.reason]
 
 
 def describe_subject(subject: Subject) -> str:

@@ -30,7 +30,7 @@ from nalanda.model.sequences import Sequences
 from nalanda.testing import properties
 from nalanda.testing import subject as subjects
 from nalanda.testing.properties import PROPERTIES
-from nalanda.testing.verdicts import Finding, check
+from nalanda.testing.verdicts import Finding, check, find_properties
 
 VOCAB = 61
 
@@ -45,13 +45,12 @@ def check_model(model: Any, only: Sequence[str] = ()) -> list[Finding]:
 
     Raises AssertionError that names each property that differs or fails.
     """
+    chosen = find_properties(only, "only") if only else PROPERTIES
     of_name = isinstance(model, str)
     subject = subjects.make(model) if of_name else subjects.around(copy.deepcopy(model))
-    rows = [*check(subject, [each for each in PROPERTIES if each.__name__ in only or not only])]
+    rows = [*check(subject, chosen)]
     wrong = [row for row in rows if row.is_wrong]
-    assert not wrong, "\n".join(
-        f"{row.name}: {row.verdict} {row.place or row.note}" for row in wrong
-    )
+    assert not wrong, "\n".join(f"{row.name}: {row.verdict} {row.reason}" for row in wrong)
     return rows
 
 

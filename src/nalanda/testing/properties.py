@@ -336,6 +336,11 @@ def tensor_parallel_is_whole(model, ids):
         return torch.load(f"{folder}/0"), uncached(model, ids)
 
 
+def half_precision(model, ids):
+    """Logits in bf16 are as near as roundings of the weights to bf16 are."""
+    return uncached(copy.deepcopy(model).bfloat16(), ids).double(), uncached(model, ids)
+
+
 OPTIONAL = [compiled_is_eager, tensor_parallel_is_whole]
 
 PROPERTIES = [
@@ -364,4 +369,5 @@ PROPERTIES = [
     saved_is_loaded,
     tied_stays_tied,
     exported_is_eager,
+    half_precision,
 ]

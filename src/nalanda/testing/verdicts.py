@@ -8,7 +8,7 @@ import traceback
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.multiprocessing import ProcessRaisedException
 from transformers import PreTrainedModel
 
-from nalanda.common.errors import first_line
+from nalanda.common.errors import InputError, first_line
+from nalanda.common.text import suggest
 from nalanda.testing import properties
-from nalanda.testing.properties import PROPERTIES, uncached
+from nalanda.testing.properties import OPTIONAL, PROPERTIES, half_precision, uncached
 from nalanda.testing.subject import Subject, kinds_of_layers
 
 Verdict = Literal["holds", "rounding", "differs", "refused", "not offered", "fails"]
@@ -28,6 +29,9 @@ EXACT = 1e-9
 
 ROUNDINGS = 100
 """A difference of so many roundings is still rounding. A leak moves the logits by 1e4 and more."""
+
+HALF_ROUNDINGS = 10
+"""In bf16 the activations are rounded too, which moves the logits by a few roundings of the weights."""
 
 DOORS = {
     "attention_mask",
@@ -59,13 +63,36 @@ class Finding:
     def is_wrong(self) -> bool:
         return self.verdict in ("differs", "fails")
 
+    @property
+    def reason(self) -> str:
+        """The place, the note, or both."""
+        return ", ".join(said for said in (self.place, self.note) if said)
+
+
+def find_properties(names: Iterable[str], option: str) -> list[Property]:
+    """The properties of these names, whose words may stand apart. option: the name that messages begin with.
+
+    Raises:
+        InputError: there is no such property.
+    """
+    known: dict[str, Property] = {each.__name__: each for each in [*PROPERTIES, *OPTIONAL]}
+    found = []
+    for name in names:
+        joined = name.replace(" ", "_")
+        if joined not in known:
+            raise InputError(f"{option} {name}: no such property{suggest(joined, known)}")
+        found.append(known[joined])
+    return found
+
 
 def check(subject: Subject, chosen: Iterable[Property] = PROPERTIES) -> Iterator[Finding]:
     """Judges the model by each property in turn."""
     allowed = ROUNDINGS * rounding(subject.model, subject.ids, 2**-24)
     for holds in chosen:
-        yield judge_property(subject, holds, allowed)
-    yield half_precision(subject)
+        if holds is half_precision:
+            yield judge_half_precision(subject)
+        else:
+            yield judge_property(subject, holds, allowed)
 
 
 def judge_property(subject: Subject, holds: Property, allowed: float) -> Finding:
@@ -186,21 +213,13 @@ def rounding(model: PreTrainedModel, ids: Tensor, unit: float) -> float:
     return relative_difference(uncached(moved, ids), uncached(model, ids))
 
 
-def half_precision(subject: Subject) -> Finding:
-    """Logits in bf16 are as near as roundings of its weights are."""
-    model, ids = subject.model, subject.ids
-    name, says = "half precision", inspect.getdoc(half_precision) or ""
-    try:
-        with torch.no_grad():
-            found = uncached(copy.deepcopy(model).bfloat16(), ids).double()
-            difference = relative_difference(found, uncached(model, ids))
-    except Exception as error:
-        return unable(name, says, error)
-    times = difference / max(rounding(model, ids, 2**-9), 1e-30)
-    verdict: Verdict = "rounding" if times < 10 else "differs"
-    return Finding(
-        name, says, verdict, difference, note=f"{times:.1f} × its rounding of the weights"
-    )
+def judge_half_precision(subject: Subject) -> Finding:
+    """The row of bf16. Its note says the difference in roundings of the weights to bf16."""
+    unit = rounding(subject.model, subject.ids, 2**-9)
+    row = judge_property(subject, half_precision, HALF_ROUNDINGS * unit)
+    if row.difference is None or unit == 0:
+        return row
+    return replace(row, note=f"{row.difference / unit:.1f} × its rounding of the weights")
 
 
 def script(subject: Subject, holds: Property) -> str:
