@@ -336,6 +336,13 @@ def test_a_head_of_zeros_is_judged():
     assert [(row.verdict, row.reason) for row in rows] == [("holds", ""), ("holds", "")]
 
 
+def test_a_model_of_nan_is_refused():
+    broken = subject().model
+    torch.nn.init.constant_(broken.lm_head.weight[5], float("nan"))
+    with pytest.raises(InputError, match="LlamaForCausalLM: its logits are NaN or infinite"):
+        around(broken)
+
+
 @pytest.mark.slow
 def test_a_llama_has_every_property():
     rows = {row.name: row for row in check(subject())}

@@ -99,7 +99,8 @@ def make(
         refuse_encoder(text)
         narrower = narrowings(text, layers, width)
     except Exception as error:  # configs and remote code raise anything
-        raise InputError(f"{name}: the model cannot be made ({first_line(error)})") from error
+        why = first_line(error).removeprefix(f"{name}: ")
+        raise InputError(f"{name}: the model cannot be made ({why})") from error
 
     for fields in narrower:
         experts = any("experts" in key for key in fields)  # the default has no float64
@@ -141,8 +142,12 @@ def around(model: PreTrainedModel, name: str = "", lines: Sequence[str] = ()) ->
     """The subject of a model that is there. lines: the Python that makes it.
 
     The model is cast to float64, or to fp32 where it cannot compute in float64.
+
+    Raises:
+        InputError: it is an encoder, or computes nothing, NaN or infinity.
     """
     refuse_encoder(model.config)
+    name = name or type(model).__name__
     keep_fla_off_cpus(sys.modules[type(model).__module__])
     table: Any = model.get_input_embeddings()
     count = min(len(table.weight), 1000)
@@ -152,15 +157,17 @@ def around(model: PreTrainedModel, name: str = "", lines: Sequence[str] = ()) ->
         getattr(model, dtype)().eval()
         try:
             with torch.no_grad():
-                model(ids, use_cache=False).logits  # noqa: B018
+                logits = model(ids, use_cache=False).logits
         except Exception as error:
             problem = error
             continue
+        if not bool(logits.isfinite().all()):
+            raise InputError(f"{name}: its logits are NaN or infinite; mend its weights")
         drawn = (
             f"ids = torch.randint(3, {count}, (2, 70), generator=torch.Generator().manual_seed(0))"
         )
         source = "\n".join([*lines, f"model = model.{dtype}().eval()", drawn])
-        return Subject(name or type(model).__name__, model, ids, source)
+        return Subject(name, model, ids, source)
     raise InputError(f"{name}: it computes nothing here ({first_line(problem)})")
 
 
