@@ -10,13 +10,14 @@ from tiny_models import build
 from transformers import AutoConfig, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from nalanda.check.command import against
-from nalanda.check.page import findings_page
+from nalanda.check.page import findings_page, print_findings
 from nalanda.common.errors import InputError
 from nalanda.model.cache import CACHE, cache_of
 from nalanda.testing import properties
 from nalanda.testing.properties import PROPERTIES
 from nalanda.testing.subject import Subject, around, kinds_of_layers, make
 from nalanda.testing.verdicts import (
+    Finding,
     check,
     judge_half_precision,
     judge_property,
@@ -270,6 +271,12 @@ def test_the_page_says_what_differs_where_and_how_to_see_it():
     assert 'href="#batch_is_rows"' in page
     assert f"the first at {row.place}" in page
     assert "def batch_is_rows(model, ids):" in page
+
+
+def test_brackets_of_an_error_are_printed(capsys):
+    row = Finding("causal", "", "fails", note="[batch, length] and [/INST]")
+    print_findings(subject(), [row])
+    assert row.note in capsys.readouterr().out
 
 
 def test_an_error_is_told_apart_from_a_door_that_is_missing():

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.table import Table
+from rich.text import Text
 
 from nalanda.common.text import without_infinities
 from nalanda.common.versions import versions
@@ -38,7 +39,8 @@ def print_findings(subject: Subject, rows: Sequence[Finding]) -> None:
     for heading in ("property", "verdict", "difference", "where or why"):
         table.add_column(heading, no_wrap=heading != "where or why")
     for row in rows:
-        table.add_row(*cells(row), style=STYLES.get(row.verdict))
+        # Not as markup: errors of models have brackets.
+        table.add_row(*map(Text, cells(row)), style=STYLES.get(row.verdict))
     console.print(table)
     for row in rows:
         if row.script:
