@@ -13,7 +13,7 @@ try:
     from typer import Argument, Option
 
     from nalanda.check.options import CheckOptions
-    from nalanda.common.errors import InputError
+    from nalanda.common.errors import InputError, output_file
     from nalanda.common.next_steps import print_next_steps
     from nalanda.compare.options import Execution, StudyOptions
     from nalanda.data.options import DocumentOptions, TokenizerOptions
@@ -322,19 +322,20 @@ def check(
     Each property computes one thing in two ways, in float64 where the model can. A difference comes with the
     shortest program that shows it. Exits with 1 if a property differs or fails.
     """
+    from nalanda.config.load import parse_yaml
+
     changes = dict(field.split("=", 1) for field in fields or [] if "=" in field)
     if len(changes) < len(fields or []):
         raise typer.BadParameter("each needs FIELD=VALUE", param_hint="FIELD=VALUE")
+    values = {key: parse_yaml(value, f"{key}={value}") for key, value in changes.items()}
+    file = html and output_file(html, "--html")
     with loading_torch():
-        import yaml
-
         from nalanda.check import page
         from nalanda.check.command import check_named
 
-    values = {key: yaml.safe_load(value) for key, value in changes.items()}
     subject, rows = check_named(model, values, options)
-    if html is not None:
-        html.write_text(page.findings_page(subject, rows), encoding="utf-8")
+    if file:
+        file.write_text(page.findings_page(subject, rows), encoding="utf-8")
     print(page.findings_json(subject, rows)) if as_json else page.print_findings(subject, rows)
     if any(row.is_wrong for row in rows):
         raise typer.Exit(1)

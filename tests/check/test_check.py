@@ -397,7 +397,7 @@ def run_check(*words):
 
 
 def test_the_command_prints_json_and_a_page(tmp_path, capsys):
-    page = tmp_path / "check.html"
+    page = tmp_path / "new" / "check.html"
     assert run_check("llama", *TINY, *ONE, "--json", "--html", str(page)) == 0
     record = json.loads(capsys.readouterr().out)
     assert [row["verdict"] for row in record["properties"]] == ["holds", "holds"]
@@ -427,6 +427,9 @@ def test_a_run_of_ours_is_checked_as_it_is(tmp_path, capsys):
         (["no_such_model", "--against", "jax"], "--against jax: no such library; take"),
         (["llama", "hidden_size=33"], "llama: the model cannot be made"),
         (["llama", "hidden_size"], "each needs FIELD=VALUE"),
+        (["llama", "vocab_size=["], "vocab_size=[: line 1: not YAML"),
+        (["llama", "--plugin", "no_such_module"], "module no_such_module: it cannot be imported"),
+        (["no_such_model", "--html", "."], "--html .: a folder; name a file"),
     ],
 )
 def test_bad_input_is_one_line(words, message, capsys):

@@ -73,14 +73,19 @@ def make(
     default the fewest that have every kind) and narrowed to about `width`. changes: fields of the config.
 
     Raises:
-        InputError: the model cannot be made, is no causal language model, or computes nothing on a CPU.
+        InputError: a module cannot be imported, or the model cannot be made, is no causal language model, or
+            computes nothing on a CPU.
     """
     lines = ["import torch", "from transformers import AutoConfig, AutoModelForCausalLM"]
     if not torch.cuda.is_available() and "fla" not in imports and importlib.util.find_spec("fla"):
         # transformers takes its kernels where it is installed, and they need a GPU.
         lines[:0] = ["import sys", 'sys.modules["fla"] = None']
     for module in imports:
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # anybody's code
+            why = first_line(error)
+            raise InputError(f"module {module}: it cannot be imported ({why})") from error
     lines += [f"import {module}" for module in imports] + [f"torch.manual_seed({seed})"]
     remote = ", trust_remote_code=True" if trust_remote_code else ""
     load = f"for_model({name!r}" if name in CONFIG_MAPPING else f"from_pretrained({name!r}{remote}"
