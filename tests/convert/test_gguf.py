@@ -160,7 +160,7 @@ def attention(file, w, h, eps):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_file_computes_the_model(shape, tokenizer, tmp_path):
     model = save(tmp_path / "m", tokenizer, **SHAPES[shape])
-    file = File(write_gguf(tmp_path / "m", tmp_path / "m.gguf"))
+    file = File(write_gguf(tmp_path / "m", tmp_path / "new" / "m.gguf"))
     known = {gguf.TENSOR_NAMES[t] for t in gguf.MODEL_TENSORS[gguf.MODEL_ARCH.QWEN35]}
     for name in file.tensors:
         bare = name.removesuffix(".weight").removesuffix(".bias")
@@ -171,7 +171,7 @@ def test_the_file_computes_the_model(shape, tokenizer, tmp_path):
     assert ours.abs().max() > 3
     # The two norms of q and k have their epsilons in other places.
     torch.testing.assert_close(logits(file, ids[0]), ours, rtol=0, atol=2e-4)
-    assert not list(tmp_path.glob(".tmp*"))
+    assert not list(tmp_path.rglob(".tmp*"))
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("fp16", 2**-11), ("bf16", 2**-8), ("q8_0", 1 / 127)])
@@ -239,6 +239,8 @@ def test_refuses_what_is_not_there(tokenizer, tmp_path):
     (tmp_path / "m.gguf").touch()
     with pytest.raises(InputError, match="exists"):
         write_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    with pytest.raises(InputError, match=r"the file to make: .*m\.gguf: a file; name a folder"):
+        write_gguf(tmp_path / "m", tmp_path / "m.gguf" / "n.gguf")
     (tmp_path / "m" / "config.json").rename(tmp_path / "m" / "kept")
     (tmp_path / "m" / "config.json").write_text("[1]")
     with pytest.raises(InputError, match=r"config\.json is not a table"):

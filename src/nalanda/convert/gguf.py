@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nalanda.common.errors import InputError, explained, first_line
+from nalanda.common.errors import InputError, explained, first_line, output_file
 from nalanda.common.files import refuse_existing, rename_synced
 from nalanda.common.number_formats import choose_format
 from nalanda.convert.certificate import compare, unchecked
@@ -69,6 +69,7 @@ def write_gguf(
             raise InputError(f"{source}: no {name} in it")
     if read_config(source).get("model_type") != "nalanda":
         raise InputError(f"{source}: not a model of ours; convert it to nalanda first")
+    output_file(out, "the file to make:")
 
     # Beside the target, which gets its name only when it is proved.
     unproved = out.with_name(f".tmp-{out.name}")
