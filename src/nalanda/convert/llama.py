@@ -34,27 +34,19 @@ def _read_rope(foreign: Config, ours: Config) -> None:
                 raise unsupported(name, value)
 
 
-def _write_rope(ours: Config, foreign: Config) -> None:
+def _write(ours: Config, foreign: Config) -> None:
     """Every release reads rope_theta and rope_scaling."""
     options = softmax_options(ours)
     foreign |= {name: options[name] for name in ("rope_theta", "rope_scaling")}
     del foreign["rope_parameters"]
+    foreign["head_dim"] = ours["key_dim"]
 
 
 def _read_llama(foreign: Config, ours: Config) -> None:
     _read_rope(foreign, ours)
     if foreign["attention_bias"] != foreign["mlp_bias"]:
         raise unsupported("attention_bias", foreign["attention_bias"])
-    ours |= {"use_bias": foreign["mlp_bias"], "head_dim": foreign["head_dim"]}
-
-
-def _write_llama(ours: Config, foreign: Config) -> None:
-    _write_rope(ours, foreign)
-    foreign |= {
-        "attention_bias": ours["use_bias"],
-        "mlp_bias": ours["use_bias"],
-        "head_dim": ours["key_dim"],
-    }
+    ours["head_dim"] = foreign["head_dim"]
 
 
 def _read_qwen3(foreign: Config, ours: Config) -> None:
@@ -64,11 +56,6 @@ def _read_qwen3(foreign: Config, ours: Config) -> None:
             raise unsupported("layer_types", kind)
     ours["mixer_options"]["qk_norm"] = True
     ours["head_dim"] = foreign["head_dim"]
-
-
-def _write_qwen3(ours: Config, foreign: Config) -> None:
-    _write_rope(ours, foreign)
-    foreign["head_dim"] = ours["key_dim"]
 
 
 _SHARED = SHARED | {
@@ -97,12 +84,12 @@ LLAMA = {
             "intermediate_size": Field(11008, "intermediate_size"),
             "num_key_value_heads": Field(None, ".num_kv_heads"),
             "head_dim": Field(None),
-            "attention_bias": Field(False),
-            "mlp_bias": Field(False),
+            "attention_bias": Field(False, "use_bias"),
+            "mlp_bias": Field(False, "use_bias"),
             "pretraining_tp": Field(1),  # changes only the order of sums
         },
         _read_llama,
-        _write_llama,
+        _write,
         _NAMES,
         LlamaConfig,
     )
@@ -128,7 +115,7 @@ QWEN3 = {
             "layer_types": Field(None),
         },
         _read_qwen3,
-        _write_qwen3,
+        _write,
         _NAMES,
         Qwen3Config,
     )
