@@ -141,6 +141,14 @@ def test_plain_completions_need_no_template_and_stop_at_words(client, folder, to
     assert stopped == expected[: expected.index(word) + 2]
 
 
+@pytest.mark.parametrize("length", [0, -1])
+def test_a_length_below_1_is_answered_400(client, folder, length):
+    openai = pytest.importorskip("openai")
+    asked = {"model": str(folder), "prompt": "state", "max_tokens": length}
+    with pytest.raises(openai.BadRequestError, match=f"max_tokens={length}: take 1 or more"):
+        client.completions.create(**asked)
+
+
 def test_32_clients_at_once_get_what_each_gets_alone(client, folder, tokenizer):
     """Some ask for streams and leave after the first words."""
     prompts = [
@@ -209,8 +217,8 @@ def test_a_model_without_a_template_is_asked_to_continue(tmp_path, capsys):
 
 def test_a_chat_without_a_template_is_answered_400(tmp_path, monkeypatch):
     """The server's own answer is a 500 without a reason."""
-    from fastapi import HTTPException
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
+    from transformers.cli.serving.completion import CompletionHandler
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.response import ResponseHandler
 
@@ -219,14 +227,15 @@ def test_a_chat_without_a_template_is_answered_400(tmp_path, monkeypatch):
     monkeypatch.setattr(ModelManager, "get_gen_models", None, raising=False)
     monkeypatch.setattr(transformers_server, "app", lambda *words, **options: None)
     (tmp_path / "config.json").write_text("{}")
-    for handler in (ChatCompletionHandler, ResponseHandler):
+    for handler in (CompletionHandler, ChatCompletionHandler, ResponseHandler):
         monkeypatch.setattr(handler, "handle_request", handler.handle_request)
     transformers_server.run_transformers(str(tmp_path), ServeOptions(), [])
 
     for handler in (ChatCompletionHandler, ResponseHandler):
-        with pytest.raises(HTTPException, match="base: no chat template") as refused:
-            asyncio.run(handler.handle_request(None, {"model": "base"}, "1"))
-        assert refused.value.status_code == 400
+        answer = asyncio.run(handler.handle_request(None, {"model": "base"}, "1"))
+        assert answer.status_code == 400
+        reason = json.loads(answer.body)["error"]["message"]
+        assert reason.startswith("base: no chat template")
 
 
 def test_ctrl_c_ends_the_server(served, folder):

@@ -1,10 +1,12 @@
 """The server of transformers, with one model."""
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from fastapi import HTTPException
+from fastapi.responses import JSONResponse
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.transformers import app
@@ -29,6 +31,8 @@ def run_transformers(folder: str, options: ServeOptions, others: list[str]) -> N
     if not has_chat_template(Path(folder)):
         for handler in (ChatCompletionHandler, ResponseHandler):
             handler.handle_request = refuse_chat  # pyrefly: ignore[bad-assignment]
+    for handler in (CompletionHandler, ChatCompletionHandler, ResponseHandler):
+        handler.handle_request = refusing_lengths(handler.handle_request)  # pyrefly: ignore[bad-assignment]
 
     command = ["serve", folder, "--host", options.host, "--port", str(options.port), *others]
     try:
@@ -37,6 +41,23 @@ def run_transformers(folder: str, options: ServeOptions, others: list[str]) -> N
         raise InputError(f"cannot serve {folder}: {first_line(error)}") from error
 
 
-async def refuse_chat(handler: Any, body: dict[str, Any], request_id: str) -> NoReturn:
-    """Answers 400 with the reason, where transformers answers 500 without any."""
-    raise HTTPException(400, f"{body.get('model')}: {NO_TEMPLATE}")
+async def refuse_chat(handler: Any, body: dict[str, Any], request_id: str) -> JSONResponse:
+    return refusal(f"{body.get('model')}: {NO_TEMPLATE}")
+
+
+def refusing_lengths(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """`answer`, which refuses a length below 1."""
+
+    async def handle_request(handler: Any, body: dict[str, Any], request_id: str) -> Any:
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+            length = body.get(name)
+            if isinstance(length, int | float) and length < 1:
+                return refusal(f"{name}={length}: take 1 or more")
+        return await answer(handler, body, request_id)
+
+    return handle_request
+
+
+def refusal(reason: str) -> JSONResponse:
+    """Code 400 and the reason where OpenAI's client looks for it. transformers answers 500 without any."""
+    return JSONResponse({"error": {"message": reason, "type": "invalid_request_error"}}, 400)
