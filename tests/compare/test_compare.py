@@ -22,7 +22,7 @@ from nalanda.common.errors import InputError
 from nalanda.compare.options import Execution
 from nalanda.compare.page import HEADINGS, Report, arm_rows
 from nalanda.compare.plan import choose_rate, plan_runs, rates_at_an_end
-from nalanda.compare.results import Result, other_setups
+from nalanda.compare.results import Result, other_setups, validated_of
 from nalanda.compare.runs import Runner
 from nalanda.compare.study import Study, load_arms, split_settings, warn_about
 from nalanda.compare.verdict import (
@@ -184,9 +184,18 @@ def test_what_cannot_be_told_names_the_seeds_that_would(tmp_path):
     arms = {name: list(shared + draw.normal(0, 0.2, 4)) for name in ("a", "b")}
     verdict = verdict_of(tmp_path, arms, margin=0.01)
     (text,) = verdict.sentences
-    needed = seeds_needed(0.01, verdict.gaps[0].deviation)
+    needed = seeds_needed(0.01, verdict.gaps[0].deviation_limit)
     assert text.startswith("a and b cannot be told apart: ")
     assert text.endswith(f"; {needed:,} seeds would tell a difference of 0.01.")
+
+
+def test_the_seeds_that_a_few_name_suffice_for_most_studies():
+    draw, needed = np.random.default_rng(0), []
+    for _ in range(200):
+        a, b = draw.normal(0, 0.012, (2, 3))
+        needed.append(seeds_needed(0.01, pair_gap("a", "b", a, b).deviation_limit))
+    right = seeds_needed(0.01, 0.012 * math.sqrt(2))
+    assert np.mean(np.array(needed) >= right) == pytest.approx(0.8, abs=0.06)
 
 
 def test_a_small_difference_is_said_to_be_below_the_margin(tmp_path):
@@ -246,6 +255,7 @@ def test_nats_of_two_tokenizers_give_no_verdict(tmp_path):
 @pytest.mark.parametrize(
     ("setting", "named"),
     [
+        ("stages.s.after_step=9 stages.s.data.source=other.jsonl", "data.source"),
         ("data.mask_share=0.3", "data.mask_share"),
         ("data.validation_source=other.jsonl", "data.validation_source"),
         ("data.source=other.jsonl", "data.source"),
@@ -254,7 +264,10 @@ def test_nats_of_two_tokenizers_give_no_verdict(tmp_path):
 )
 def test_other_rows_of_validation_give_no_verdict(tmp_path, setting, named):
     settings = [f"output_dir={tmp_path}"]
-    configs = {"a": load_config("demo", settings), "b": load_config("demo", [*settings, setting])}
+    configs = {
+        "a": load_config("demo", settings),
+        "b": load_config("demo", [*settings, *setting.split()]),
+    }
     (text,) = judge(tmp_path, dict.fromkeys(configs, True), configs=configs).sentences
     if named is None:
         assert "no verdict" not in text
@@ -269,6 +282,33 @@ def test_differences_that_are_all_equal_give_no_verdict(tmp_path, gap):
     verdict = verdict_of(tmp_path, {"a": [3.0, 3.3, 3.7], "b": [3.0 + gap, 3.3 + gap, 3.7 + gap]})
     assert not verdict.gaps[0].told
     assert verdict.sentences[0].startswith("a and b: no verdict, since all differences are ")
+
+
+@pytest.mark.parametrize("unit", ["bytes", "labels"])
+def test_another_amount_of_validation_text_gives_no_verdict(tmp_path, unit):
+    """As under another tokenizer, whose tokens fill the rows with more text."""
+    study = study_of(tmp_path, arms={"a": "", "b": ""}, seeds=2)
+    bits = 1.0 if unit == "bytes" else None
+    for amount, refused in ((1005, False), (2000, True)):
+        results = {
+            run.name: Result(
+                "finished",
+                10,
+                3 + run.seed,
+                bits and bits + run.seed / 7,
+                validated=((unit, amount if run.arm == "b" else 1000),),
+            )
+            for run in plan_runs(study, {})
+        }
+        verdict = judge_study(study, plan_runs(study, {}), results, dict.fromkeys("ab", 1000))
+        assert ("validated on 1,000 and 2,000" in verdict.sentences[0]) == refused
+        assert len(verdict.gaps) == (not refused)
+
+
+def test_bytes_of_validation_follow_from_its_losses():
+    line = {"val_tokens": 248, "val_loss": 5.2, "val_bpb": 248 * 5.2 / math.log(2) / 410}
+    assert dict(validated_of(line)) == {"labels": 248, "bytes": pytest.approx(410)}
+    assert dict(validated_of({"val_tokens": 248, "val_loss": 5.2})) == {"labels": 248}
 
 
 def test_a_told_difference_within_the_margin_is_called_so(tmp_path):
@@ -287,8 +327,8 @@ def test_the_seeds_that_would_tell_count_the_pairs_of_the_study(tmp_path):
     assert told_alone
     for i in told_alone & {i for i, s in enumerate(verdict.sentences) if "told apart" in s}:
         gap, text = verdict.gaps[i], verdict.sentences[i]
-        needed = seeds_needed(0.01, gap.deviation, 10)
-        assert needed > seeds_needed(0.01, gap.deviation)
+        needed = seeds_needed(0.01, gap.deviation_limit, 10)
+        assert needed > seeds_needed(0.01, gap.deviation_limit)
         holm = f", Holm's p over 10 pairs is {gap.holm:.2g}; {needed} seeds would tell"
         assert holm in text
 
@@ -429,6 +469,10 @@ def test_shards_part_the_runs(tmp_path, count):
     ("settings", "note"),
     [
         ("data.seq_len=256", "b reads other rows than a: data.seq_len."),
+        (
+            "stages.s-2.after_step=9 stages.s-2.data.source=x.txt",
+            "b reads other rows than a: stages.s-2.",
+        ),
         ("tokenizer.vocab_size=1024", "b has another tokenizer than a: only bits a byte compare."),
         (
             "model.initializer_range=0.05",

@@ -42,6 +42,8 @@ class Result:
     """What computed it: versions, device and precision, by name."""
     curve: tuple[tuple[int, float], ...] = ()
     """Validations, as (tokens, nats a token)."""
+    validated: tuple[tuple[str, float], ...] = ()
+    """How much the last validation read: "labels", and "bytes" of their text where it has bits a byte."""
 
     @property
     def finished(self) -> bool:
@@ -87,6 +89,7 @@ def read_result(folder: str) -> Result | None:
         step=summary.step or 0,
         loss=loss,
         bits=last.get("val_bpb"),
+        validated=validated_of(last),
         diverged=lost or (state == "failed" and facts.get("diverged", False)),
         tokens=max((line.get("tokens", 0) for line, _ in lines), default=0),
         seconds=3600 * lines[-1][1] if lines else 0.0,
@@ -94,6 +97,14 @@ def read_result(folder: str) -> Result | None:
         setup=setup_of(facts),
         curve=curve,
     )
+
+
+def validated_of(line: dict[str, Any]) -> tuple[tuple[str, float], ...]:
+    """`Result.validated` of a line of metrics.jsonl."""
+    labels, bits = line.get("val_tokens"), line.get("val_bpb")
+    if not labels or not bits or not math.isfinite(bits):
+        return (("labels", labels),) if labels else ()
+    return ("labels", labels), ("bytes", labels * line["val_loss"] / math.log(2) / bits)
 
 
 def setup_of(facts: dict[str, Any]) -> tuple[tuple[str, str], ...]:

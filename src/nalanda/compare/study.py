@@ -312,7 +312,8 @@ def check_fork(study: Study, arm: str, configs: Mapping[str, RunConfig]) -> None
 
 
 def validation_of(config: RunConfig) -> dict[str, Any]:
-    """The keys that say on what a model is validated, with their values."""
+    """The keys that say on what a model is validated at the end, with their values."""
+    config = config.in_stages()[-1].config
     names = ["validation_source", "validation_split", "name", "revision", "text_field"]
     if config.data.validation_source is None:
         # A share of the training text.
@@ -326,6 +327,15 @@ def fork_of(study: Study, configs: Mapping[str, RunConfig]) -> int:
     return max(1, round((study.fork_at or 0) * configs[study.first].train.steps))
 
 
+def is_of_rows(key: str, values: tuple[Any, Any]) -> bool:
+    """Whether a key that differs decides which rows are read. values: it has two, of which one may be None."""
+    section, _, name = key.partition(".")
+    inner = name.partition(".")[2]
+    if section == "stages" and not inner:  # a stage that only one of the two has
+        return any(stage and stage.get("data") for stage in values)
+    return section == "data" or (section == "stages" and inner.startswith(("data", "after_step")))
+
+
 def warn_about(study: Study, configs: Mapping[str, RunConfig]) -> list[str]:
     """Sentences about arms that do not compare in all but their settings."""
     first = configs[study.first]
@@ -336,7 +346,7 @@ def warn_about(study: Study, configs: Mapping[str, RunConfig]) -> list[str]:
         )
     for name, config in configs.items():
         changed = differences(first.to_dict(), config.to_dict())
-        if data := [key for key in changed if re.match(r"(stages\.\w+\.)?data\.", key)]:
+        if data := [key for key, values in changed.items() if is_of_rows(key, values)]:
             notes.append(f"{name} reads other rows than {study.first}: {', '.join(data)}.")
         if any(key.startswith("tokenizer") for key in changed):
             notes.append(

@@ -29,6 +29,9 @@ POWER = 0.8
 
 MOST_SEEDS = 10_000
 
+SAME_AMOUNT = 0.01
+"""Validations that differ by more than this share read other texts."""
+
 
 @dataclass(frozen=True)
 class Gap:
@@ -48,6 +51,12 @@ class Gap:
     def deviation(self) -> float:
         """Standard deviation of the differences over the seeds."""
         return float(np.std(self.differences, ddof=1))
+
+    @property
+    def deviation_limit(self) -> float:
+        """The deviation's upper limit, which the true one is below with a probability of `POWER`."""
+        freedom = len(self.differences) - 1
+        return self.deviation * math.sqrt(freedom / stats.chi2.ppf(1 - POWER, freedom))
 
     @property
     def told(self) -> bool:
@@ -208,6 +217,8 @@ def judge_study(
             reasons[a, b] = f"since they are validated on other rows: {', '.join(changed)}"
         elif configs and unit == "nats a token" and configs[a].tokenizer != configs[b].tokenizer:
             reasons[a, b] = "since nats a token of two tokenizers do not compare"
+        elif unlike := _other_amounts(unit, by_arm[a], by_arm[b]):
+            reasons[a, b] = unlike
     arms = {
         arm: summarise(arm, rates.get(arm), each, list(losses[arm].values()))
         for arm, each in by_arm.items()
@@ -225,6 +236,22 @@ def judge_study(
         else:
             sentences.append(sentence(gap, study.margin, unit, two, parameters, len(gaps)))
     return StudyVerdict(unit, study.margin, arms, gaps, sentences)
+
+
+def _other_amounts(unit: Unit, a: Mapping[int, Result], b: Mapping[int, Result]) -> str:
+    """Why two arms' validations are of other texts, by how much they read; "" if it is alike.
+
+    Rows are a budget of tokens, so a tokenizer decides how much text they hold.
+    """
+    name = "bytes" if unit == "bits a byte" else "labels"
+    for seed in sorted(a.keys() & b.keys()):
+        x, y = (dict(each[seed].validated).get(name) for each in (a, b))
+        if x and y and abs(x - y) > SAME_AMOUNT * max(x, y):
+            return (
+                f"since they are validated on {x:,.0f} and {y:,.0f} {name} of text; a higher "
+                "data.max_validation_rows lets both read the whole text"
+            )
+    return ""
 
 
 def _loss_in(unit: Unit, result: Result) -> float | None:
@@ -301,7 +328,8 @@ def sentence(
         return f"{a} and {b} differ by less than {margin:g} {unit}: {interval}.{end}"
     if gap.p < LEVEL:
         interval += f", Holm's p over {pairs} pairs is {gap.holm:.2g}"
-    needed = seeds_needed(margin, gap.deviation, pairs)
+    # A few seeds show the deviation badly; by itself it would promise too much.
+    needed = seeds_needed(margin, gap.deviation_limit, pairs)
     more = f"{needed:,} seeds" if needed < MOST_SEEDS else "more seeds than are practical"
     return f"{a} and {b} cannot be told apart: {interval}; {more} would tell a difference of {margin:g}.{end}"
 
