@@ -87,7 +87,8 @@ class CachedAttention(Mixer):
 
         if past_k is not None and past_v is not None:
             assert seq.past is not None
-            seq, source, tokens = seq.with_kept(self.reach, self.wanted(seq.past), q.device)
+            wanted = tuple(self.wanted(seq.past).tolist())
+            seq, source, tokens = seq.with_kept(self.reach, wanted, q.device)
             k, v = (
                 torch.cat([x[0], past.flatten(0, 1).to(x.dtype)]).index_select(0, source)[None]
                 for x, past in ((k, past_k), (v, past_v))

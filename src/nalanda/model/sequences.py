@@ -1,8 +1,9 @@
 """Packed and padded batches: which tokens form a sequence, and which carried states it continues."""
 
+import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,28 @@ class DevicePacking(NamedTuple):
     past: Tensor | None
     """int64 `[N]`; None: all zero."""
     rows: Rows | None
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def kept(method: Method) -> Method:
+    """Keeps a method's results by its arguments, for the next layers.
+
+    A compiled graph, which serves all layers, makes them itself: what one layer keeps would be another input for the
+    next.
+    """
+
+    @functools.wraps(method)
+    def call(self, *arguments):
+        if torch.compiler.is_compiling():
+            return method(self, *arguments)
+        key = (method, *arguments)
+        if key not in self._made:
+            self._made[key] = method(self, *arguments)
+        return self._made[key]
+
+    return cast(Method, call)
 
 
 class Sequences:
@@ -102,62 +125,41 @@ class Sequences:
             if x is not None:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
 
-    def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
-        """The result of `make`, kept for the next layers; a compiled graph, which serves all layers, makes it
-        itself: what one layer keeps would be another input for the next."""
-        if torch.compiler.is_compiling():
-            return make()
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
     def in_columns(self, module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """module(x) for x as mixers see it; the module itself sees the batch's columns where layers do."""
         return module(x) if self.layout is None else self.layout.pack(module(self.layout.unpack(x)))
 
+    @kept
     def repeated(self, n: int) -> "Sequences":
         """The same with n tokens in the place of each one, for a recurrence of n steps a token."""
+        if self.cu_seqlens is None:
+            return self
+        parts = None if self.parts is None else self.parts.repeated(n)
+        return Sequences(n * self.cu_seqlens, rows=self.rows, parts=parts)
 
-        def make() -> Sequences:
-            if self.cu_seqlens is None:
-                return self
-            parts = None if self.parts is None else self.parts.repeated(n)
-            return Sequences(n * self.cu_seqlens, rows=self.rows, parts=parts)
-
-        return self._once(("repeated", n), make)
-
+    @kept
     def with_gaps(self, gap: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The rows of tokens and gaps, if `gap` rows are put before each sequence.
 
         Returns int64 `[ΣT]` and `[N, gap]`, indices into ΣT + N·gap rows.
         """
+        cu, sequence, _, _ = self.on_device(device)
+        # Before a token lie the gaps of its own sequence and of all earlier ones.
+        tokens = torch.arange(len(sequence), device=device) + gap * (1 + sequence)
+        starts = cu[:-1] + gap * torch.arange(cu.shape[0] - 1, device=device)
+        return tokens, starts[:, None] + torch.arange(gap, device=device)
 
-        def make() -> tuple[Tensor, Tensor]:
-            cu, sequence, _, _ = self.on_device(device)
-            # Before a token lie the gaps of its own sequence and of all earlier ones.
-            tokens = torch.arange(len(sequence), device=device) + gap * (1 + sequence)
-            starts = cu[:-1] + gap * torch.arange(cu.shape[0] - 1, device=device)
-            return tokens, starts[:, None] + torch.arange(gap, device=device)
-
-        return self._once(("with_gaps", gap, device), make)
-
+    @kept
     def positions(self, T: int, device: torch.device) -> Tensor:
         """Each token's position in its sequence: int64 `[1, T]` if equal in all rows, else `[B, T]`."""
-
-        def make() -> Tensor:
-            places = torch.arange(T, device=device)[None]
-            if self.cu_seqlens is None:
-                return (
-                    places
-                    if self.past is None
-                    else places + self.past.to(device, non_blocking=True)[:, None]
-                )
-            cu, sequence, past, _ = self.on_device(device)
-            # Where position 0 of each sequence would lie in this row, [N]; with a past, before it.
-            first = cu[:-1] if past is None else cu[:-1] - past
-            return places - first[sequence]
-
-        return self._once(("positions", T, device), make)
+        places = torch.arange(T, device=device)[None]
+        if self.cu_seqlens is None:
+            past = self.past
+            return places if past is None else places + past.to(device, non_blocking=True)[:, None]
+        cu, sequence, past, _ = self.on_device(device)
+        # Where position 0 of each sequence would lie in this row, [N]; with a past, before it.
+        first = cu[:-1] if past is None else cu[:-1] - past
+        return places - first[sequence]
 
     def common_past(self) -> int | None:
         """The tokens before this call if all sequences have as many, and the host may know it."""
@@ -206,15 +208,17 @@ class Sequences:
         """Each sequence of a packed row, `[1, ΣT, …]` to N times `[1, T, …]`, without the empty ones."""
         return [tokens for tokens in x.split(self.lengths.tolist(), 1) if tokens.shape[1]]
 
+    @kept
     def causal(self) -> "Sequences":
         """The same sequences with a causal mask."""
-        return self._once(("causal",), lambda: Sequences(self.cu_seqlens))
+        return Sequences(self.cu_seqlens)
 
     def longest(self, T: int) -> int:
         """Length of the longest sequence of a batch of T columns, including earlier calls."""
         lengths = torch.tensor([T]) if self.cu_seqlens is None else self.lengths
         return int((lengths if self.past is None else lengths + self.past).max())
 
+    @kept
     def last_positions(self, T: int, width: int, device: torch.device) -> Tensor:
         """The positions of each sequence's last `width` tokens after this call of T columns.
 
@@ -222,12 +226,8 @@ class Sequences:
         """
         if self.cu_seqlens is None:
             return self.positions(1, device) + torch.arange(T - width, T, device=device)
-        key = ("last_positions", width, device)
-        if key not in self._made:
-            ends = self.lengths if self.past is None else self.lengths + self.past
-            places = ends[:, None] + torch.arange(-width, 0)
-            self._made[key] = places.to(device, non_blocking=True)
-        return self._made[key]
+        ends = self.lengths if self.past is None else self.lengths + self.past
+        return (ends[:, None] + torch.arange(-width, 0)).to(device, non_blocking=True)
 
     def pad(self, x: Tensor, kept: Tensor | None = None, grows: bool = False) -> Tensor:
         """Each sequence's kept tokens, then its tokens of this call, padded on the left.
@@ -235,7 +235,6 @@ class Sequences:
         x `[B, T, …]` or `[1, ΣT, …]`, kept `[N, R, …]` (None: R = 0) to `[N, R + L, …]`, where L is the
         longest sequence of this call. Padding is zero. grows: the result is kept for the next call.
         """
-        R = 0 if kept is None else kept.shape[1]
         if self.cu_seqlens is None:
             if kept is None:
                 return x
@@ -243,32 +242,39 @@ class Sequences:
             copies = torch.is_grad_enabled() or torch.compiler.is_compiling()
             kept = kept.to(x.dtype)
             return grown(kept, x) if grows and not copies else torch.cat([kept, x], 1)
-        key = ("pad", R, x.device)
-        if key not in self._made:
-            N, total, L = len(self.lengths), int(self.lengths.sum()), int(self.lengths.max())
-            # Columns counted from the first new token: kept tokens are negative, padding is below −R.
-            column = self.lengths[:, None] + torch.arange(-(R + L), 0)
-            # Rows to read: ΣT tokens, then one of zeros (index `total`), then N·R kept ones. [N, R + L]
-            in_kept = torch.arange(N)[:, None] * R + R + column + total + 1
-            index = torch.where(column >= -R, in_kept, total)
-            index = torch.where(column >= 0, self.cu_seqlens[:-1, None] + column, index)
-            self._made[key] = index.to(x.device, non_blocking=True)
         rows = [x[0], x.new_zeros(1, *x.shape[2:])]
         rows += [] if kept is None else [kept.to(x.dtype).flatten(0, 1)]
-        return torch.cat(rows)[self._made[key]]
+        return torch.cat(rows)[self._padded(0 if kept is None else kept.shape[1], x.device)]
+
+    @kept
+    def _padded(self, R: int, device: torch.device) -> Tensor:
+        """The rows that `pad` reads beside R kept ones, int64 `[N, R + L]`."""
+        assert self.cu_seqlens is not None
+        N, total, L = len(self.lengths), int(self.lengths.sum()), int(self.lengths.max())
+        # Columns counted from the first new token: kept tokens are negative, padding is below −R.
+        column = self.lengths[:, None] + torch.arange(-(R + L), 0)
+        # Rows to read: ΣT tokens, then one of zeros (index `total`), then N·R kept ones.
+        in_kept = torch.arange(N)[:, None] * R + R + column + total + 1
+        index = torch.where(column >= -R, in_kept, total)
+        index = torch.where(column >= 0, self.cu_seqlens[:-1, None] + column, index)
+        return index.to(device, non_blocking=True)
 
     def unpad(self, x: Tensor, T: int) -> Tensor:
         """Undoes `pad` without kept tokens: `[N, L, …]` to `[B, T, …]` or `[1, ΣT, …]`."""
         if self.cu_seqlens is None:
             return x
-        key = ("unpad", x.device)
-        if key not in self._made:
-            # A sequence ends at the end of its padded row; its tokens all move by as much.
-            ends = torch.arange(1, len(self.lengths) + 1) * x.shape[1] - self.cu_seqlens[1:]
-            index = torch.arange(T) + ends.repeat_interleave(self.lengths)
-            self._made[key] = index.to(x.device, non_blocking=True)
-        return x.flatten(0, 1).index_select(0, self._made[key])[None]
+        return x.flatten(0, 1).index_select(0, self._unpadded(T, x.shape[1], x.device))[None]
 
+    @kept
+    def _unpadded(self, T: int, width: int, device: torch.device) -> Tensor:
+        """The rows that `unpad` reads of padded ones of this width, int64 `[T]`."""
+        assert self.cu_seqlens is not None
+        # A sequence ends at the end of its padded row; its tokens all move by as much.
+        ends = torch.arange(1, len(self.lengths) + 1) * width - self.cu_seqlens[1:]
+        index = torch.arange(T) + ends.repeat_interleave(self.lengths)
+        return index.to(device, non_blocking=True)
+
+    @kept
     def groups(self, device: torch.device) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
         """Groups sequences of similar length, rounded up to a power of two. Padding at most doubles a group.
 
@@ -276,25 +282,22 @@ class Sequences:
         their last token, and bool `[n, L]`, which of these are no padding; and int64 `[ΣT]`, the index of
         each token in the flattened, concatenated groups.
         """
-        key = ("groups", device)
-        if key not in self._made:
-            # ⌈log₂ n⌉ of each length n, [N]
-            sizes = torch.tensor([(n - 1).bit_length() if n else -1 for n in self.lengths.tolist()])
-            starts = self.lengths.cumsum(0) - self.lengths
-            groups, where, seen = [], torch.empty(int(self.lengths.sum()), dtype=torch.int64), 0
-            for size in sizes.unique().tolist():
-                if size < 0:  # empty sequences
-                    continue
-                lengths, first = self.lengths[sizes == size], starts[sizes == size]
-                column = torch.arange(int(lengths.max()))
-                rows = first[:, None] + torch.minimum(column, lengths[:, None] - 1)  # [n, L]
-                real = column < lengths[:, None]
-                # Where each real token lies behind the groups before this one.
-                where[rows[real]] = seen + real.flatten().nonzero().squeeze(1)
-                groups.append(tuple(x.to(device, non_blocking=True) for x in (rows, real)))
-                seen += rows.numel()
-            self._made[key] = (groups, where.to(device, non_blocking=True))
-        return self._made[key]
+        # ⌈log₂ n⌉ of each length n, [N]
+        sizes = torch.tensor([(n - 1).bit_length() if n else -1 for n in self.lengths.tolist()])
+        starts = self.lengths.cumsum(0) - self.lengths
+        groups, where, seen = [], torch.empty(int(self.lengths.sum()), dtype=torch.int64), 0
+        for size in sizes.unique().tolist():
+            if size < 0:  # empty sequences
+                continue
+            lengths, first = self.lengths[sizes == size], starts[sizes == size]
+            column = torch.arange(int(lengths.max()))
+            rows = first[:, None] + torch.minimum(column, lengths[:, None] - 1)  # [n, L]
+            real = column < lengths[:, None]
+            # Where each real token lies behind the groups before this one.
+            where[rows[real]] = seen + real.flatten().nonzero().squeeze(1)
+            groups.append(tuple(x.to(device, non_blocking=True) for x in (rows, real)))
+            seen += rows.numel()
+        return groups, where.to(device, non_blocking=True)
 
     def scatter_states(self, state: Tensor) -> Tensor:
         """Carried states `[B, …]` to initial states of sequences `[N, …]`, zero where none continues."""
@@ -321,38 +324,33 @@ class Sequences:
         """Carried states after whole rows, where rows are cut."""
         return state if self.parts is None else self.parts.context.from_last(state)
 
+    @kept
     def with_kept(
-        self, kept: int, wanted: Tensor, device: torch.device
+        self, rows: int, wanted: tuple[int, ...], device: torch.device
     ) -> tuple["Sequences", Tensor, Tensor]:
         """The sequences with tokens of earlier calls before those that continue a carried state.
 
-        Each row keeps `kept` tokens; its first sequence gets the last `wanted` (int64 `[N]`, on the host).
+        Each row keeps `rows` tokens; its first sequence gets the last `wanted` (of N sequences).
         Returns the longer sequences of ΣT' tokens in all; int64 `[ΣT']`, the index of each of these in the ΣT
-        tokens followed by the B·kept; and int64 `[ΣT]`, the index of this call's tokens in the ΣT'.
+        tokens followed by the B·rows; and int64 `[ΣT]`, the index of this call's tokens in the ΣT'.
         """
         assert self.cu_seqlens is not None
         assert self.rows is not None
-        key = ("with_kept", kept, tuple(wanted.tolist()), device)
-        if key not in self._made:
-            lengths = self.lengths + wanted
-            ends = lengths.cumsum(0)
-            # Columns counted from a sequence's first new token, [ΣT']: kept tokens are negative.
-            column = torch.arange(int(lengths.sum())) - (ends - lengths + wanted).repeat_interleave(
-                lengths
-            )
-            # A row's other sequences want nothing, so their 0 here is never read.
-            row = torch.zeros_like(lengths)
-            row[self.rows.first] = torch.arange(len(self.rows.first))
-            # The index of column 0, in this call's tokens and after a row's kept tokens.
-            start = self.cu_seqlens[:-1].repeat_interleave(lengths)
-            end = (int(self.cu_seqlens[-1]) + (row + 1) * kept).repeat_interleave(lengths)
-            indices = (
-                torch.where(column < 0, end, start) + column,
-                (column >= 0).nonzero().squeeze(1),
-            )
-            longer = Sequences(torch.cat([ends.new_zeros(1), ends]), rows=self.rows)
-            self._made[key] = (longer, *(x.to(device, non_blocking=True) for x in indices))
-        return self._made[key]
+        lengths = self.lengths + self.lengths.new_tensor(wanted)
+        ends = lengths.cumsum(0)
+        # Columns counted from a sequence's first new token, [ΣT']: kept tokens are negative.
+        begins = ends - self.lengths
+        column = torch.arange(int(lengths.sum())) - begins.repeat_interleave(lengths)
+        # A row's other sequences want nothing, so their 0 here is never read.
+        row = torch.zeros_like(lengths)
+        row[self.rows.first] = torch.arange(len(self.rows.first))
+        # The index of column 0, in this call's tokens and after a row's kept tokens.
+        start = self.cu_seqlens[:-1].repeat_interleave(lengths)
+        end = (int(self.cu_seqlens[-1]) + (row + 1) * rows).repeat_interleave(lengths)
+        source = torch.where(column < 0, end, start) + column
+        tokens = (column >= 0).nonzero().squeeze(1)
+        longer = Sequences(torch.cat([ends.new_zeros(1), ends]), rows=self.rows)
+        return longer, source.to(device, non_blocking=True), tokens.to(device, non_blocking=True)
 
     def tails(self, x: Tensor, width: int) -> Tensor:
         """The last tokens of each row's last sequence, left-padded: `[1, ΣT, …]` to `[B, width, …]`."""
