@@ -144,9 +144,9 @@ def test_options_of_each_mixer_by_its_name():
 def test_negative_eigenvalues_double_beta(monkeypatch):
     seen, recurrence = [], recurrent.recurrence
 
-    def spy(call, options, seq, state):
+    def spy(call, options, seq, state, **more):
         seen.append(call.beta)
-        return recurrence(call, options, seq, state)
+        return recurrence(call, options, seq, state, **more)
 
     monkeypatch.setattr(recurrent, "recurrence", spy)
     plain, doubled = build(), build(mixer_options={"allow_neg_eigval": True})

@@ -783,9 +783,9 @@ def test_norm_write(name, monkeypatch):
     """A step of 1 for a long key, of 0 for none; under qk_norm none and rms β‖k‖² ≤ 1 all the same."""
     seen, recurrence = [], recurrent.recurrence
 
-    def spy(call, options, seq, state):
+    def spy(call, options, seq, state, **more):
         seen.append((call.k, call.beta))
-        return recurrence(call, options, seq, state)
+        return recurrence(call, options, seq, state, **more)
 
     monkeypatch.setattr(recurrent, "recurrence", spy)
     for norm in ("l2", "rms", "none"):
@@ -949,9 +949,9 @@ def test_one_token_again_and_again_does_not_lengthen_the_state(mixer, options):
 def test_kernels_learn_of_negative_eigenvalues(mixer, negative, monkeypatch):
     rules, recurrence = [], recurrent.recurrence
 
-    def spy(call, options, seq, state):
+    def spy(call, options, seq, state, **more):
         rules.append(options)
-        return recurrence(call, options, seq, state)
+        return recurrence(call, options, seq, state, **more)
 
     monkeypatch.setattr(recurrent, "recurrence", spy)
     run(build(mixer, mixer_options={"allow_neg_eigval": negative}))

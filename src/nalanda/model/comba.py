@@ -98,9 +98,6 @@ class Comba(GatedDeltaNet):
         v = v.float() if v.dtype == torch.float16 else v
         # The op multiplies, in fp32: under strong decays a rounded product loses more than the gradient of g.
         write = g.exp()[..., None].expand_as(v)
-        options = Options(
-            # Behind a strong decay a token turns what it erases into its negative.
-            allow_neg_eigval=True,
-            mode="recurrent" if q.shape[1] == 1 else "chunk",
-        )
+        # Behind a strong decay a token turns what it erases into its negative.
+        options = Options(allow_neg_eigval=True)
         return recurrence(Call(q, k, v, beta, g, write=write), options, seq, state)

@@ -363,10 +363,8 @@ def _run_stepwise(call: Call, scale: float, mode: str) -> tuple[Tensor, Tensor]:
     q, v = call.q, call.v
     dtype = dtype_of(call)
     tokens = _tokens_of(call, scale, dtype)
-    if call.beta is None:
-        step = _linear_step
-    else:
-        step = _reference_step if mode == "reference" else _recurrent_step
+    literal = mode == "reference" and call.beta is not None  # of linear attention both are the same
+    step = _reference_step if literal else _recurrent_step
 
     bounds = None if call.cu_seqlens is None else bounds_of(call.cu_seqlens, q.shape[1])
     sequences = q.shape[0] if bounds is None else len(bounds) - 1
@@ -416,16 +414,8 @@ def _tokens_of(call: Call, scale: float, dtype: torch.dtype) -> TokenInputs:
     )
 
 
-def _linear_step(token: TokenInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The output [B, HV, V] and the new state [B, HV, K, V], without β."""
-    if token.decay is not None:
-        state = token.decay * state
-    state = token.k.unsqueeze(-1) * token.written.unsqueeze(-2) + state
-    return (token.q.unsqueeze(-2) @ state).squeeze(-2), state
-
-
 def _reference_step(token: TokenInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The delta rule's formula, term by term."""
+    """The output [B, HV, V] and the new state [B, HV, K, V] by the delta rule's formula, term by term."""
     q, k, erased, written, beta, decay = token
     decay = 1 if decay is None else decay
     eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
@@ -436,12 +426,12 @@ def _reference_step(token: TokenInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _recurrent_step(token: TokenInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with a rank-one update, so that all products are of a matrix and a vector."""
+    """The same with a rank-one update, so that products are of a matrix and a vector. Without β nothing is erased."""
     q, k, erased, written, beta, decay = token
-    assert beta is not None
     if decay is not None:
         state = state * decay
-    held = (erased.unsqueeze(-2) @ state).squeeze(-2)  # the value under the erased key
-    delta = beta[..., None] * (written - held)
-    state = state + k.unsqueeze(-1) * delta.unsqueeze(-2)  # [B, HV, K, V]
+    if beta is not None:
+        held = (erased.unsqueeze(-2) @ state).squeeze(-2)  # the value under the erased key
+        written = beta[..., None] * (written - held)
+    state = state + k.unsqueeze(-1) * written.unsqueeze(-2)  # [B, HV, K, V]
     return (q.unsqueeze(-2) @ state).squeeze(-2), state

@@ -39,15 +39,22 @@ def recurrence_of(rule: Rule) -> Callable[..., tuple[Tensor, LayerState]]:
 
 
 def recurrence(
-    call: Call, options: Options, seq: Sequences, state: LayerState | None, name: str = "recurrent"
+    call: Call,
+    options: Options,
+    seq: Sequences,
+    state: LayerState | None,
+    name: str = "recurrent",
+    steps: int = 1,
 ) -> tuple[Tensor, LayerState]:
     """The delta rule, or without β linear attention, over the sequences of `seq`.
 
     It goes on from the state `name`. Returns o, and that state behind the last token unless `state` is None.
+    steps: those of a token of the text. One token needs no chunks.
     """
     carries = state is not None
     call = call._replace(initial_state=state.get(name) if carries else None)
-    options = options._replace(output_final_state=carries)
+    mode = "recurrent" if call.q.shape[1] <= steps else "chunk"
+    options = options._replace(output_final_state=carries, mode=mode)
     if seq.parts is None:
         o, final = run_recurrence(call._replace(cu_seqlens=seq.cu_seqlens), options)
     else:
@@ -79,13 +86,9 @@ def mix_delta(
         length = per_value(layer, excess(k))
         beta, erase = (beta / length, None) if erase is None else (beta, erase / length[..., None])
 
-    options = Options(
-        feature_map=features,
-        qk_norm=norm,
-        allow_neg_eigval=rule.beta_scale > 1,
-        mode="recurrent" if q.shape[1] <= rule.steps else "chunk",  # one token
-    )
-    return recurrence(Call(q, k, inputs.v, beta, inputs.g, erase), options, seq, state)
+    options = Options(features, norm, allow_neg_eigval=rule.beta_scale > 1)
+    call = Call(q, k, inputs.v, beta, inputs.g, erase)
+    return recurrence(call, options, seq, state, steps=rule.steps)
 
 
 def _unnormed(layer: Any, q: Tensor, k: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,9 +166,7 @@ def mix_sum(
             q, k = map_features(q, k, feature_map)
             return sum_both(q, k, v, seq, rule.scale), {}
 
-    options = Options(
-        feature_map=feature_map, scale=rule.scale, mode="recurrent" if q.shape[1] == 1 else "chunk"
-    )
+    options = Options(feature_map, scale=rule.scale)
     return recurrence(Call(q, k, v, g=inputs.g), options, seq, state, name)
 
 

@@ -265,15 +265,11 @@ class RWKV7(Mixer):
             erase=torch.cat([erase, torch.zeros_like(erase)], 2),
         )
         steps = by_step(two, 2)
-        options = Options(
-            scale=self.rule.scale,
-            # Where a exceeds w, a token turns what it erases into its negative.
-            allow_neg_eigval=True,
-            mode="recurrent" if inputs.q.shape[1] == 1 else "chunk",
-        )
+        # Where a exceeds w, a token turns what it erases into its negative.
+        options = Options(scale=self.rule.scale, allow_neg_eigval=True)
         q = steps.q.to(k.dtype)
         call = Call(q, steps.k, steps.v, steps.beta, steps.g, steps.erase)
-        o, new = recurrence(call, options, seq.repeated(2), state)
+        o, new = recurrence(call, options, seq.repeated(2), state, steps=2)
         return o[:, 1::2], new
 
     def read_out(self, o: Tensor, inputs: Inputs, x: Tensor) -> Tensor:
