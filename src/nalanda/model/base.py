@@ -270,7 +270,10 @@ class Mixer(FusedLinears):
         self.follows_rule = follows_rule(type(self))
         self.bidirectional = not config.is_decoder
         self.layer_idx = layer_idx
-        self.num_heads, self.num_v_heads = config.num_heads, v_heads or config.num_heads
+        self.num_heads = H = config.num_heads
+        self.num_v_heads = H if v_heads is None else v_heads
+        if k_heads is None and (self.num_v_heads < 1 or self.num_v_heads % H):
+            raise ValueError(f"num_v_heads={v_heads} must be a multiple of num_heads={H}")
         self.K, self.V = config.key_dim, config.value_dim
         self.rule = rule = _with_choices(self.rule, config, taps)
 

@@ -102,10 +102,6 @@ class DeltaNet(Mixer):
         qk_norm: str = "l2",
         value_silu: bool = True,
     ):
-        if num_v_heads is not None and (num_v_heads < 1 or num_v_heads % config.num_heads):
-            raise ValueError(
-                f"num_v_heads={num_v_heads} must be a multiple of num_heads={config.num_heads}"
-            )
         if allow_neg_eigval and norm_write:
             raise ValueError(
                 "allow_neg_eigval doubles β, norm_write keeps it in (0, 1): take one of them"

@@ -330,10 +330,6 @@ class Mamba2(Mixer):
     )
 
     def __init__(self, config, layer_idx: int, *, num_v_heads: int | None = None):
-        if num_v_heads is not None and (num_v_heads < 1 or num_v_heads % config.num_heads):
-            raise ValueError(
-                f"num_v_heads={num_v_heads} must be a multiple of num_heads={config.num_heads}"
-            )
         super().__init__(config, layer_idx, v_heads=num_v_heads)
         self.a_proj = nn.Linear(config.hidden_size, self.num_v_heads, bias=False)
         self.discretization = Discretization(self.num_v_heads)

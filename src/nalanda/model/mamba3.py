@@ -72,10 +72,6 @@ class Mamba3(Mixer):
     def __init__(
         self, config, layer_idx: int, *, num_v_heads: int | None = None, rope_fraction: float = 0.5
     ):
-        if num_v_heads is not None and (num_v_heads < 1 or num_v_heads % config.num_heads):
-            raise ValueError(
-                f"num_v_heads={num_v_heads} must be a multiple of num_heads={config.num_heads}"
-            )
         super().__init__(config, layer_idx, v_heads=num_v_heads)
         D, HV = config.hidden_size, self.num_v_heads
         self.pairs = int(self.K * rope_fraction) // 2
