@@ -204,6 +204,12 @@ class Pass(NamedTuple):
         """The grid of all chunks and heads."""
         return self.chunks.total, self.form.HV
 
+    def named(self) -> dict[str, Any]:
+        """Its tensors by the names of kernels' arguments; rows of a batch may share their P positions."""
+        positions = self.inputs.positions
+        P = 1 if positions is None else positions.numel()
+        return self.inputs._asdict() | self.saved._asdict() | self.chunks.tables() | {"P": P}
+
 
 def _form_of(inputs: ChunkInputs, options: ChunkOptions) -> Form:
     q, v, g = inputs.q, inputs.v, inputs.g
@@ -274,26 +280,29 @@ def _empty_results(
 
 def _launch(
     kernel,
-    grid: tuple[int, ...],
-    form: Form,
-    chunks: Chunks,
+    run: Pass,
+    grid: tuple[int, ...] | None = None,
     *,
     sizes: dict[str, int] | None = None,
     M: int = 0,
     **values,
 ) -> None:
-    """Launches a kernel with `values`, and with those constants and tables of chunks that its arguments name.
+    """Launches a kernel with `values`, and with those constants and tensors of the pass that its arguments name.
 
-    grid: the chunks or sequences, and perhaps heads; kernels by tiles get a program for each tile of these.
-    sizes: block sizes, warps and stages; by default those of `blocks`. M: columns beside those of V.
+    grid: the chunks or sequences, and perhaps heads, by default all chunks; kernels by tiles get a program for each
+    tile of these. sizes: block sizes, warps and stages; by default those of `blocks`. M: columns beside those of V.
     """
+    form, grid = run.form, grid or run.every_chunk
     sizes = sizes or blocks(kernel.__name__, form.itemsize, form.features)
     tiles, constants = _constants_of(kernel, form, M, tuple(sizes.items()))
 
-    # A kernel takes the constants and tables that it names; `values` override them.
-    tables = {name: x for name, x in chunks.tables().items() if name in kernel.arg_names}
+    taken = _arguments_of(kernel)
+    tensors = {name: x for name, x in run.named().items() if name in taken}
     if grid[0]:
-        kernel[(grid[0] * tiles, *grid[1:])](**constants | tables | values)
+        kernel[(grid[0] * tiles, *grid[1:])](**constants | tensors | values)
+
+
+_arguments_of = functools.cache(lambda kernel: frozenset(kernel.arg_names))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -332,9 +341,8 @@ def _scan(kernel, run: Pass, tensors: dict[str, Any], start: States, end: States
     def launch(over: Chunks, start: States, end: States, decay=None, AFFINE=False, M=0) -> None:
         _launch(
             kernel,
+            run._replace(chunks=over),
             (over.sequences * form.HV,),
-            form,
-            over,
             sizes=sizes,
             **tensors,
             # the states
@@ -369,9 +377,8 @@ def _scan(kernel, run: Pass, tensors: dict[str, Any], start: States, end: States
     starts = new(count, form.HV, form.F, form.V)
     _launch(
         compose,
+        run._replace(chunks=segments),
         (chunks.sequences * form.HV,),
-        form,
-        segments,
         sizes=blocks("compose", 4, form.features),
         affine=affine,
         decay=decay,
@@ -410,12 +417,6 @@ def _choose_segments(kernel: str, form: Form, chunks: Chunks) -> tuple[dict[str,
     return sizes, length
 
 
-def _position_arguments(inputs: ChunkInputs) -> dict[str, Any]:
-    """The positions and their number P; rows of a batch may share them."""
-    positions = inputs.positions
-    return {"positions": positions, "P": 1 if positions is None else positions.numel()}
-
-
 # --------------------------------------------------------------------------------------------------- forward
 
 
@@ -451,73 +452,33 @@ def _forward(inputs: ChunkInputs, options: ChunkOptions) -> tuple[States, Saved]
         "reads": features.reads,
         "channel_decays": features.channel_decays,
         "H": features.heads,
-        "v": v,
-        "beta": inputs.beta,
-        "decays": saved.decays,
-        "inverse": saved.inverse,
-        "scores": saved.scores,
         "z_sums": z_sums,
         "FUSED": options.fused,
-        # what it stores
-        "o": saved.o,
-        "s": saved.s,
-        # E is computed here; linear attention leaves it empty.
-        "e": saved.e,
-        "zs": saved.zs,
-        "us": saved.us,
     }
     _scan(states, run, tensors, inputs.starts, finals if options.final else States())
     if options.fused:
         return finals, saved
 
     # Within each chunk again: o.
-    _launch(
-        outputs,
-        run.every_chunk,
-        form,
-        chunks,
-        q=features.q,
-        MAP=form.map,
-        H=features.heads,
-        # Linear attention writes v itself.
-        e=saved.e if form.delta else v,
-        beta=inputs.beta,
-        decays=saved.decays,
-        scores=saved.scores,
-        s=saved.s,
-        zs=saved.zs,
-        us=saved.us,
-        **_position_arguments(inputs),
-        # what it stores
-        o=saved.o,
-        den=saved.den,
-    )
+    # Linear attention writes v itself.
+    e = saved.e if form.delta else v
+    _launch(outputs, run, q=features.q, MAP=form.map, H=features.heads, e=e)
     return finals, saved
 
 
 def _prepare_chunks(run: Pass, z_sums: Tensor, fused: bool) -> Features:
     """q, or its features if `fused`, and the features of k; fills P, (I + L)⁻¹ and the chunks' sums for z."""
-    inputs, saved, form, chunks = run
-    q, k = q_features, k_features = inputs.q, inputs.k
+    form, q_features, k_features = run.form, run.inputs.q, run.inputs.k
     if form.map.name != "stored":
-        k_features = k.new_empty(*k.shape[:3], form.F)  # [B, T, H, F]
+        k_features = k_features.new_empty(*k_features.shape[:3], form.F)  # [B, T, H, F]
         if fused:
             q_features = torch.empty_like(k_features)
     _launch(
         prepare,
-        run.every_chunk,
-        form,
-        chunks,
-        q=q,
-        k=k,
+        run,
         MAP=form.map,
-        beta=inputs.beta,
-        g=inputs.g,
         FUSED=fused,
-        # what it stores
-        decays=saved.decays,
-        inverse=saved.inverse,
-        scores=saved.scores,
+        # what it stores beside the tensors of `run`
         q_features=q_features,
         k_features=k_features,
         z_sums=z_sums,
@@ -527,27 +488,20 @@ def _prepare_chunks(run: Pass, z_sums: Tensor, fused: bool) -> Features:
 
 def _decay_channels(run: Pass, pairs: bool) -> Features:
     """q and k with their decays, `[B, T, HV, F]`. pairs: whether to fill P and (I + L)⁻¹ too."""
-    inputs, saved, form, chunks = run
+    inputs, _, form, chunks = run
     q, shape = inputs.q, (*inputs.v.shape[:3], form.F)
     q_in, k_out = q.new_empty(shape), q.new_empty(shape)
     # Without the delta rule no key reads S.
     reads = torch.empty_like(k_out) if form.delta else k_out
     channel_decays = q.new_empty(chunks.total, form.HV, form.F, dtype=torch.float32)
+    unfilled = {} if pairs else {"inverse": None, "scores": None}
     _launch(
         prepare_channels,
-        run.every_chunk,
-        form,
-        chunks,
-        q=q,
-        k=inputs.k,
-        beta=inputs.beta,
-        g=inputs.g,
-        erase=inputs.erase,
+        run,
         ERASE=inputs.erase is not None,
         PAIRS=pairs,
+        **unfilled,
         # what it stores
-        inverse=saved.inverse if pairs else None,
-        scores=saved.scores if pairs else None,
         q_in=q_in,
         k_out=k_out,
         reads=reads,
@@ -633,7 +587,7 @@ def _backward(
 
 
 def _readout_gradients(run: Pass, features: Features, d_o: Tensor) -> ReadoutGradients:
-    inputs, saved, form, chunks = run
+    saved = run.saved
     # dr [B, T, HV, V]; d_den and shares [B, T, HV]; sums by chunk.
     gradients = ReadoutGradients(
         d_r=torch.empty_like(d_o),
@@ -642,21 +596,7 @@ def _readout_gradients(run: Pass, features: Features, d_o: Tensor) -> ReadoutGra
         dz_sums=torch.empty_like(saved.zs),
         du_sums=torch.empty_like(saved.us),
     )
-    _launch(
-        readout_gradients,
-        run.every_chunk,
-        form,
-        chunks,
-        q=features.q,
-        d_o=d_o,
-        o=saved.o,
-        v=inputs.v,
-        decays=saved.decays,
-        us=saved.us,
-        den=saved.den,
-        **_position_arguments(inputs),
-        **gradients._asdict(),
-    )
+    _launch(readout_gradients, run, q=features.q, d_o=d_o, **gradients._asdict())
     return gradients
 
 
@@ -686,10 +626,6 @@ def _state_gradients(
         "shares": readout.shares,
         "dz_sums": readout.dz_sums,
         "du_sums": readout.du_sums,
-        "beta": inputs.beta,
-        "decays": saved.decays,
-        "inverse": saved.inverse,
-        "scores": saved.scores,
         # what it stores
         "d_s": gradients.s,
         "d_zs": gradients.z,
@@ -703,7 +639,7 @@ def _pair_gradients(
     run: Pass, features: Features, readout: ReadoutGradients, d_states: StateGradients
 ) -> PairGradients:
     """Gradients of the products within a chunk, and the last of the shares for β and g."""
-    inputs, saved, form, chunks = run
+    inputs, saved, form, _ = run
     # A share for each half, and the last for pairs within a chunk.
     shares = form.map.halves + 1
     if form.channels:
@@ -724,17 +660,11 @@ def _pair_gradients(
     )
     _launch(
         pair_gradients,
-        run.every_chunk,
-        form,
-        chunks,
+        run,
         k=features.k,
-        e=saved.e,
         d_o=readout.d_r,
         d_den=readout.d_den,
         d_v=d_states.v,
-        beta=inputs.beta,
-        decays=saved.decays,
-        scores=saved.scores,
         # what it stores
         d_scores=gradients.scores,
         d_keys=gradients.keys,
@@ -752,28 +682,21 @@ def _input_gradients(
     d_pairs: PairGradients,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and k; adds the other shares for β and g to `d_pairs`."""
-    inputs, saved, form, chunks = run
+    inputs, _, form, chunks = run
     # With one tile of features the kernel applies the map's backward itself.
     inside = form.map.halves == 1 and form.map.name != "stored"
     # By head of v; `_sum_groups` adds those of a group.
     d_q, d_k = (inputs.q.new_empty(form.B, form.T, form.HV, form.F) for _ in range(2))
     _launch(
         input_gradients,
+        run,
         (chunks.total * form.map.halves, form.HV),
-        form,
-        chunks,
         q=inputs.q if inside else features.q,
         k=inputs.k if inside else features.k,
         MAP=form.map if inside else form.stored,
-        e=saved.e,
         d_o=readout.d_r,
         d_den=readout.d_den,
         d_v=d_states.v,
-        beta=inputs.beta,
-        decays=saved.decays,
-        # the states before and after each chunk
-        s=saved.s,
-        zs=saved.zs,
         d_s=d_states.s,
         d_zs=d_states.z,
         d_scores=d_pairs.scores,
@@ -795,26 +718,17 @@ def _channel_gradients(
     run: Pass, readout: ReadoutGradients, d_states: StateGradients, d_pairs: PairGradients
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, g and erase, where gates are per channel; adds the shares for β to `d_pairs`."""
-    inputs, saved, form, chunks = run
+    inputs, _, form, _ = run
     # By head of v; `_sum_groups` adds those of a group.
     d_q, d_k = (inputs.q.new_empty(form.B, form.T, form.HV, form.F) for _ in range(2))
     d_g = torch.empty_like(inputs.g)  # [B, T, HV, F]
     d_erase = None if inputs.erase is None else torch.empty_like(inputs.erase)
     _launch(
         channel_gradients,
-        run.every_chunk,
-        form,
-        chunks,
-        q=inputs.q,
-        k=inputs.k,
-        e=saved.e,
+        run,
         d_o=readout.d_r,
         d_v=d_states.v,
-        beta=inputs.beta,
-        g=inputs.g,
-        erase=inputs.erase,
         ERASE=inputs.erase is not None,
-        s=saved.s,
         d_s=d_states.s,
         d_scores=d_pairs.scores,
         d_keys=d_pairs.keys,
