@@ -21,8 +21,8 @@ from nalanda_kernels import Unsupported
 from nalanda_kernels.autograd import RMSNorm, SwiGLU
 from nalanda_kernels.tensors import rows_of
 from nalanda_kernels.triton.common import name_of, power_of_two
+from nalanda_kernels.triton.tiles import DTYPES, load
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 2048  # entries of a tile, unless a row has more
 WIDEST = 16384
 
@@ -37,8 +37,8 @@ def swiglu_kernel(a, b, y, a_stride, b_stride, rows, N, BT: tl.constexpr, BN: tl
     r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     c = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
     m = (r < rows) & (c < N)
-    a_ = tl.load(a + r * a_stride + c, m, other=0.0).to(tl.float32)
-    b_ = tl.load(b + r * b_stride + c, m, other=0.0).to(tl.float32)
+    a_ = load(a + r * a_stride + c, m)
+    b_ = load(b + r * b_stride + c, m)
     tl.store(y + r * N + c, (a_ * tl.sigmoid(a_) * b_).to(y.dtype.element_ty), m)
 
 
@@ -50,9 +50,9 @@ def swiglu_backward_kernel(
     r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     c = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
     m = (r < rows) & (c < N)
-    a_ = tl.load(a + r * a_stride + c, m, other=0.0).to(tl.float32)
-    b_ = tl.load(b + r * b_stride + c, m, other=0.0).to(tl.float32)
-    d = tl.load(d_y + r * N + c, m, other=0.0).to(tl.float32)
+    a_ = load(a + r * a_stride + c, m)
+    b_ = load(b + r * b_stride + c, m)
+    d = load(d_y + r * N + c, m)
     s = tl.sigmoid(a_)
     tl.store(d_b + r * N + c, (d * a_ * s).to(d_b.dtype.element_ty), m)
     # SiLU'(a) = σ(a) (1 + a (1 − σ(a))).
@@ -82,17 +82,17 @@ def norm_kernel(
     at = r * V + c
 
     # The sum is rounded as it is stored, so that the backward reads the same.
-    s = tl.load(x + at, m, other=0.0).to(tl.float32)
+    s = load(x + at, m)
     if add is not None:
-        s = (s + tl.load(add + at, m, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        s = (s + load(add + at, m)).to(total.dtype.element_ty)
         tl.store(total + at, s, m)
         s = s.to(tl.float32)
 
     h = s * tl.rsqrt(tl.sum(s * s, 1) / V + eps)[:, None]
-    h *= tl.load(weight + c, c < V, other=0.0).to(tl.float32)
+    h *= load(weight + c, c < V)
     if gate is not None:
         # Row r is head r % H of token r // H.
-        g = tl.load(gate + r // H * gate_stride + r % H * V + c, m, other=0.0).to(tl.float32)
+        g = load(gate + r // H * gate_stride + r % H * V + c, m)
         h *= g * tl.sigmoid(g)
     tl.store(y + at, h.to(y.dtype.element_ty), m)
 
@@ -119,7 +119,7 @@ def norm_backward_kernel(
 ):
     """dx, dadd and dgate of SPAN rows, and the program's row of the sums of d_weight [programs, V]."""
     c = tl.arange(0, BV)[None, :]
-    w = tl.load(weight + c, c < V, other=0.0).to(tl.float32)
+    w = load(weight + c, c < V)
     dw = tl.zeros([BV], tl.float32)
     first = tl.program_id(0).to(tl.int64) * SPAN
 
@@ -129,13 +129,13 @@ def norm_backward_kernel(
         at = r * V + c
 
         # n = r s, and d = dh, then e = dh ⊙ SiLU(g).
-        n = tl.load(total + at, m, other=0.0).to(tl.float32)
+        n = load(total + at, m)
         scale = tl.rsqrt(tl.sum(n * n, 1) / V + eps)[:, None]  # r of the docstring
         n *= scale
-        d = tl.load(d_y + at, m, other=0.0).to(tl.float32)
+        d = load(d_y + at, m)
 
         if gate is not None:
-            g = tl.load(gate + r // H * gate_stride + r % H * V + c, m, other=0.0).to(tl.float32)
+            g = load(gate + r // H * gate_stride + r % H * V + c, m)
             s = tl.sigmoid(g)
             # dg first, while d is dh: dh ⊙ n ⊙ w ⊙ SiLU'(g).
             tl.store(
@@ -151,7 +151,7 @@ def norm_backward_kernel(
 
         if d_total is not None:
             # The residual stream's own gradient ds.
-            d += tl.load(d_total + at, m, other=0.0).to(tl.float32)
+            d += load(d_total + at, m)
 
         tl.store(d_x + at, d.to(d_x.dtype.element_ty), m)
         if d_add is not None:

@@ -28,6 +28,7 @@ from triton.language.extra import libdevice
 from nalanda_kernels import Unsupported
 from nalanda_kernels.maps import Map, describe, exponents_and_units
 from nalanda_kernels.triton.common import name_of, power_of_two
+from nalanda_kernels.triton.tiles import DTYPES, load
 
 EPS = tl.constexpr(1e-6)  # added in norms; the floor of every base
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -324,7 +325,7 @@ def forward_part(
     # Rows of x [tokens, H, K].
     at = t[:, None] * H + h
     m = (t < N)[:, None] & (c < K)
-    raw = tl.load(x + at * K + c, m, other=0.0).to(tl.float32)
+    raw = load(x + at * K + c, m)
 
     if MAP.name == "pola":
         b, over, _, _, _ = pola_base(raw, p, unit, h, K, MAP, BK)
@@ -360,10 +361,10 @@ def backward_part(
     c = tl.arange(0, BK)[None, :]
     at = t[:, None] * H + h
     m = (t < N)[:, None] & (c < K)
-    raw = tl.load(x + at * K + c, m, other=0.0).to(tl.float32)
+    raw = load(x + at * K + c, m)
     of = dphi + at * (K * MAP.halves) + c
-    d1 = tl.load(of, m, other=0.0).to(tl.float32)
-    d2 = tl.load(of + K, m, other=0.0).to(tl.float32) if MAP.halves == 2 else d1
+    d1 = load(of, m)
+    d2 = load(of + K, m) if MAP.halves == 2 else d1
 
     if MAP.name == "pola":
         b, over, log_b, exponent, scale = pola_base(raw, p, unit, h, K, MAP, BK)
@@ -449,7 +450,6 @@ def backward_kernel(
 
 
 TILE, WARPS = 2048, 4  # entries and warps per program
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def map_features(

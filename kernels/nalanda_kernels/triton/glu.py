@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nalanda_kernels import Unsupported
 from nalanda_kernels.triton.common import PRECISION, name_of
-from nalanda_kernels.triton.epilogues import DTYPES
+from nalanda_kernels.triton.tiles import DTYPES, load
 
 MOST = 16  # rows, the least of a product on tensor cores
 COLUMNS = 16  # of a program: a 340 M model has 176 programs, a few more than a card has processors
@@ -26,7 +26,7 @@ def load_sum(x, y, r, c, rows, D, dtype: tl.constexpr):
     """s of rows r and columns c, rounded as it is stored."""
     m = (r < rows)[:, None] & (c < D)[None, :]
     at = r[:, None] * D + c[None, :]
-    s = tl.load(x + at, m, other=0.0).to(tl.float32) + tl.load(y + at, m, other=0.0).to(tl.float32)
+    s = load(x + at, m) + load(y + at, m)
     return s.to(dtype).to(tl.float32), at, m
 
 
@@ -67,7 +67,7 @@ def glu_kernel(
     for start in range(0, D, BD):
         c = start + tl.arange(0, BD)
         s, _, _ = load_sum(x, y, r, c, rows, D, dtype)
-        w = tl.load(weight + c, c < D, other=0.0).to(tl.float32)
+        w = load(weight + c, c < D)
         h = (s * scale * w[None, :]).to(dtype)  # [BM, BD]
 
         # Rows of the matrices [BN, BD]; int64, as a matrix may have more than 2³¹ entries.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nalanda_kernels import Unsupported
 from nalanda_kernels.triton.common import name_of, power_of_two
-from nalanda_kernels.triton.epilogues import DTYPES
+from nalanda_kernels.triton.tiles import DTYPES
 
 WIDEST = 4096  # columns of a tile
 

@@ -22,9 +22,9 @@ from nalanda_kernels import Unsupported, interpreting
 from nalanda_kernels.autograd import ShortConvs, in_threes
 from nalanda_kernels.tensors import bounds_of, last_inputs
 from nalanda_kernels.triton.common import TAGS, chunks_between, name_of, on_its_device, power_of_two
+from nalanda_kernels.triton.tiles import DTYPES, load
 
 SIZE = 64  # tokens per program; the partial sums of dweight are then 4 % of the traffic
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 # ------------------------------------------------------------------------------------------------- kernels
@@ -36,7 +36,7 @@ def load_taps(weight, c, D: tl.constexpr, W: tl.constexpr):
     # A tuple of tiles, because a tile [W, BD] could not be indexed.
     taps = ()
     for i in tl.static_range(W):
-        taps = taps + (tl.load(weight + c * W + i, mask=c < D, other=0.0).to(tl.float32)[None, :],)  # noqa: RUF005
+        taps = taps + (load(weight + c * W + i, c < D)[None, :],)  # noqa: RUF005
     return taps
 
 
@@ -52,7 +52,7 @@ def load_input(x, state, stride, row, real, n, first, end, c, D: tl.constexpr, W
         past = row - first + (W - 1)
         inside = real & (past >= 0) & (row < first)
         p = state + (n * (W - 1) + past)[:, None] * D + c[None, :]
-        y += tl.load(p, mask=inside[:, None] & m, other=0.0).to(tl.float32)
+        y += load(p, inside[:, None] & m)
     return y
 
 
@@ -182,7 +182,7 @@ def d_input(
         # dz is 0 after the sequence, and before its first token.
         inside = real & (row + s >= first) & (row + s < end)
         p = d_y + (row + s)[:, None] * D + c[None, :]
-        dz = tl.load(p, mask=inside[:, None] & (c < D)[None, :], other=0.0).to(tl.float32)
+        dz = load(p, inside[:, None] & (c < D)[None, :])
 
         # z again, from the inputs; then SiLU'.
         if SILU:

@@ -21,7 +21,7 @@ from nalanda_kernels import Unsupported
 from nalanda_kernels.one_token import Token
 from nalanda_kernels.tensors import rows_of
 from nalanda_kernels.triton.common import name_of, power_of_two
-from nalanda_kernels.triton.epilogues import DTYPES, WIDEST
+from nalanda_kernels.triton.epilogues import WIDEST
 from nalanda_kernels.triton.feature_maps import (
     EPS,
     describe,
@@ -30,14 +30,9 @@ from nalanda_kernels.triton.feature_maps import (
     halves,
     over_base,
 )
+from nalanda_kernels.triton.tiles import DTYPES, load
 
 COLUMNS = ("q", "k", "v", "b", "w", "a", "g", "gate")  # inputs that may be columns of wider rows
-
-
-@triton.jit
-def load(p, m):
-    """Entries at p in fp32, 0 where not m."""
-    return tl.load(p, mask=m, other=0.0).to(tl.float32)
 
 
 @triton.jit
