@@ -26,7 +26,7 @@ from nalanda.config.model import build_model_config, in_one_line
 from nalanda.model.decoder import Decoder
 from nalanda.model.epilogues import add_norm
 from nalanda.model.language import LanguageModel
-from nalanda.model.sequences import Layout, Sequences
+from nalanda.model.sequences import Layout, Packing, Sequences
 from nalanda.train.build import build_model
 from nalanda.train.estimate import meta_model
 from nalanda.train.parallel import compile_blocks, shard
@@ -100,7 +100,7 @@ class Model(BaseModel):
         with torch.autocast(x.device.type, self.dtype, enabled=self.dtype != torch.float32):
             first = self.tok_embeddings is not None
             x = self.tok_embeddings(x) if first else x
-            layout = Layout(x, None, None, torch.tensor(cu_seqlens))
+            layout = Layout(x, Packing(cu_seqlens=torch.tensor(cu_seqlens)))
             seq = Sequences(layout.cu_seqlens, device=x.device)
             h = layout.pack(x)  # [1, B·T, D], or [B, T, D] if each row is one document
             if first:

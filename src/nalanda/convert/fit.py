@@ -31,9 +31,9 @@ from nalanda.convert.linearize import (
 )
 from nalanda.data.sources import Sources
 from nalanda.model import NalandaConfig
-from nalanda.model.decoder import Decoder, Packing
+from nalanda.model.decoder import Decoder
 from nalanda.model.epilogues import add_norm
-from nalanda.model.sequences import Sequences
+from nalanda.model.sequences import Packing, Sequences
 from nalanda.train import checkpoint
 from nalanda.train.build import finish_sums, open_data, prepare_tokenizer, start_sums
 from nalanda.train.checkpoint_dir import latest_checkpoint
@@ -264,7 +264,7 @@ def add_gradients(fit: Fit, batch: dict[str, Tensor], count: int) -> Iterator[tu
     with torch.no_grad():
         x = decoder.embed_tokens(batch["input_ids"].to(decoder.device))
         packing = Packing(cu_seqlens=batch["cu_seqlens"])
-        read = decoder.describe(x, None, None, None, None, False, packing)
+        read = decoder.describe(x, None, None, False, packing)
         x = decoder.scaled(read.layout.pack(read.x), read.seq)  # [1, ΣT, D]
     seq = Sequences(read.layout.cu_seqlens, device=device)
 

@@ -3,7 +3,7 @@
 `Decoder.forward` has three steps: `describe` a batch, `run` the layers, `finish`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +25,7 @@ from .mixers import build_mixer, uncut_mixers
 from .plugins import load_copies
 from .precision import check_state_dtype, pack_state, packed_spec, unpack_state
 from .projections import FusedLinears, apply_linear
-from .sequences import Layout, Sequences, foreign_bounds
+from .sequences import Layout, Packing, Sequences, foreign_bounds
 from .width import Growth, growths
 
 
@@ -33,29 +33,6 @@ from .width import Growth, growths
 class DecoderOutput(BaseModelOutputWithPast):
     carried_cache: NalandaCache | None = None
     """State of each row's last document, if requested."""
-
-
-@dataclass
-class Packing:
-    """How documents lie in the rows of a call; see `NalandaForCausalLM.forward`."""
-
-    cu_seqlens: Tensor | None = None
-    carried_cache: NalandaCache | None = None
-    carried: Tensor | None = None
-    return_carried_cache: bool = False
-    context: Context | None = None
-
-    @property
-    def carries(self) -> bool:
-        """Whether states pass between rows, in or out of this call."""
-        return (
-            self.return_carried_cache or self.carried_cache is not None or self.carried is not None
-        )
-
-    @property
-    def tokens_read(self) -> Tensor | None:
-        """Tokens read into the carried states, int64 `[B]`."""
-        return None if self.carried_cache is None else self.carried_cache.lengths
 
 
 @dataclass
@@ -327,10 +304,8 @@ class Decoder(NalandaPreTrainedModel):
                 f"model's {', '.join(names)}"
             )
 
-    def _check_cut(
-        self, cache: NalandaCache | None, attention_mask: Tensor | None, position_ids: Tensor | None
-    ) -> None:
-        if cache is not None or attention_mask is not None or position_ids is not None:
+    def _check_cut(self, cache: NalandaCache | None, packing: Packing) -> None:
+        if any(x is not None for x in (cache, packing.attention_mask, packing.position_ids)):
             raise ValueError(
                 "rows that are cut over processes take cu_seqlens and carried_cache: give no cache, "
                 "attention_mask or position_ids"
@@ -377,7 +352,8 @@ class Decoder(NalandaPreTrainedModel):
         if output_attentions:
             raise ValueError("output_attentions: not supported; a mixer's `weights` returns them")
         cu_seqlens = foreign_bounds(cu_seqlens, foreign)
-        packing = Packing(cu_seqlens, carried_cache, carried, return_carried_cache, context)
+        described = attention_mask, position_ids, cu_seqlens
+        packing = Packing(*described, carried_cache, carried, return_carried_cache, context)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
 
@@ -385,7 +361,7 @@ class Decoder(NalandaPreTrainedModel):
             input_ids, inputs_embeds, pixel_values, interpolate_pos_encoding, context
         )
         cache = one_cache(cache, past_key_values)
-        batch = self.describe(x, grid, attention_mask, position_ids, cache, use_cache, packing)
+        batch = self.describe(x, grid, cache, use_cache, packing)
         batch.hidden_states = [] if output_hidden_states else None
         return self.finish(batch, self.run(batch))
 
@@ -393,8 +369,6 @@ class Decoder(NalandaPreTrainedModel):
         self,
         x: Tensor,
         grid: tuple[int, int] | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
         cache: NalandaCache | None,
         use_cache: bool | None,
         packing: Packing,
@@ -410,37 +384,30 @@ class Decoder(NalandaPreTrainedModel):
                 raise ValueError(
                     "is_decoder is false: an encoder has no states, caches or contexts"
                 )
-            return self._encoder_batch(x, grid, attention_mask, position_ids, packing.cu_seqlens)
+            return self._encoder_batch(x, grid, packing)
 
         # Before the carried rows: parts of rows may carry states too.
         if packing.context is not None:
-            self._check_cut(cache, attention_mask, position_ids)
+            self._check_cut(cache, packing)
             return self._part_of_rows(x, packing.context, packing)
 
         if packing.carries:
             self.check_carries()
             self._check_rows(packing, cache, len(x))
-            return self._carried_rows(x, attention_mask, position_ids, packing)
+            return self._carried_rows(x, packing)
 
         if cache is not None:
             self._check_cache(cache, len(x))
-            return self._cached_batch(x, attention_mask, position_ids, cache, packing.cu_seqlens)
+            return self._cached_batch(x, cache, packing)
 
-        return self._plain_batch(x, attention_mask, position_ids, use_cache, packing.cu_seqlens)
+        return self._plain_batch(x, use_cache, packing)
 
-    def _encoder_batch(
-        self,
-        x: Tensor,
-        grid: tuple[int, int] | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> Batch:
+    def _encoder_batch(self, x: Tensor, grid: tuple[int, int] | None, packing: Packing) -> Batch:
         """Texts or images whose tokens see both ways."""
-        described = (attention_mask, position_ids, cu_seqlens)
+        described = packing.attention_mask, packing.position_ids, packing.cu_seqlens
         if grid is not None and any(x is not None for x in described):
             raise ValueError("images have no attention_mask, position_ids or cu_seqlens")
-        layout = Layout(x, *described)
+        layout = Layout(x, packing)
         seq = Sequences(layout.cu_seqlens, device=x.device, bidirectional=True, grid=grid)
         return Batch(x, layout, seq)
 
@@ -455,36 +422,23 @@ class Decoder(NalandaPreTrainedModel):
         seq = Sequences(layout.cu_seqlens, parts.past, parts.rows, x.device, parts=parts)
         return Batch(x, layout, seq, self._carried_states(x, packing), carries=packing.carries)
 
-    def _carried_rows(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        packing: Packing,
-    ) -> Batch:
+    def _carried_rows(self, x: Tensor, packing: Packing) -> Batch:
         """Packed rows, whose first documents may continue those of earlier rows."""
-        layout = Layout(x, attention_mask, position_ids, packing.cu_seqlens)
+        layout = Layout(x, packing)
         rows, past = layout.rows(packing.carried, packing.tokens_read)
         seq = Sequences(layout.cu_seqlens, past, rows, x.device)
         return Batch(x, layout, seq, self._carried_states(x, packing), carries=True)
 
-    def _cached_batch(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cache: NalandaCache,
-        cu_seqlens: Tensor | None,
-    ) -> Batch:
+    def _cached_batch(self, x: Tensor, cache: NalandaCache, packing: Packing) -> Batch:
         """Tokens after those that the cache holds."""
         # First: it adds the tokens that `crop` left unread to the cache's lengths.
         self.catch_up(cache)
         cache.follow(x.dtype)
-        past = cache.lengths
-        if attention_mask is not None and _one_token_each(attention_mask, past, x.shape[1]):
-            attention_mask = None
+        past, mask = cache.lengths, packing.attention_mask
+        if mask is not None and _one_token_each(mask, past, x.shape[1]):
+            packing = replace(packing, attention_mask=None)
 
-        layout = Layout(x, attention_mask, position_ids, cu_seqlens)
+        layout = Layout(x, packing)
         if layout.packed:
             raise ValueError(
                 "packed documents have no cache: call with use_cache=False and without cache"
@@ -494,24 +448,18 @@ class Decoder(NalandaPreTrainedModel):
         seq = Sequences(layout.cu_seqlens, past, None, x.device, cache.static)
         return Batch(x, layout, seq, cache.states, cache)
 
-    def _plain_batch(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        use_cache: bool | None,
-        cu_seqlens: Tensor | None,
-    ) -> Batch:
+    def _plain_batch(self, x: Tensor, use_cache: bool | None, packing: Packing) -> Batch:
         """A decoder's batch with nothing before it; with `use_cache` a cache for tokens after it."""
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
 
-        only_mask = attention_mask is not None and position_ids is None and cu_seqlens is None
+        mask = packing.attention_mask
+        only_mask = mask is not None and packing.position_ids is None and packing.cu_seqlens is None
         # A compiled graph cannot drop padding, whose number is a value; it moves it to the end.
         if only_mask and not use_cache and torch.compiler.is_compiling():
-            layout = Layout.padding_last(x, attention_mask)
+            layout = Layout.padding_last(x, mask)
         else:
-            layout = Layout(x, attention_mask, position_ids, cu_seqlens)
+            layout = Layout(x, packing)
 
         seq = Sequences(layout.cu_seqlens, device=x.device)
         # A cache has states of rows; those of packed documents are none.

@@ -19,7 +19,7 @@ from .decoder import Decoder, NalandaPreTrainedModel
 from .language import LanguageModel
 from .layers import at_least_fp32
 from .loss import mean_over
-from .sequences import Layout, foreign_bounds
+from .sequences import Layout, Packing, foreign_bounds
 
 
 class NalandaForMaskedLM(LanguageModel):
@@ -130,8 +130,8 @@ class TextReader:
         use_cache: bool | None,
         foreign: dict[str, Any],
         **options: Any,
-    ) -> tuple[Any, tuple[Tensor | None, ...]]:
-        """The decoder's output, and the attention_mask, position_ids and cu_seqlens that it was given.
+    ) -> tuple[Any, Packing]:
+        """The decoder's output, and the packing that it was given.
 
         foreign: keywords of other libraries. options: other arguments of `Decoder.forward`.
         """
@@ -144,7 +144,7 @@ class TextReader:
         if input_ids is not None and attention_mask is None and not packed:
             attention_mask = self._mask_of(input_ids)
 
-        packing = (attention_mask, position_ids, cu_seqlens)
+        packing = Packing(attention_mask, position_ids, cu_seqlens)
         out = self.model(
             input_ids,
             attention_mask,
@@ -196,12 +196,12 @@ class TextClassifier(TextReader, Classifier):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        logits = self.score(self.dropout(self._pool(out.last_hidden_state, *packing)))
+        logits = self.score(self.dropout(self._pool(out.last_hidden_state, packing)))
         loss = self._loss(logits, labels)
         return self.output(loss=loss, logits=logits, hidden_states=out.hidden_states)
 
-    def _pool(self, h: Tensor, *packing: Tensor | None) -> Tensor:
-        """The states that get scores, from `[B, T, D]`. packing: attention_mask, position_ids, cu_seqlens."""
+    def _pool(self, h: Tensor, packing: Packing) -> Tensor:
+        """The states that get scores, from `[B, T, D]`."""
         raise NotImplementedError
 
 
@@ -226,9 +226,9 @@ class NalandaForSequenceClassification(TextClassifier):
             )
         return super()._mask_of(input_ids)
 
-    def _pool(self, h: Tensor, *packing: Tensor | None) -> Tensor:
+    def _pool(self, h: Tensor, packing: Packing) -> Tensor:
         """States `[N, D]`: an encoder's mean over each sequence, a decoder's last token."""
-        layout = Layout(h, *packing)
+        layout = Layout(h, packing)
         if layout.cu_seqlens is None:
             return h[:, -1] if self.config.is_decoder else h.mean(1)
 
@@ -250,7 +250,7 @@ class NalandaForTokenClassification(TextClassifier):
 
     output = TokenClassifierOutput
 
-    def _pool(self, h: Tensor, *packing: Tensor | None) -> Tensor:
+    def _pool(self, h: Tensor, packing: Packing) -> Tensor:
         return h
 
 

@@ -25,7 +25,7 @@ from .loss import Distillation, linear_cross_entropy, mean_over
 from .plans import GATHERED
 from .precision import check_state_dtype
 from .projections import apply_linear, matrix_of
-from .sequences import foreign_bounds, next_tokens
+from .sequences import Packing, foreign_bounds, next_tokens
 from .state import State, check_prompt, check_state
 
 
@@ -515,9 +515,8 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         )
         h = out.last_hidden_state  # [B, T, D], or [B, T/N, D] of this process's part
         loss = None
-        targets = self._targets(
-            h, labels, shift_labels, attention_mask, position_ids, cu_seqlens, context
-        )
+        packing = Packing(attention_mask, position_ids, cu_seqlens, context=context)
+        targets = self._targets(h, labels, shift_labels, packing)
         all_logits = self._logits_for_loss(h, targets)
 
         if targets is not None and self.has_other_loss:
@@ -576,22 +575,14 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         return CausalLMOutput(logits=logits[:, _positions(keep)], **{CACHE: cache})
 
     def _targets(
-        self,
-        h: Tensor,
-        labels: Tensor | None,
-        shift_labels: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cu_seqlens: Tensor | None,
-        context: Context | None,
+        self, h: Tensor, labels: Tensor | None, shift_labels: Tensor | None, packing: Packing
     ) -> Tensor | None:
         """The next tokens `[B, T]` of whole rows, −100 where there is none; None without labels."""
-        T = h.shape[1] * (1 if context is None else context.size)
+        T = h.shape[1] * (1 if packing.context is None else packing.context.size)
         if shift_labels is not None:
             return self._checked_labels(shift_labels, h, T)
         if labels is not None:
-            labels = self._checked_labels(labels, h, T)
-            return next_tokens(labels, attention_mask, position_ids, cu_seqlens)
+            return next_tokens(self._checked_labels(labels, h, T), packing)
         return None
 
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -362,6 +363,31 @@ class Sequences:
         return tails.masked_fill(missing.view(*missing.shape, *(1,) * (x.dim() - 2)), 0)
 
 
+@dataclass
+class Packing:
+    """Which columns of a batch are tokens of which documents; see `NalandaForCausalLM.forward`."""
+
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    carried_cache: Any = None  # NalandaCache
+    carried: Tensor | None = None
+    return_carried_cache: bool = False
+    context: Any = None  # Context
+
+    @property
+    def carries(self) -> bool:
+        """Whether states pass between rows, in or out of this call."""
+        return (
+            self.return_carried_cache or self.carried_cache is not None or self.carried is not None
+        )
+
+    @property
+    def tokens_read(self) -> Tensor | None:
+        """Tokens read into the carried states, int64 `[B]`."""
+        return None if self.carried_cache is None else self.carried_cache.lengths
+
+
 class Layout:
     """The mapping between a batch's `[B, T]` columns and what the mixers see.
 
@@ -372,13 +398,8 @@ class Layout:
     `position_ids` are positions alone.
     """
 
-    def __init__(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ):
+    def __init__(self, x: Tensor, packing: Packing):
+        position_ids, cu_seqlens = packing.position_ids, packing.cu_seqlens
         self.B, self.T = B, T = x.shape[:2]
         self.cu_seqlens: Tensor | None = None
         self.mask: Tensor | None = None
@@ -399,7 +420,8 @@ class Layout:
                 )
             restart = position_ids.diff(dim=1) != 1  # [B or 1, T − 1]
 
-        mask = None if attention_mask is None else last_columns(attention_mask, B, T)
+        mask = packing.attention_mask
+        mask = None if mask is None else last_columns(mask, B, T)
         if mask is not None and not bool(mask.all()):
             if cu_seqlens is not None:
                 raise ValueError("give cu_seqlens or an attention_mask with padding, not both")
@@ -434,7 +456,7 @@ class Layout:
 
         For compiled graphs, whose shapes cannot depend on the values of a mask.
         """
-        layout = cls(x, None, None, None)
+        layout = cls(x, Packing())
         layout.mask = last_columns(attention_mask, *x.shape[:2]).to(x.device)
         # Stable: tokens keep their order, and so does padding behind them.
         layout.order = (~layout.mask).to(torch.uint8).argsort(dim=1, stable=True)[..., None]
@@ -443,7 +465,7 @@ class Layout:
     @classmethod
     def of_bounds(cls, x: Tensor, cu_seqlens: Tensor) -> "Layout":
         """The layout `[1, ΣT]` of these bounds, also where each row is one document."""
-        layout = cls(x, None, None, None)
+        layout = cls(x, Packing())
         layout.cu_seqlens = cu_seqlens
         return layout
 
@@ -590,18 +612,14 @@ def foreign_bounds(cu_seqlens: Tensor | None, foreign: dict[str, Any]) -> Tensor
     return bounds
 
 
-def next_tokens(
-    labels: Tensor,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
+def next_tokens(labels: Tensor, packing: Packing) -> Tensor:
     """The targets `[B, T]` of a batch: the label of the next column, or −100 where there is none, that is no
     token, or none of the same document comes before it. The batch is described as for `Layout`."""
     B, T = labels.shape
+    position_ids, cu_seqlens = packing.position_ids, packing.cu_seqlens
     targets = labels[:, 1:]  # [B, T − 1]
-    if attention_mask is not None:
-        real = last_columns(attention_mask, B, T).to(labels.device)
+    if packing.attention_mask is not None:
+        real = last_columns(packing.attention_mask, B, T).to(labels.device)
         targets = targets.masked_fill(~(real[:, 1:] & real[:, :-1]), -100)
     if cu_seqlens is not None:
         # Columns where documents begin; the last bound, B·T, needs a place too.
