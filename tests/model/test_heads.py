@@ -245,6 +245,9 @@ def test_choices_are_scored_alone(is_decoder):
         ValueError, match=r"input_ids must be \[batch, choices, length\], got \[2, 9\]"
     ):
         model(ids(2, 9))
+    for no_texts in ({}, {"attention_mask": mask, "labels": labels}):
+        with pytest.raises(ValueError, match="give either input_ids or inputs_embeds"):
+            model(**no_texts)
 
 
 @pytest.mark.parametrize(

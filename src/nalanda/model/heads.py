@@ -286,7 +286,11 @@ class NalandaForMultipleChoice(NalandaForSequenceClassification):
             if x.dim() != (4 if name == "inputs_embeds" else 3):
                 raise ValueError(f"{name} must be [batch, choices, length], got {list(x.shape)}")
 
-        choices = next(iter(inputs.values())).shape[1]
+        tokens = inputs_embeds if input_ids is None else input_ids
+        if tokens is None:
+            raise ValueError("give either input_ids or inputs_embeds")
+
+        choices = tokens.shape[1]
         texts = {name: x.flatten(0, 1) for name, x in inputs.items()}
         out = super().forward(**texts, **options, return_dict=True)
         logits = out.logits.view(-1, choices)
