@@ -14,11 +14,7 @@ from op_inputs import KINDS, LENGTHS, ROWS, call, cases, errors, hold, make, min
 from nalanda.model import one_token
 from nalanda.model.rule import Rule
 
-TOKEN = {
-    "torch": (torch.float64, 1e-12),
-    "cpu": (torch.float32, 1e-5),
-    "triton": (torch.float32, 1e-5),
-}
+TOKEN = {"cpu": (torch.float32, 1e-5), "triton": (torch.float32, 1e-5)}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -142,12 +138,8 @@ def test_tokens(kind, executor):
     state, outputs = {"recurrent": state.to(device, dtype)}, []
     for t in range(x["q"].shape[1]):
         now = {name: y[:, t : t + 1].to(device, dtype).contiguous() for name, y in x.items()}
-        if executor == "torch":
-            o, state = one_token.step(lambda now=now: now, state, layer, dtype)
-        else:
-            step = KERNELS["step"][executor].load()
-            fields = one_token.step_fields(layer, dtype)
-            o, state = step(lambda now=now: now, state, **fields)
+        step = KERNELS["step"][executor].load()
+        o, state = step(lambda now=now: now, state, **one_token.step_fields(layer, dtype))
         outputs.append(o.cpu())
     near(torch.cat(outputs, 1), expected, tolerance)
     near(state["recurrent"].cpu(), last, tolerance)

@@ -39,6 +39,10 @@ def step(
         return None
 
     library()  # refuses before the projections run
+    try:
+        describe(token.feature_map, token.qk_norm, token.key_dim)
+    except Unsupported:
+        return None
     # [N, 1, ·]: columns of one product, copied into rows of their own
     x = {name: y.contiguous() for name, y in inputs().items()}
     if token.denominator:
