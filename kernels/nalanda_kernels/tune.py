@@ -4,14 +4,12 @@
 some shapes. Every rank with NALANDA_BLOCKS=FILE reads it.
 """
 
-import argparse
 import contextlib
 import copy
 import itertools
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -324,22 +322,3 @@ def write_blocks(table: Table, out: Path) -> None:
     beside = out.with_name(out.name + ".new")
     beside.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     beside.replace(out)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="nalanda_kernels.tune", description="Chooses block sizes and backends on this GPU."
-    )
-    parser.add_argument("--json", default="blocks.json", metavar="FILE", help="the table to write")
-    parser.add_argument("--minutes", type=float, default=30.0, help="time limit")
-    options = parser.parse_args(arguments)
-    try:
-        choose(options.json, minutes=options.minutes)
-    except ValueError as error:
-        print(f"nalanda: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

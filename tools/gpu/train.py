@@ -267,7 +267,7 @@ def tune(card: Card) -> Values:
     """`nalanda tune`: the table is written after each change."""
     minutes = f"{(card.end - time.monotonic() - 20) / 60:.2f}"
     file = str((card.output / "blocks.json").resolve())
-    code, last = card.python(["-m", "nalanda_kernels.tune", "--json", file, "--minutes", minutes])
+    code, last = card.python(["-m", "nalanda_cli", "tune", "--json", file, "--minutes", minutes])
     if code and not card.dry:
         raise RuntimeError(last)
     return {"last line": last}
