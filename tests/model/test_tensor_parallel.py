@@ -224,14 +224,6 @@ def test_plan_splits_or_shares_every_parameter(mixer):
     assert rows == {"mixer.o_proj", "mlp.down_proj"}
 
 
-def test_pipeline_plan_names_the_decoder_s_modules():
-    with torch.device("meta"):
-        model = NalandaForCausalLM(NalandaConfig(**SIZES, num_hidden_layers=1))
-    assert list(model.pp_plan) == ["lm_head", "model.embed_tokens", "model.layers", "model.norm"]
-    for name in model.pp_plan:
-        model.get_submodule(name)
-
-
 def test_heads_that_cannot_be_split_are_refused_before_weights_are_read():
     config = NalandaConfig(**SIZES, mixer="softmax", mixer_options={"num_kv_heads": 2})
     with torch.device("meta"):

@@ -108,11 +108,6 @@ class NalandaConfig(PreTrainedConfig):
     model_type = "nalanda"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {"num_attention_heads": "num_heads"}
-    base_model_pp_plan: ClassVar[dict[str, Any]] = {
-        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
-    }
 
     vocab_size: int = 32000
     """Size of the vocabulary; by default in a recipe, the tokenizer's, rounded up to a multiple of 64."""

@@ -40,7 +40,6 @@ class LanguageModel(NalandaPreTrainedModel):
 
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan: ClassVar = {"lm_head": GATHERED}
-    _pp_plan: ClassVar[Any] = {"lm_head": (["hidden_states"], ["logits"])}
     accepts_loss_kwargs = True
 
     def __init__(self, config: NalandaConfig):
