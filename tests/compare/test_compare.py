@@ -790,15 +790,41 @@ def test_a_folder_with_other_files_is_refused(tmp_path, capsys):
     assert "has files that are no study; choose another output_dir" in capsys.readouterr().err
 
 
-def test_a_run_that_cannot_start_ends_the_study_with_its_line(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        compare(
-            tmp_path, "demo", "--seeds", "2", launch=f"{sys.executable} -c 'raise SystemExit(3)'"
-        )
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert stop.value.code == 2
-    assert "decay/seed-1: " in error
-    assert "goes on" in error
+TORCHRUN = """
+nalanda: https://host/a: 503; try 2 of 3
+Root Cause (first observed failure):
+  exitcode  : 75 (pid: 7)
+  traceback : nalanda: https://host/a: 503
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "line"),
+    [
+        ("sys.exit(3)", 3, "exit code 3"),
+        ("sys.exit(0)", 2, "exit code 0"),
+        ("print('nalanda: no server'); sys.exit(75)", 75, "no server"),
+        ("os.kill(os.getpid(), 9)", 137, "ended by SIGKILL"),
+        (f"print({TORCHRUN!r}); sys.exit(1)", 75, "https://host/a: 503"),
+        # A warning is not the cause of a traceback.
+        ("print('nalanda: slow server'); sys.exit(1)", 1, "exit code 1"),
+    ],
+)
+def test_a_run_that_fails_ends_the_study_with_its_line_and_code(
+    tmp_path, capsys, program, code, line
+):
+    log = tmp_path / "study/decay/seed-1.log"
+    script = tmp_path / "fails.py"
+    script.write_text(f"import os, sys\n{program}\n")
+    for _ in range(2):
+        with pytest.raises(SystemExit) as stop:
+            compare(tmp_path, "demo", "--seeds", "1", launch=f"{sys.executable} {script}")
+        assert stop.value.code == code
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert f"decay/seed-1: {line}; see {log}; nalanda compare" in error
+
+        # A later start appends to this log, and its cause is its own.
+        log.write_text(log.read_text() + "nalanda: the disk is full\n")
 
 
 # ------------------------------ equal figures

@@ -36,7 +36,7 @@ class ExitCode(IntEnum):
 class InputError(ValueError):
     """Something in the user's input cannot work; the message is one line that says what to change."""
 
-    exit_code = ExitCode.REFUSED
+    exit_code: int = ExitCode.REFUSED
 
 
 class OutOfMemory(InputError):

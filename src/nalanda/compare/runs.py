@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nalanda.common.errors import InputError, output_folder
+from nalanda.common.errors import ExitCode, InputError, output_folder
 from nalanda.common.files import alone, write_atomically
 from nalanda.common.progress import Progress
 from nalanda.compare.options import Execution
@@ -143,6 +144,9 @@ class TrainingProcess:
 
     process: subprocess.Popen
     slot: int
+    log: Path
+    begin: int
+    """Bytes of the log before its own: each start of a run appends."""
 
 
 class Runner:
@@ -262,6 +266,7 @@ class Runner:
         with log.open("ab") as stream:
             stream.write(f"{shlex.join(command)}\n".encode())
             stream.flush()
+            begin = stream.tell()
             # A session of its own: an interrupt reaches this command alone, which then ends the run.
             process = subprocess.Popen(
                 command,
@@ -271,7 +276,7 @@ class Runner:
                 env=environment,
                 start_new_session=True,
             )
-        return TrainingProcess(process, slot)
+        return TrainingProcess(process, slot, log, begin)
 
     def place(self, run: StudyRun, slot: int, environment: dict[str, str]) -> list[str]:
         """Gives one of several workers its GPU, or its cores by an override, which it returns."""
@@ -300,18 +305,18 @@ class Runner:
             result = read_result(folder_of(self.study, run)) or Result("empty")
             self.results[run.name] = result
             if not result.ended:
-                self.refuse(run, result, code)
+                self.refuse(run, result, worker)
             progress.to(self.steps_done(), describe_result(run, result), end=True)
 
-    def refuse(self, run: StudyRun, result: Result, code: int) -> None:
-        """Raises `InputError` for a run that ended without a result."""
-        log = staging(self.study.output_dir) / f"{run.name}.log"
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        # Below a launcher the line stands in its report.
-        ours = [line.partition("nalanda: ")[2] for line in lines if "nalanda: " in line]
-        line = result.reason or [*lines[-1:], f"exit code {code}", *ours][-1]
+    def refuse(self, run: StudyRun, result: Result, worker: TrainingProcess) -> None:
+        """Raises `InputError` for a run that ended without a result, with the exit code of its process."""
+        output = worker.log.read_bytes()[worker.begin :].decode(errors="replace")
+        code, line = cause_of(output, worker.process.returncode, result.reason)
         again = f"nalanda compare {shlex.quote(self.study.output_dir)} goes on"
-        raise InputError(f"{run.name}: {line}; see {log}; {again}")
+        error = InputError(f"{run.name}: {line}; see {worker.log}; {again}")
+        if code:
+            error.exit_code = code if code > 0 else 128 - code
+        raise error
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
@@ -350,6 +355,24 @@ class Runner:
             return ", ".join(run.name for run in self.workers)
         waiting = [run.name for run in self.runs if self.waits_for(run)]
         return f"waiting for {', '.join(waiting[:3])}{' …' * (len(waiting) > 3)}" if waiting else ""
+
+
+def cause_of(output: str, code: int, reason: str) -> tuple[int, str]:
+    """The exit code of a training that ended, and its reason in a line.
+
+    output: of this start alone. reason: that of run.json, which an earlier start may have written.
+    """
+    # torchrun ends with 1, and reports the code and the line of the process that failed first.
+    _, launched, report = output.rpartition("\nRoot Cause ")
+    if launched and (found := re.search(r"exitcode +: (-?\d+)", report)):
+        output, code = report, int(found[1])
+
+    if code < 0:
+        return code, f"ended by {signal.Signals(-code).name}"
+    lines = [x.partition("nalanda: ")[2] for x in output.splitlines() if "nalanda: " in x]
+    if code in {*ExitCode} and (lines or reason):
+        return code, [reason, *lines][-1]
+    return code, f"exit code {code}"
 
 
 def _raise_exit(number: int, _frame: Any) -> None:
