@@ -24,7 +24,7 @@ from nalanda.compare.page import HEADINGS, Report, arm_rows
 from nalanda.compare.plan import choose_rate, plan_runs, rates_at_an_end
 from nalanda.compare.results import Result, other_setups, validated_of
 from nalanda.compare.runs import Runner
-from nalanda.compare.study import Study, load_arms, split_settings, warn_about
+from nalanda.compare.study import Study, load_arms, read_study, split_settings, warn_about
 from nalanda.compare.verdict import (
     corrected,
     gap_by_seed,
@@ -580,6 +580,25 @@ def test_more_seeds_join_a_study_and_fewer_do_not(tmp_path, capsys):
     with pytest.raises(SystemExit):
         compare(tmp_path, "demo", "--seeds", "2")
     assert "its study has 3 seeds" in capsys.readouterr().err
+
+
+def test_a_study_that_moved_trains_nothing_again(tmp_path):
+    compare(tmp_path, "demo", "--seeds", "1")
+    (tmp_path / "study").rename(tmp_path / "moved")
+    main(["compare", str(tmp_path / "moved"), "--launch", LAUNCH])
+    assert not (tmp_path / "study").exists()
+    begun = [len(f.read_text().splitlines()) for f in (tmp_path / "moved").rglob("starts")]
+    assert begun == [1, 1]
+
+
+@pytest.mark.parametrize("folder", ["~/mine", "file://{home}/mine"])
+def test_the_folder_of_a_study_is_expanded_as_that_of_a_run(tmp_path, monkeypatch, folder):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    study = {"recipe": "demo", "arms": ARMS, "output_dir": folder.format(home=tmp_path)}
+    file = tmp_path / "maps.yaml"
+    file.write_text(yaml.safe_dump(study))
+    assert read_study(str(file)).output_dir == str(tmp_path / "mine")
+    assert read_study(str(file), ["output_dir=~/other"]).output_dir == str(tmp_path / "other")
 
 
 # ------------------------------ bad input

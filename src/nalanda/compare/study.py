@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import yaml
 
 from nalanda.common.errors import InputError
-from nalanda.common.text import redact
+from nalanda.common.text import local_path, redact
 from nalanda.compare.options import StudyOptions
 from nalanda.compare.results import RETRIES
 from nalanda.config.bounds import (
@@ -24,6 +24,7 @@ from nalanda.config.bounds import (
 )
 from nalanda.config.load import (
     differences,
+    expand_home,
     find_recipe,
     load_config,
     parse_yaml,
@@ -189,10 +190,11 @@ def read_study(
     Raises `InputError`.
     """
     given = {key: value for key, value in vars(options).items() if value not in (None, [], ())}
-    path = Path(name)
+    path, place = Path(name), None
     if (path / "compare.yaml").is_file():
-        path = path / "compare.yaml"
+        path, place = path / "compare.yaml", name
     if is_store(name):
+        place = name.rstrip("/")
         stored = read_bytes(f"{name.rstrip('/')}/compare.yaml", RETRIES)
         values = parse_yaml(stored.decode(errors="replace"), name)
     else:
@@ -224,7 +226,11 @@ def read_study(
     values = {**values, "overrides": [*shared, *own] if isinstance(shared, list) else shared}
     if folders:
         values["output_dir"] = folders[-1]
-    values.setdefault("output_dir", f"runs/{path.stem}")
+    elif place:
+        # The folder may have moved since it was recorded.
+        values["output_dir"] = place
+    folder = values.get("output_dir", f"runs/{path.stem}")
+    values["output_dir"] = expand_home(local_path(folder), "output_dir")
 
     study: Study = section(Study, values, "")
     study.check()

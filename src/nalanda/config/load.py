@@ -70,13 +70,13 @@ def at_home(config: RunConfig) -> RunConfig:
     for values, key, where in paths:
         value, name = values[key], f"{where}{key}"
         if isinstance(value, list):
-            values[key] = [_at_home(each, name) for each in value]
+            values[key] = [expand_home(each, name) for each in value]
         else:
-            values[key] = _at_home(value, name)
+            values[key] = expand_home(value, name)
     return config
 
 
-def _at_home(value: Any, key: str) -> Any:
+def expand_home(value: Any, key: str) -> Any:
     """A path with the user's home in place of `~`; other values as they are."""
     if not isinstance(value, str) or not value.startswith("~"):
         return value
