@@ -19,6 +19,7 @@ from scipy import stats
 from training import CLOCKED, ENVIRONMENT, tiny_recipe, write_recipe, write_texts
 
 from nalanda.common.errors import InputError
+from nalanda.compare.command import run_study
 from nalanda.compare.options import Execution
 from nalanda.compare.page import HEADINGS, Report, arm_rows
 from nalanda.compare.plan import choose_rate, plan_runs, rates_at_an_end
@@ -599,6 +600,33 @@ def test_the_folder_of_a_study_is_expanded_as_that_of_a_run(tmp_path, monkeypatc
     file.write_text(yaml.safe_dump(study))
     assert read_study(str(file)).output_dir == str(tmp_path / "mine")
     assert read_study(str(file), ["output_dir=~/other"]).output_dir == str(tmp_path / "other")
+
+
+def test_a_task_or_prompt_that_fails_loses_nothing_before_it(tmp_path, capsys):
+    study = study_of(tmp_path, seeds=2, tasks=["copy"])
+    execution = Execution(launch=LAUNCH)
+    run_study(study, execution)
+    for run in plan_runs(study, {}):
+        (tmp_path / "study" / run.name / "final").mkdir()
+    files = [tmp_path / "study" / name for name in ("compare.json", "compare.html")]
+
+    def refuse(*words):
+        raise InputError("cannot")
+
+    def score(models, tasks, folder):
+        metrics = {"copy": {"metrics": {"acc": 0.5}}}
+        return {"models": [{"tasks": metrics} for _ in models]}
+
+    for evaluate, tasks in ((refuse, []), (score, ["copy"])):
+        for file in files:
+            file.unlink()
+        capsys.readouterr()
+        with pytest.raises(InputError, match="cannot"):
+            run_study(study, execution, evaluate, refuse)
+        record = read_json(tmp_path)
+        assert record["sentences"][0] in capsys.readouterr().out
+        assert record["sentences"][0] in files[1].read_text()
+        assert [score["task"] for score in record["tasks"]] == tasks
 
 
 # ------------------------------ bad input

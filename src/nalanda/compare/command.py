@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from nalanda.compare import page
@@ -62,21 +63,32 @@ def run_study(
             notes.append(
                 f"Seeds were added after a verdict over {min(looks)}. Its intervals are too narrow for that."
             )
-        scores = score_tasks(study, runs, results, folder, evaluate) if evaluate else []
         if study.tasks and (absent := absent_models(study, runs, results)):
             notes.append(f"Tasks lack models that are on other machines: {', '.join(absent)}.")
-        samples = take_samples(study, runs, sample) if sample else []
-        report = page.Report(
-            study, verdict, runs, results, figures, notes, scores, samples, sorted({*looks})
-        )
-        files = page.write_files(folder, report)
-        named = [f"{study.output_dir.rstrip('/')}/{file.name}" for file in files]
-        if is_store(study.output_dir):
-            for file, url in zip(files, named, strict=True):
-                upload(file, url, RETRIES)
-    page.print_report(report)
-    print(*named, sep="\n")
+        report = page.Report(study, verdict, runs, results, figures, notes, looks=sorted({*looks}))
+        # The verdict first: a task or a prompt may fail.
+        named = publish(folder, report)
+        page.print_report(report)
+        print(*named, sep="\n")
+
+        if evaluate and (scores := score_tasks(study, runs, results, folder, evaluate)):
+            report = replace(report, scores=scores)
+            publish(folder, report)
+            page.print_scores(report)
+        if sample and (samples := take_samples(study, runs, sample)):
+            publish(folder, replace(report, samples=samples))
     return verdict
+
+
+def publish(folder: Path, report: page.Report) -> list[str]:
+    """Writes the report to the study's folder, and to its store. Returns the names of the files."""
+    output = report.study.output_dir.rstrip("/")
+    files = page.write_files(folder, report)
+    named = [f"{output}/{file.name}" for file in files]
+    if is_store(output):
+        for file, url in zip(files, named, strict=True):
+            upload(file, url, RETRIES)
+    return named
 
 
 def seeds_of_looks(output_dir: str) -> list[int]:

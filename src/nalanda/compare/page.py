@@ -114,14 +114,17 @@ def score_rows(report: Report) -> tuple[list[str], list[list[str]]]:
 
 
 def print_report(report: Report) -> None:
-    """Prints the arms, the tasks, the sentences and the notes."""
+    """Prints the arms, the sentences and the notes."""
     console = stdout()
     optional = ("FLOPs a token", "perplexity", "tokens", "nats a token", "time", "state", "rate")
     console.print(narrowed(make_table(HEADINGS, arm_rows(report)), console, optional))
-    if report.scores:
-        console.print(make_table(*score_rows(report)))
     for line in [*report.verdict.sentences, *report.notes]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_scores(report: Report) -> None:
+    """Prints the tasks."""
+    stdout().print(make_table(*score_rows(report)))
 
 
 def make_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
