@@ -629,6 +629,25 @@ def test_a_task_or_prompt_that_fails_loses_nothing_before_it(tmp_path, capsys):
         assert [score["task"] for score in record["tasks"]] == tasks
 
 
+def test_secrets_of_urls_are_in_no_report_and_no_log(tmp_path, capsys):
+    url = "https://me:hunter2@host/a.jsonl?sig=s3cret"
+    arms = ["--arm", f"a: data.source={url}", "--arm", f"b: data.source={url} train.z_loss=0.1"]
+    compare(tmp_path, "demo", "--seeds", "1", *arms)
+    printed, folder = capsys.readouterr(), tmp_path / "study"
+    with_secrets = {
+        file.name
+        for file in folder.rglob("*")
+        if file.is_file() and ("hunter2" in file.read_text() or "s3cret" in file.read_text())
+    }
+    # The study goes on from there.
+    assert with_secrets == {"compare.yaml"}
+    assert (folder / "compare.yaml").stat().st_mode & 0o077 == 0
+    assert "hunter2" not in printed.out + printed.err
+    assert "https://***@host/a.jsonl?***" in (folder / "compare.html").read_text()
+
+    assert read_study(str(folder)).settings["a"] == [f"data.source={url}"]
+
+
 # ------------------------------ bad input
 
 

@@ -112,10 +112,15 @@ def write_manifest(folder: Path) -> None:
     write_atomically(folder / "manifest.json", manifest_text({"format": 2, "files": files}))
 
 
-def write_atomically(file: Path, content: str | bytes) -> None:
-    """Replaces the content of `file`: whenever the machine stops, it has the old content or the new."""
+def write_atomically(file: Path, content: str | bytes, *, private: bool = False) -> None:
+    """Replaces the content of `file`: whenever the machine stops, it has the old content or the new.
+
+    private: only this user may read the file.
+    """
     # A name of its own: several processes may write the file at once.
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    if private:
+        temporary.touch(mode=0o600)
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     rename_synced(temporary, file)
 

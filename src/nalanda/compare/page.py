@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from nalanda.common.files import write_atomically
-from nalanda.common.text import duration, markdown_table, si, size, without_infinities
+from nalanda.common.text import duration, markdown_table, redact, si, size, without_infinities
 from nalanda.common.versions import versions
 from nalanda.compare.plan import StudyRun
 from nalanda.compare.results import Result
@@ -168,8 +168,17 @@ def as_json(report: Report) -> str:
         },
         "versions": versions(),
     }
-    finite = without_infinities(record, lambda number: None)
+    finite = redact_all(without_infinities(record, lambda number: None))
     return json.dumps(finite, indent=1, ensure_ascii=False) + "\n"
+
+
+def redact_all(value: Any) -> Any:
+    """`value` of JSON, without the passwords and query strings of the URLs in its texts."""
+    if isinstance(value, dict):
+        return {key: redact_all(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [redact_all(each) for each in value]
+    return redact(value) if isinstance(value, str) else value
 
 
 # ------------------------------ the page
@@ -194,7 +203,7 @@ def as_html(report: Report) -> str:
         panels["gaps"] = draw_gaps(verdict)
     intervals = [write_interval(gap.mean, gap.low, gap.high, signed=True) for gap in verdict.gaps]
     settings = [
-        [name, study.recipe_of(name), " ".join(words) or "–"]
+        [name, redact(study.recipe_of(name)), redact(" ".join(words)) or "–"]
         for name, words in study.settings.items()
     ]
     lost = [run for run in report.runs if report.results[run.name].diverged]
@@ -209,10 +218,10 @@ def as_html(report: Report) -> str:
         gaps=list(zip(verdict.gaps, intervals, strict=True)),
         level=LEVEL,
         scores=score_rows(report) if report.scores else None,
-        lost=[[run.name, report.results[run.name].reason] for run in lost],
+        lost=[[run.name, redact(report.results[run.name].reason)] for run in lost],
         samples=report.samples,
         settings=settings,
-        study=study_text(study),
+        study=redact(study_text(study)),
     )
 
 

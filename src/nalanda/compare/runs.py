@@ -17,6 +17,7 @@ import torch
 from nalanda.common.errors import ExitCode, InputError, output_folder
 from nalanda.common.files import alone, write_atomically
 from nalanda.common.progress import Progress
+from nalanda.common.text import redact
 from nalanda.compare.options import Execution
 from nalanda.compare.plan import (
     StudyRun,
@@ -81,7 +82,7 @@ def record_study(study: Study, configs: Mapping[str, RunConfig], folder: Path) -
 
     for arm, config in configs.items():
         write_atomically(recipes / f"{arm}.yaml", config.to_yaml())
-    write_atomically(file, study_text(study))
+    write_record(file, study_text(study))
     if is_store(study.output_dir):
         for written in (*(recipes / f"{arm}.yaml" for arm in configs), file):
             upload(written, f"{study.output_dir}/{written.relative_to(folder)}", RETRIES)
@@ -92,7 +93,12 @@ def fetch(study: Study, file: Path, folder: Path) -> None:
     if is_store(study.output_dir):
         url = f"{study.output_dir}/{file.relative_to(folder)}"
         if stored := read_bytes(url, RETRIES, missing=b""):
-            write_atomically(file, stored)
+            write_record(file, stored.decode(errors="replace"))
+
+
+def write_record(file: Path, text: str) -> None:
+    """Writes a file of the study. Only this user may read one with a URL's password or signature."""
+    write_atomically(file, text, private=redact(text) != text)
 
 
 def check_recipe(file: Path, config: RunConfig) -> None:
@@ -264,7 +270,7 @@ class Runner:
         log = staging(self.study.output_dir) / f"{run.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stream:
-            stream.write(f"{shlex.join(command)}\n".encode())
+            stream.write(f"{redact(shlex.join(command))}\n".encode())
             stream.flush()
             begin = stream.tell()
             # A session of its own: an interrupt reaches this command alone, which then ends the run.

@@ -409,9 +409,9 @@ def check_same(text: str, study: Study, where: str) -> None:
         key = each.name
         if isinstance(old, dict):
             key, (old, new) = next(iter(differences(old, new, f"{key}.").items()))
+        values = redact(f"{key} is {old!r} there and {new!r} here")
         raise InputError(
-            f"{redact(where)}: another study: {key} is {old!r} there and {new!r} here; go on with that one, "
-            "or choose another output_dir"
+            f"{redact(where)}: another study: {values}; go on with that one, or choose another output_dir"
         )
     if list(study.arms) != list(recorded.arms):
         raise InputError(
