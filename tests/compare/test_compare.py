@@ -528,6 +528,14 @@ def test_rates_are_chosen_for_each_arm(tmp_path, capsys):
     assert "All arms share the rate" not in capsys.readouterr().out
 
 
+def test_arms_may_have_rates_of_their_own(tmp_path, capsys):
+    arms = ["--arm", "a: optim.lr=1e-2", "--arm", "b: optim.lr=2e-2"]
+    compare(tmp_path, "demo", "--seeds", "1", *arms)
+    assert "share the rate" not in capsys.readouterr().out
+    assert "| a | 0.01 | 1 |" in (tmp_path / "study/compare.md").read_text()
+    assert "optim.lr=2e-2" in (tmp_path / "study/b/seed-1.log").read_text()
+
+
 def test_a_run_that_diverged_is_named_and_not_tried_again(tmp_path, capsys):
     arms = ["--arm", "sound: optim.weight_decay=0.1", "--arm", "wild: optim.weight_decay=0"]
     words = ["demo", *arms, "--seeds", "2", "--rates", "2e-2,4e-2,1e-1"]
@@ -655,8 +663,8 @@ def test_secrets_of_urls_are_in_no_report_and_no_log(tmp_path, capsys):
     ("words", "line"),
     [
         (
-            ["demo", "--arm", "a: optim.lr=1", "--arm", "b:"],
-            "optim.lr: the study sets it for each run",
+            ["demo", "--arm", "a: optim.lr=1", "--arm", "b:", "--rates", "1e-3,2e-3"],
+            "optim.lr: each arm's is one of rates; leave out one of the two",
         ),
         (
             ["demo", "--arm", "a: train.z_loss=0", "--arm", "b:"],

@@ -43,7 +43,7 @@ BEGINNINGS = (
 )
 """Keys by which modules of equal name and shape begin with other weights."""
 
-OURS = {"seed", "optim.lr", "output_dir", "seed_by_name", "train.resume"}
+OURS = {"seed", "output_dir", "seed_by_name", "train.resume"}
 """Keys of a recipe that the study sets for each run."""
 
 FILES = {"arms", "eval", "compare.html", "compare.json", "compare.md", "compare.yaml"}
@@ -98,6 +98,8 @@ class Study:
             key = override.partition("=")[0]
             if key in OURS:
                 raise InputError(f"{key}: the study sets it for each run; leave it out")
+            if key == "optim.lr" and self.rates:
+                raise InputError("optim.lr: each arm's is one of rates; leave out one of the two")
 
     def _check_names(self) -> None:
         for name, text in self.arms.items():
