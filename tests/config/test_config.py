@@ -150,6 +150,11 @@ def test_overrides_reach_every_depth(recipe):
         ("train.tokens_per_step=700", "take 512 or 768"),
         ("checkpoint.keep_last=0", "checkpoint.keep_last"),
         ("log.every=0", "log.every"),
+        ("stages={1: {after_step: 9}}", "stages: the name 1 is no text; quote it"),
+        (
+            "data.mixture=[{name: a, source: b}]",
+            "data.mixture[0].weight: missing from the recipe; add weight to that item of data.mixture",
+        ),
         ("model.num_heads=3", "num_heads"),
     ],
 )

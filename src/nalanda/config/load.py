@@ -387,9 +387,10 @@ def section(cls: type, values: Any, where: str) -> Any:
         elif f.default is MISSING and f.default_factory is MISSING:
             # A missing section is read as empty: the error then names the missing key.
             if not is_dataclass(kinds[f.name]):
-                raise InputError(
-                    f"{where}{f.name}: missing from the recipe; set {where}{f.name}=VALUE"
-                )
+                remedy = f"set {where}{f.name}=VALUE"
+                if "[" in where:  # overrides reach no item of a list
+                    remedy = f"add {f.name} to that item of {where.partition('[')[0]}"
+                raise InputError(f"{where}{f.name}: missing from the recipe; {remedy}")
             arguments[f.name] = section(typing.cast(type, kinds[f.name]), {}, f"{where}{f.name}.")
     return cls(**arguments)
 

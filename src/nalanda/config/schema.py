@@ -707,6 +707,8 @@ class RunConfig:
     def _check_stages(self) -> None:
         """Raises `InputError` for stages that do not fit into the run, or whose settings cannot work."""
         for name, stage in self.stages.items():
+            if not isinstance(name, str):
+                raise InputError(f"stages: the name {name!r} is no text; quote it")
             if not re.fullmatch(r"[\w-]+", name):
                 raise InputError(f"stages.{name}: expected a name of letters, digits, - and _")
             check_bounds(stage, f"stages.{name}")
