@@ -6,13 +6,17 @@ Its heads, convolutions and rotary entries are those of Qwen3.5 0.8 B; it has fo
 vocabulary of the given tokenizer, which is copied.
 """
 
-import sys
+import argparse
 
 import torch
 from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-out, source = sys.argv[1:]
-tokenizer = AutoTokenizer.from_pretrained(source)
+parser = argparse.ArgumentParser()
+parser.add_argument("out", help="folder of the new model")
+parser.add_argument("tokenizer", help="folder of a tokenizer")
+given = parser.parse_args()
+
+tokenizer = AutoTokenizer.from_pretrained(given.tokenizer)
 config = Qwen3_5TextConfig(
     vocab_size=len(tokenizer),
     hidden_size=1024,
@@ -30,5 +34,5 @@ config = Qwen3_5TextConfig(
     eos_token_id=tokenizer.eos_token_id,
 )
 torch.manual_seed(0)
-Qwen3_5ForCausalLM(config).save_pretrained(out)
-tokenizer.save_pretrained(out)
+Qwen3_5ForCausalLM(config).save_pretrained(given.out)
+tokenizer.save_pretrained(given.out)

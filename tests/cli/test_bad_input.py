@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import runpy
 import shlex
 import signal
 import socket
@@ -718,3 +719,18 @@ def test_the_report_of_a_launcher_ends_with_the_line(arguments, words):
     assert re.fullmatch(rf"  traceback : nalanda.*: .*{re.escape(words)}.*", lines[-2])
     assert set(lines[-1]) == {"="}
     assert done.stderr.count(words) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "needed"),
+    [("llama_cpp", "model, file, prompt"), ("random_qwen3_5", "out, tokenizer")],
+)
+def test_an_example_without_arguments_says_what_it_takes(monkeypatch, capsys, script, needed):
+    if script == "llama_cpp":
+        pytest.importorskip("xllamacpp")
+    file = str(Path(__file__).parents[2] / "examples" / f"{script}.py")
+    monkeypatch.setattr(sys, "argv", [file])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(file)
+    assert stop.value.code == 2
+    assert f"the following arguments are required: {needed}" in capsys.readouterr().err
