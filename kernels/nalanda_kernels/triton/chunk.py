@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from nalanda_kernels.triton.feature_maps import EPS, features, features_backward
-from nalanda_kernels.triton.tiles import load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +151,7 @@ def store_rows(x, tile, row, real, h, H, V: tl.constexpr, i_v, BT: tl.constexpr,
 @triton.jit
 def load_gate(x, row, real, h, H, BT: tl.constexpr):
     """[BT] in fp32 of a tensor [tokens, H]."""
-    return load(x + (row + tl.arange(0, BT)) * H + h, real)
+    return tl.load(x + (row + tl.arange(0, BT)) * H + h, mask=real, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -290,8 +289,8 @@ def load_state(
     """
     offsets, inside = state_tile(i, 0, K, W, HALVES, i_v, BK, BV)
     if START:
-        s1 = load(x + offsets, inside)
-        s2 = load(x + offsets + (HALVES - 1) * K * W, inside)
+        s1 = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+        s2 = tl.load(x + offsets + (HALVES - 1) * K * W, mask=inside, other=0.0).to(tl.float32)
     else:
         s1 = identity(0, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
         s2 = identity(1, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
@@ -747,7 +746,7 @@ def compose(
         m, at = (f + r < F)[:, None] & (c < V)[None, :], (f + r)[:, None] * V + c[None, :]
         s = tl.zeros([BF, BV], tl.float32)
         if START:
-            s = load(s_start + i_s * F * V + at, m)
+            s = tl.load(s_start + i_s * F * V + at, mask=m, other=0.0).to(tl.float32)
         tl.store(starts + (i * HV + h) * F * V + at, s, mask=m)
 
     # Then S before the next one; after the last it is the end.
@@ -1383,7 +1382,9 @@ def store_gradient(
     m = real[:, None] & (c < K)[None, :]
     if MAP.halves == 1 and MAP.name != "stored":
         hk = h // (HV // H)
-        raw = load(x + ((row + t) * H + hk)[:, None] * K + c[None, :], m)
+        raw = tl.load(x + ((row + t) * H + hk)[:, None] * K + c[None, :], mask=m, other=0.0).to(
+            tl.float32
+        )
         dx = features_backward(raw, m, dx, dx, MAP, IS_Q)
     # By head of v; the sum over a group's heads comes after the kernel.
     at = ((row + t) * HV + h)[:, None] * (K * MAP.halves) + half * K + c[None, :]
