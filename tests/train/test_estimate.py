@@ -67,6 +67,8 @@ def kept(
 
 
 def said(config: NalandaConfig, batch: int, length: int, *options, **more) -> int:
+    # A training in this process may have set it, by its free memory.
+    more = {"saved_tokens": chunk_forward.SAVED_TOKENS} | more
     whole = activation_bytes(config, batch, length, *options, **more)
     return whole - logits_bytes(config, batch * length, "cpu")
 
