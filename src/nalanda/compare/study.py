@@ -306,7 +306,7 @@ def check_fork(study: Study, arm: str, configs: Mapping[str, RunConfig]) -> None
     begun = {name for name, stage in stages if stage.after_step < fork}
 
     def is_fixed(key: str) -> bool:
-        section, name, inner = (*key.split(".", 2), "", "")[:3]
+        section, name, inner = parts_of(key)
         if section == "stages":  # without `inner`, a stage that only one of the two has
             return name in begun and inner.split(".")[0] in ("", "after_step", "data")
         return section in ("data", "tokenizer") or key == "optim.name"
@@ -317,6 +317,12 @@ def check_fork(study: Study, arm: str, configs: Mapping[str, RunConfig]) -> None
             raise InputError(
                 f"arm {arm}: {key}: a checkpoint of {study.first}, whose run --from leaves, has no other; leave it out"
             )
+
+
+def parts_of(key: str) -> tuple[str, str, str]:
+    """Section, name and the rest of a key such as `stages.long.data.source`; "" for what it lacks."""
+    section, name, inner = (*key.split(".", 2), "", "")[:3]
+    return section, name, inner
 
 
 def validation_of(config: RunConfig) -> dict[str, Any]:
@@ -337,8 +343,7 @@ def fork_of(study: Study, configs: Mapping[str, RunConfig]) -> int:
 
 def is_of_rows(key: str, values: tuple[Any, Any]) -> bool:
     """Whether a key that differs decides which rows are read. values: it has two, of which one may be None."""
-    section, _, name = key.partition(".")
-    inner = name.partition(".")[2]
+    section, _, inner = parts_of(key)
     if section == "stages" and not inner:  # a stage that only one of the two has
         return any(stage and stage.get("data") for stage in values)
     return section == "data" or (section == "stages" and inner.startswith(("data", "after_step")))

@@ -352,8 +352,15 @@ class Decoder(NalandaPreTrainedModel):
         if output_attentions:
             raise ValueError("output_attentions: not supported; a mixer's `weights` returns them")
         cu_seqlens = foreign_bounds(cu_seqlens, foreign)
-        described = attention_mask, position_ids, cu_seqlens
-        packing = Packing(*described, carried_cache, carried, return_carried_cache, context)
+        packing = Packing(
+            attention_mask,
+            position_ids,
+            cu_seqlens,
+            carried_cache,
+            carried,
+            return_carried_cache,
+            context,
+        )
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
 
