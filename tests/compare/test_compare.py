@@ -481,7 +481,11 @@ def test_shards_part_the_runs(tmp_path, count):
         ),
         (
             "stages={x: {after_step: 9, optim: {lr: 0.1}}}",
-            "b keeps the rates of its stages, whatever --rates tries: stages.x.optim.lr.",
+            "b keeps these rates, whatever --rates tries: stages.x.optim.lr.",
+        ),
+        (
+            "optim.name=muon optim.muon_lr=0.02",
+            "b keeps these rates, whatever --rates tries: optim.muon_lr.",
         ),
         ("optim.weight_decay=0", None),
     ],
@@ -583,12 +587,29 @@ def test_more_seeds_join_a_study_and_fewer_do_not(tmp_path, capsys):
     capsys.readouterr()
     compare(tmp_path, "demo", "--seeds", "3")
     assert "Seeds were added after a verdict over 2." in capsys.readouterr().out
-    assert read_json(tmp_path)["looks"] == [2, 3]
+    assert read_json(tmp_path)["looks"] == [[2, 0.01], [3, 0.01]]
     assert len(starts(tmp_path)) == 6
     assert set(starts(tmp_path).values()) == {1}
     with pytest.raises(SystemExit):
         compare(tmp_path, "demo", "--seeds", "2")
     assert "its study has 3 seeds" in capsys.readouterr().err
+
+
+def test_a_margin_that_follows_a_verdict_is_noted(tmp_path, capsys):
+    for _ in range(2):
+        compare(tmp_path, "demo", "--seeds", "2", "--margin", "0.02")
+    assert "The margin was" not in capsys.readouterr().out
+    compare(tmp_path, "demo", "--seeds", "2", "--margin", "0.2")
+    assert "The margin was 0.02 at the first verdict" in capsys.readouterr().out
+    assert read_json(tmp_path)["looks"] == [[2, 0.02], [2, 0.2]]
+
+
+def test_the_steps_of_a_study_count_runs_that_wait_for_a_rate(tmp_path):
+    study = study_of(tmp_path, rates=[0.001, 0.002], seeds=5)
+    configs = load_arms(study)
+    runner = Runner(study, configs, Execution())
+    steps = configs["decay"].train.steps
+    assert runner.steps_of_all() == (2 * 2 + 2 * 5) * steps
 
 
 def test_a_study_that_moved_trains_nothing_again(tmp_path):
@@ -912,6 +933,12 @@ def test_a_key_is_fitted_to_equal_parameters(tmp_path):
     before = figures_of(study, "nala")["parameters"]
     assert abs(nala / silu - 1) < 0.002 < abs(before / silu - 1)
     assert fitted.settings["silu"] == study.settings["silu"]
+
+
+def test_a_ratio_that_is_written_as_an_integer_is_fitted_in_parts(tmp_path):
+    arms = {"silu": "model.feature_map=silu model.expand_k=1", "nala": "model.expand_k=1"}
+    study = study_of(tmp_path, arms=arms, equal="state", by="model.expand_k")
+    assert with_equal_figures(study).settings["nala"][-1] == "model.expand_k=0.5"
 
 
 def test_values_that_do_not_suit_the_model_are_passed_over():

@@ -58,14 +58,21 @@ def run_study(
         verdict = judge_study(study, runs, results, parameters, configs)
         notes += rates_at_an_end(study, results)
         notes += other_setups(results[run.name] for run in runs)
-        looks = [*seeds_of_looks(study.output_dir), study.seeds]
-        if min(looks) < study.seeds:
+        looks = [*verdicts_before(study.output_dir), (study.seeds, study.margin)]
+        seeds, margin = looks[0]
+        if seeds < study.seeds:
             notes.append(
-                f"Seeds were added after a verdict over {min(looks)}. Its intervals are too narrow for that."
+                f"Seeds were added after a verdict over {seeds}. Its intervals are too narrow for that."
+            )
+        if margin != study.margin:
+            notes.append(
+                f"The margin was {margin:g} at the first verdict, and was changed after it."
             )
         if study.tasks and (absent := absent_models(study, runs, results)):
             notes.append(f"Tasks lack models that are on other machines: {', '.join(absent)}.")
-        report = page.Report(study, verdict, runs, results, figures, notes, looks=sorted({*looks}))
+        report = page.Report(
+            study, verdict, runs, results, figures, notes, looks=[*dict.fromkeys(looks)]
+        )
         # The verdict first: a task or a prompt may fail.
         named = publish(folder, report)
         page.print_report(report)
@@ -91,15 +98,15 @@ def publish(folder: Path, report: page.Report) -> list[str]:
     return named
 
 
-def seeds_of_looks(output_dir: str) -> list[int]:
-    """The numbers of seeds over which the study has had verdicts; a folder without compare.json has had none."""
+def verdicts_before(output_dir: str) -> list[tuple[int, float]]:
+    """Seeds and margin of each verdict that the study has had; a folder without compare.json has had none."""
     try:
         if is_store(output_dir):
             text = read_bytes(f"{output_dir}/compare.json", RETRIES, missing=b"")
         else:
             text = (Path(output_dir) / "compare.json").read_bytes()
         looks = json.loads(text)["looks"]
-        return [int(seeds) for seeds in looks if int(seeds) > 1]
+        return [(int(seeds), float(margin)) for seeds, margin in looks if seeds > 1]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

@@ -46,8 +46,8 @@ class Report:
     scores: Sequence[TaskScore] = ()
     samples: Sequence[tuple[str, str, str]] = ()
     """(arm, prompt, continuation)"""
-    looks: Sequence[int] = ()
-    """Numbers of seeds over which the study has had verdicts."""
+    looks: Sequence[tuple[int, float]] = ()
+    """Seeds and margin of each verdict that the study has had, this one included."""
 
 
 def differs(value: float, reference: float | None) -> bool:

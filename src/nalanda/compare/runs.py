@@ -182,17 +182,16 @@ class Runner:
         Raises `InputError` if a run ended for another reason than bad steps.
         """
         self.look()
-        total = sum(self.steps_of(run) for run in self.runs)
         with (
-            Progress("comparing", total, "steps", start=self.steps_done()) as progress,
+            Progress(
+                "comparing", self.steps_of_all(), "steps", start=self.steps_done()
+            ) as progress,
             self.ending(),
         ):
             while True:
                 self.reap(progress)
                 self.start()
-                progress.to(
-                    self.steps_done(), self.describe(), total=sum(map(self.steps_of, self.runs))
-                )
+                progress.to(self.steps_done(), self.describe(), total=self.steps_of_all())
                 waiting = [run for run in self.runs if self.waits_for(run)]
                 if not self.workers and not waiting:
                     break
@@ -342,6 +341,13 @@ class Runner:
 
     def steps_of(self, run: StudyRun) -> int:
         return self.configs[run.arm].train.steps
+
+    def steps_of_all(self) -> int:
+        """Steps of all runs, also of those that wait for the choice of a rate."""
+        runs = self.runs
+        begun = {run.arm for run in runs if not run.trial}
+        waiting = [self.configs[arm].train.steps for arm in self.study.arms if arm not in begun]
+        return sum(map(self.steps_of, runs)) + sum(waiting) * self.study.seeds
 
     def steps_done(self) -> int:
         """Steps of all runs, as far as this command knows."""

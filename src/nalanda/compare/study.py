@@ -372,10 +372,9 @@ def warn_about(study: Study, configs: Mapping[str, RunConfig]) -> list[str]:
         own = [
             f"stages.{key}.optim.lr" for key, stage in config.stages.items() if "lr" in stage.optim
         ]
+        own += ["optim.muon_lr"] * (config.optim.muon_lr is not None)
         if study.rates and own:
-            notes.append(
-                f"{name} keeps the rates of its stages, whatever --rates tries: {', '.join(own)}."
-            )
+            notes.append(f"{name} keeps these rates, whatever --rates tries: {', '.join(own)}.")
     if not study.rates and study.fork_at is None:
         rates = {config.optim.lr for config in configs.values()}
         if len(rates) == 1:

@@ -10,6 +10,7 @@ from nalanda.common.errors import InputError
 from nalanda.common.text import si
 from nalanda.compare.study import Study, load_arms
 from nalanda.data.records import field_of
+from nalanda.model.configuration import NalandaConfig
 from nalanda.report.info import describe_recipe, info
 
 CLOSE = 0.02
@@ -47,6 +48,9 @@ def with_equal_figures(study: Study) -> Study:
             raise InputError(
                 f"--by {key}: arm {arm} has no number there; name a width that it sets"
             )
+
+        if NalandaConfig.__annotations__.get(key.removeprefix("model.")) is float:
+            value = float(value)  # YAML reads 1 as an integer
 
         def figure(x: float, arm: str = arm) -> float:
             return figures_of(study, arm, f"{key}={x:g}")[name]
