@@ -18,6 +18,7 @@ from nalanda.common.text import size
 from nalanda.config.load import load_config
 from nalanda.config.model import build_model_config
 from nalanda.config.schema import DataConfig
+from nalanda.model import MIXERS
 from nalanda.model.sequences import Sequences
 from nalanda.report import info as estimates
 from nalanda.report import recipes, tables
@@ -222,6 +223,17 @@ def test_a_context_divides_activations_and_sends_states():
     )
     assert whole / 2 < half < 0.65 * whole
     assert whole / 4 < fourth < 0.4 * whole
+
+
+@pytest.mark.parametrize(
+    "mixer", [name for name, kind in MIXERS.items() if kind.rule.cut and kind.rule.write != "rows"]
+)
+def test_a_recurrence_sends_as_much_for_any_length(mixer):
+    config = NalandaConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_heads=2, mixer=mixer
+    )
+    short, long = (exchanged_bytes(config, 1, T, torch.float32, False, 4) for T in (512, 1024))
+    assert 0 < short == long
 
 
 @pytest.mark.slow

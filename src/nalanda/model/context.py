@@ -7,6 +7,7 @@ A row of T tokens is cut into N parts of T/N. Part r needs of the others only
   attention).
   All M and U are exchanged, and S_r follows by a scan. The outputs from zero come with U; what they lack is
   linear in S_r;
+- for a running sum, as of angles, the sum over the document's tokens before it;
 - for a short convolution, the last W − 1 inputs before it; for attention, the keys and values that its
   tokens still see.
 
@@ -314,31 +315,23 @@ class Parts:
         return _Exchange.apply(y, self.context, x, sent, received)
 
     @torch.compiler.disable  # parts have graphs of their own; all must exchange in one order
-    def left(
-        self, x: Tensor, width: int | None, held: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def left(self, x: Tensor, width: int, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The `width` tokens before this part in each row: x `[1, B·T/N, …]` to x and `[B, width, …]`.
 
-        width: None for all. held: `[B, R, …]`, tokens before the row. Where there are none it is zero. Use
-        the first result in place of x: it ties the exchange to x's gradient. Otherwise some process skips the
-        backward exchange and all hang.
+        held: `[B, R, …]`, tokens before the row. Where there are none it is zero. Use the first result in
+        place of x: it ties the exchange to x's gradient. Otherwise some process skips the backward exchange
+        and all hang.
         """
-        # Each part sends its last rows. Where width < T/N, those of the nearest part alone remain.
-        size = self.size if width is None else min(width, self.size)
+        # Each part sends its last tokens. Where width < T/N, those of the nearest part alone remain.
+        size = min(width, self.size)
         x, parts = _Gather.apply(
             x, self.context, x[0].unflatten(0, (self.B, -1))[:, self.size - size :]
         )
         # parts [N, B, size, …]: those before this one, behind what came before the row.
-        before = [] if held is None else [held.to(x.dtype)]
-        before += parts[: self.context.rank].unbind()
-        left = torch.cat(before, 1) if before else x.new_zeros(self.B, 0, *x.shape[2:])
-        if width is None:
-            return x, left
-        left = left[:, max(0, left.shape[1] - width) :]
-        missing = width - left.shape[1]
-        return x, torch.cat(
-            [left.new_zeros(self.B, missing, *x.shape[2:]), left], 1
-        ) if missing else left
+        before = [x.new_zeros(self.B, width, *x.shape[2:])]
+        before += [] if held is None else [held.to(x.dtype)]
+        left = torch.cat([*before, *parts[: self.context.rank].unbind()], 1)
+        return x, left[:, left.shape[1] - width :]
 
     @torch.compiler.disable
     def conv_states(
@@ -361,14 +354,27 @@ class Parts:
     def sums(self, x: Tensor, held: Tensor | None) -> tuple[Tensor, Tensor]:
         """x, see `left`, and the sum of each sequence's tokens before this part, `[N, …]`. held: `[B, …]`, the
         sums of the carried states."""
-        # A carried sum is one more token before the row, which a document that began there reaches.
-        x, left = self.left(x, None, None if held is None else held[:, None])
-        ages = torch.arange(left.shape[1], 0, -1)
-        in_document = ages <= self.past[self.rows.first, None]  # bool [B, width]
-        in_document = in_document.to(x.device).view(*left.shape[:2], *(1,) * (x.dim() - 2))
-        before = left.double().where(in_document, 0).sum(1)  # [B, …]
+        # Each row's sum over the tokens of the last document here.
+        rows = x[0].unflatten(0, (self.B, -1))  # [B, T/N, …]
+        begins = self.cu_seqlens[self.rows.last] - torch.arange(self.B) * self.size
+        of_last = torch.arange(self.size) >= begins[:, None]
+        x, ends = _Gather.apply(
+            x, self.context, rows.double().where(_like(of_last, rows), 0).sum(1)
+        )
+
+        # Parts that the document of this part's first token reaches back to, and the row's carried sum.
+        past, before = self.past[self.rows.first], self.context.rank
+        reached = past > torch.arange(before - 1, -1, -1)[:, None] * self.size  # bool [before, B]
+        total = ends[:before].where(_like(reached, ends), 0).sum(0)  # [B, …]
+        if held is not None:
+            total = total + held.double().where(_like(past > before * self.size, held), 0)
         first = self.rows.first.to(x.device)
-        return x, before.new_zeros(len(self.past), *before.shape[1:]).index_copy(0, first, before)
+        return x, total.new_zeros(len(self.past), *total.shape[1:]).index_copy(0, first, total)
+
+
+def _like(mask: Tensor, x: Tensor) -> Tensor:
+    """A mask of x's first dimensions, on its device."""
+    return mask.to(x.device).view(*mask.shape, *(1,) * (x.dim() - mask.dim()))
 
 
 def _document_bounds(cu_seqlens: Tensor | None, B: int, T: int) -> Tensor:
