@@ -166,6 +166,23 @@ def test_threads_do_not_change_a_token(mixer, monkeypatch):
     assert torch.equal(texts[0], texts[2])
 
 
+@pytest.mark.parametrize("mixer", [["gated_deltanet", "softmax"], "forgetting"])
+def test_the_default_device_may_be_another(mixer, runs):
+    """As under `torch.set_default_device("cuda")`: numbers for the host stay there."""
+    model, tokens = tiny(mixer=mixer), ids(2, 9)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    inputs = {"attention_mask": mask, "labels": tokens}
+    loss, text = model(tokens, **inputs).loss, model.generate(tokens, **GREEDY)
+    runs.clear()
+    with torch.device("meta"):
+        again = model(tokens, **inputs).loss
+        again.backward()
+        assert torch.equal(model.generate(tokens, **GREEDY), text)
+    assert torch.equal(again, loss)
+    assert runs
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"num_kv_heads": 1}, {"window": 7, "num_kv_heads": 1}, {"window": 5}]

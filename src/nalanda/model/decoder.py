@@ -20,7 +20,15 @@ from .configuration import NalandaConfig
 from .context import Context, Parts
 from .epilogues import add_norm, glu_of_few_rows, swiglu
 from .int8 import Int8Config  # noqa: F401 (its import tells transformers of the class)
-from .layers import PatchEmbedding, RMSNorm, ShortConv, altered, any_observed, rotary_angles
+from .layers import (
+    PatchEmbedding,
+    RMSNorm,
+    ShortConv,
+    altered,
+    any_observed,
+    on_host,
+    rotary_angles,
+)
 from .mixers import build_mixer, uncut_mixers
 from .plugins import load_copies
 from .precision import check_state_dtype, pack_state, packed_spec, unpack_state
@@ -368,9 +376,10 @@ class Decoder(NalandaPreTrainedModel):
             input_ids, inputs_embeds, pixel_values, interpolate_pos_encoding, context
         )
         cache = one_cache(cache, past_key_values)
-        batch = self.describe(x, grid, cache, use_cache, packing)
-        batch.hidden_states = [] if output_hidden_states else None
-        return self.finish(batch, self.run(batch))
+        with on_host():
+            batch = self.describe(x, grid, cache, use_cache, packing)
+            batch.hidden_states = [] if output_hidden_states else None
+            return self.finish(batch, self.run(batch))
 
     def describe(
         self,

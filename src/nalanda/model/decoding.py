@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from . import kernels
 from .cache import NalandaCache, StateBuffers, alike, copy_all
-from .layers import altered
+from .layers import altered, on_host
 from .program import ENVIRONMENT as PROGRAM_ENVIRONMENT
 from .program import NotServed, ProgramDecoder, build_program
 
@@ -208,7 +208,7 @@ class GraphDecoder(StateBuffers):
         self.graphs[self.turn].replay()
         logits = self.logits[self.turn].clone()  # the graph writes there again
         self.turn = 1 - self.turn
-        cache.seen(1, torch.ones(len(tokens), dtype=torch.int64))
+        cache.seen(1, torch.ones(len(tokens), dtype=torch.int64, device="cpu"))
         return logits
 
 
@@ -300,7 +300,11 @@ class DecoderChoice:
         if decoder is None and (not graphs or self.eager > EAGER_TOKENS):
             build = GraphDecoder if graphs else build_program
             try:
-                with torch.inference_mode(False), torch.no_grad():  # buffers for calls in any mode
+                with (
+                    torch.inference_mode(False),
+                    torch.no_grad(),
+                    on_host(),
+                ):  # for calls in any mode
                     decoder = by_key[key] = build(self.model, cache)
             except NotServed as refusal:
                 self.reason = str(refusal)

@@ -29,6 +29,12 @@ def no_autocast(x: Tensor):
     return torch.autocast(x.device.type, enabled=False)
 
 
+def on_host():
+    """A context in which tensors without a named device are on the host, whatever the default device is."""
+    on_cpu = torch.get_default_device().type == "cpu"
+    return nullcontext() if on_cpu else torch.device("cpu")
+
+
 def linear_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which a Linear layer reads x: autocast's where that is on, else that of x."""
     kind = x.device.type

@@ -216,8 +216,9 @@ class Sequences:
 
     def longest(self, T: int) -> int:
         """Length of the longest sequence of a batch of T columns, including earlier calls."""
-        lengths = torch.tensor([T]) if self.cu_seqlens is None else self.lengths
-        return int((lengths if self.past is None else lengths + self.past).max())
+        if self.cu_seqlens is None:
+            return T if self.past is None else T + int(self.past.max())
+        return int((self.lengths if self.past is None else self.lengths + self.past).max())
 
     @kept
     def last_positions(self, T: int, width: int, device: torch.device) -> Tensor:
