@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import contextvars
+import copy
 import gc
 import itertools
 import threading
@@ -381,6 +382,27 @@ def test_weights_that_change():
     del out
     gc.collect()
     assert step() is None  # memory lasts as long as the cache
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_what_changes_no_weight_moves_none_while_a_decoder_reads(joined):
+    model, addresses = tiny(), []
+    if not joined:
+        model = copy.deepcopy(model)
+
+    class Streamer:
+        def put(self, tokens):
+            # After the prompt and two tokens, a decoder is at work.
+            if len(addresses) > 3:
+                model.eval().to("cpu").float()
+            addresses.append([weight.data_ptr() for weight in model.parameters()])
+
+        def end(self):
+            pass
+
+    model.generate(ids(1, 5), streamer=Streamer(), **GREEDY)
+    assert len(addresses) == NEW + 1
+    assert addresses[3] == addresses[-1]
 
 
 def halved(out):

@@ -38,6 +38,7 @@ from .cache import NalandaCache, StateBuffers, alike, copy_all
 from .layers import altered, on_host
 from .program import ENVIRONMENT as PROGRAM_ENVIRONMENT
 from .program import NotServed, ProgramDecoder, build_program
+from .projections import FusedLinears
 
 ENVIRONMENT = "NALANDA_CUDA_GRAPHS"  # 0: no graphs in this process
 LONGEST_PIECE = 64
@@ -264,11 +265,11 @@ class DecoderChoice:
             or cache.recording
             or cache.state_dtype != "float32"
             or cache.unread is not None
+            or model.training
+            or torch.is_grad_enabled()
             or self.reason is not None
             or self.key is None
         ):
-            return None
-        if model.training or torch.is_grad_enabled():
             return None
         if _has_any_global_hook():  # another than when the key was made
             return None
@@ -362,6 +363,10 @@ def key_of(model: Any) -> tuple:
             raise NotServed(f"{name or 'the model'} has a hook or an adapter, or is compiled")
         if isinstance(module, nn.Dropout) and module.training and not model.training:
             raise NotServed(f"{name} alone is in training mode")
+    # Now, since `eval` would do it while a decoder reads the weights where they are.
+    for module in modules.values():
+        if isinstance(module, FusedLinears):
+            module.join()
     tensors = [*model.parameters(), *model.buffers()]
     if any(x.device != device for x in tensors):
         raise NotServed("the model is on several devices")

@@ -214,10 +214,9 @@ class FusedLinears(nn.Module):
         return self
 
     def _apply(self, fn, recurse=True):
-        # A move or a cast gives the weights new memory, so they are joined again there.
-        joined, self._joined = self._joined is not None, None
         super()._apply(fn, recurse)
-        if joined:
+        # A move or a cast gives the weights new memory, so they are joined again there.
+        if self._joined is not None:
             self.join()
         return self
 
