@@ -9,6 +9,7 @@ backward copies them again, so that no copy is kept. In evaluation mode the weig
 (`FusedLinears.join`): one token costs one product and nothing else.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
@@ -24,6 +25,7 @@ ALIGNED = 16  # fast kernels serve a product only if its rows begin at multiples
 NARROW = 64  # columns; a product this narrow costs as much as a wider one
 LARGE = 2**20  # entries of a matrix, from which on threads share a product of one row in torch
 BLOCKS = 8
+_joining = threading.Lock()  # two threads would move the same weights
 
 
 def side_by_side(
@@ -203,9 +205,10 @@ class FusedLinears(nn.Module):
         that has left its place is noticed.
         """
         layers = self.linears()
-        weights = [matrix_of(layer) for layer in layers.values()]
-        if self._still_joined() is None and len(weights) > 1 and _are_movable(weights):
-            self._joined = _Joined(self._modules, layers, weights)
+        with _joining:
+            weights = [matrix_of(layer) for layer in layers.values()]
+            if self._still_joined() is None and len(weights) > 1 and _are_movable(weights):
+                self._joined = _Joined(self._modules, layers, weights)
 
     def train(self, mode: bool = True):
         super().train(mode)
