@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nalanda_kernels.cpu.build import library
+from nalanda_kernels.cpu.structures import pointer, threads
 
 
 def channel_scores(rows: Sequence[Tensor], k: Tensor, g: Tensor) -> tuple[Tensor, ...] | None:
@@ -65,6 +66,4 @@ def _fit(*tensors: Tensor) -> bool:
 
 def _run(name: str, q: Tensor, *tensors: Tensor | None) -> None:
     P, C, K = q.shape
-    pointers = (None if x is None else x.data_ptr() for x in (q, *tensors))
-    threads = max(1, min(torch.get_num_threads(), P))
-    getattr(library(), name)(*map(ctypes.c_void_p, pointers), ctypes.c_long(P), C, K, threads)
+    getattr(library(), name)(*map(pointer, (q, *tensors)), ctypes.c_long(P), C, K, threads(P))

@@ -13,7 +13,7 @@ from torch import Tensor
 from nalanda_kernels.autograd import RMSNorm, ShortConvs, SwiGLU
 from nalanda_kernels.cpu.build import library
 from nalanda_kernels.cpu.feature_maps import DTYPES
-from nalanda_kernels.cpu.structures import MOST_TAPS, SPAN, Array
+from nalanda_kernels.cpu.structures import MOST_TAPS, SPAN, Array, pointer, threads
 from nalanda_kernels.tensors import bounds_of, last_inputs, rows_of
 
 ENTRIES_A_THREAD = 8192  # for fewer a thread costs more than it gains
@@ -160,10 +160,9 @@ def _run(
 ) -> None:
     """Calls the C++: tensors `[rows, ·]`, then addresses, sizes, and as many threads as the work is worth."""
     entries = max(x.numel() for x in arrays if x is not None)
-    threads = max(1, min(torch.get_num_threads(), entries // ENTRIES_A_THREAD))
     getattr(library(), name)(
         *(ctypes.byref(_array(x)) for x in arrays),
-        *(ctypes.c_void_p(x.data_ptr()) for x in pointers),
+        *map(pointer, pointers),
         *(ctypes.c_float(x) if isinstance(x, float) else ctypes.c_long(x) for x in sizes),
-        threads,
+        threads(entries // ENTRIES_A_THREAD),
     )

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu.build import library
-from nalanda_kernels.cpu.structures import Settings
+from nalanda_kernels.cpu.structures import Settings, pointer, threads
 from nalanda_kernels.maps import Map, describe, exponents_and_units
 
 DTYPES = {torch.float32, torch.bfloat16}
@@ -77,10 +77,10 @@ def _features(x: Tensor, p: Tensor | None, unit: Tensor | None, MAP: Map, query:
     y = x.new_empty(*x.shape[:-1], MAP.halves * x.shape[-1])
     library().map_forward(
         x.dtype == torch.bfloat16,
-        *map(_pointer, (x, y)),
+        *map(pointer, (x, y)),
         *_sizes(x),
         ctypes.byref(settings_of(MAP, query)),
-        *map(_pointer, (p, unit)),
+        *map(pointer, (p, unit)),
         _threads(x),
     )
     return y
@@ -112,18 +112,14 @@ class _Mapped(torch.autograd.Function):
             dx = torch.empty_like(x)
             library().map_backward(
                 x.dtype == torch.bfloat16,
-                *map(_pointer, (x, y, dy, dx)),
+                *map(pointer, (x, y, dy, dx)),
                 *_sizes(x),
                 ctypes.byref(settings_of(ctx.map, i == 0)),
-                *map(_pointer, (p, unit, *(None if w is None else w[i] for w in (dp, d_unit)))),
+                *map(pointer, (p, unit, *(None if w is None else w[i] for w in (dp, d_unit)))),
                 _threads(x),
             )
             inputs.append(dx)
         return *inputs, *(None if w is None else w.sum((0, 1)) for w in (dp, d_unit)), None
-
-
-def _pointer(x: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
 def _sizes(x: Tensor) -> tuple[ctypes.c_long, int, int]:
@@ -132,5 +128,4 @@ def _sizes(x: Tensor) -> tuple[ctypes.c_long, int, int]:
 
 
 def _threads(x: Tensor) -> int:
-    rows = x.numel() // x.shape[-1]
-    return max(1, min(torch.get_num_threads(), rows // ROWS_A_THREAD))
+    return threads(x.numel() // x.shape[-1] // ROWS_A_THREAD)

@@ -10,7 +10,7 @@ from torch import Tensor
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu.build import library
 from nalanda_kernels.cpu.feature_maps import DTYPES, settings_of
-from nalanda_kernels.cpu.structures import FP32, Operation, Step
+from nalanda_kernels.cpu.structures import FP32, Operation, Step, threads
 from nalanda_kernels.maps import describe
 from nalanda_kernels.one_token import Token
 
@@ -55,14 +55,15 @@ def step(
         described = describe_step(token, x, old, new, out)
     except Unsupported:
         return None
-    threads = threads_for(old["recurrent"].numel(), len(out) * token.num_heads)
-    run_operation(x["v"].dtype, threads, "step", step=ctypes.addressof(described))
+    count = threads_for(old["recurrent"].numel(), len(out) * token.num_heads)
+    run_operation(x["v"].dtype, count, "step", step=ctypes.addressof(described))
     return out, new
 
 
-def run_operation(dtype: torch.dtype, threads: int, kind: str, **fields: int) -> None:
+def run_operation(dtype: torch.dtype, count: int, kind: str, **fields: int) -> None:
+    """Runs one operation by `count` threads."""
     operation = Operation(kind=KINDS.index(kind), **fields)
-    library().run_token(dtype == torch.bfloat16, ctypes.byref(operation), 1, threads)
+    library().run_token(dtype == torch.bfloat16, ctypes.byref(operation), 1, count)
 
 
 def describe_step(
@@ -144,7 +145,7 @@ def describe_step(
 
 def threads_for(entries: int, units: int) -> int:
     """Threads for a matrix of as many entries, in as many units that no two threads share."""
-    return max(1, min(torch.get_num_threads(), units, entries // ENTRIES_A_THREAD))
+    return threads(min(units, entries // ENTRIES_A_THREAD))
 
 
 def linear_rows(
