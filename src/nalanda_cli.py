@@ -73,9 +73,9 @@ add_version_option(app)
 
 AsJson = Annotated[bool, Option("--json", help="print JSON")]
 Overrides = Annotated[
-    list[str] | None, Argument(metavar="[SECTION.KEY=VALUE]...", help="settings to change")
+    list[str] | None, Argument(metavar="SECTION.KEY=VALUE", help="settings to change")
 ]
-Runs = Annotated[list[str], Argument(metavar="RUN...", help="folders of runs")]
+Runs = Annotated[list[str], Argument(metavar="RUN", help="folders of runs")]
 
 RecipeOrPattern = Annotated[str | None, Argument(help="recipe file, or the name of one that ships")]
 ListKeys = Annotated[
@@ -261,8 +261,7 @@ def generate(
 
 ModelFolder = Annotated[str, Argument(help="the folder of a run or a model")]
 EngineOptions = Annotated[
-    list[str] | None,
-    Argument(metavar="[-- OPTION]...", help="options of the server that is started"),
+    list[str] | None, Argument(metavar="-- OPTION", help="options of the server that is started")
 ]
 
 
@@ -299,7 +298,7 @@ AnyModel = Annotated[
     str, Argument(help="a folder, a hub id, or a type of model that transformers knows")
 ]
 ConfigFields = Annotated[
-    list[str] | None, Argument(metavar="[FIELD=VALUE]...", help="fields of its config to change")
+    list[str] | None, Argument(metavar="FIELD=VALUE", help="fields of its config to change")
 ]
 PageFile = Annotated[Path | None, Option("--html", help="write a page to this file")]
 
@@ -544,7 +543,7 @@ def linearize(model: Transformer, recipe: Recipe, overrides: Overrides = None) -
     )
 
 
-RunsFolder = Annotated[str, Argument(metavar="[DIR]", help="directory of the runs")]
+RunsFolder = Annotated[str, Argument(metavar="DIR", help="directory of the runs")]
 
 
 @command(app)

@@ -236,7 +236,7 @@ def describe_misuse(error: UsageError, name: str) -> str:
         message += f"; {compares}{path} --help says what it takes"
     elif message.startswith("Missing argument"):
         names = [p.metavar or p.name.upper() for p in error.ctx.command.params if p.required]
-        needed = [name.split("_OR_")[0].rstrip(".") for name in names]
+        needed = [name.split("_OR_")[0] for name in names]
         message = f"{message.rstrip('.')}; write {' '.join([path, *needed])}"
     return f"{path}: {message}"
 

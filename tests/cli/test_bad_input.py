@@ -337,7 +337,7 @@ TABLE = [
     ("linearize none r.yaml", r"none: no such folder; name a model's folder, or OWNER/NAME .*"),
     ("data prepare r.yaml file/x", r"file/x/.*: a file; name a folder"),
     ("perplexity model --data x", r"No such option: --data .*; the text is an option: --text FILE"),
-    ("report", r"Missing argument 'RUN\.\.\.'; write nalanda report RUN"),
+    ("report", r"Missing argument 'RUN'; write nalanda report RUN"),
     ("generate model --state none", r".*none.*"),
     ("perplexity model --text none --output out", r".*none.*"),
     # servers

@@ -220,7 +220,9 @@ def test_every_command_has_a_short_form_of_help(capsys, line, usage):
     with pytest.raises(SystemExit) as stop:
         nalanda_cli.main(line.split())
     assert not stop.value.code
-    assert capsys.readouterr().out.startswith(f"Usage: {usage} ")
+    out = capsys.readouterr().out
+    assert out.startswith(f"Usage: {usage} ")
+    assert not re.search(r"\[\[|\.\.\.[]}]", out.split("\n\n")[0])
 
 
 @pytest.mark.parametrize(
