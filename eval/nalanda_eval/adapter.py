@@ -299,8 +299,15 @@ def load_tasks(
     named = any(not (source.task_file or source.local or source.needle) for source in sources)
     manager = TaskManager(include_defaults=named)
     tasks: dict[str, dict] = {"tasks": {}, "groups": {}, "group_map": {}}
+    of_files: set[str] = set()
     for source in sources:
-        for kind, entries in _load_source(manager, source, count_tokens, samples).items():
+        loaded = _load_source(manager, source, count_tokens, samples)
+        # Groups of the harness may share a task; that of a file is another one.
+        names = loaded["tasks"].keys()
+        for name in sorted(names & (tasks["tasks"].keys() if source.task_file else of_files)):
+            raise InputError(f"{source.name}: another task is named {name} too; rename one")
+        of_files |= names if source.task_file else set()
+        for kind, entries in loaded.items():
             tasks[kind].update(entries)
 
     for name, task in tasks["tasks"].items():

@@ -1236,6 +1236,10 @@ def test_packaged_and_own_task_files(adapter, checkpoint, tmp_path, monkeypatch)
     for data in (None, str(tmp_path)):  # which lacks it: the task's own folder has it
         results = evaluate([checkpoint], [str(own)], EvalOptions(data=data))
         assert results["models"][0]["tasks"]["mine"]["documents"] == 3
+    # Another file's task of that name would take its place.
+    shutil.copytree(own, tmp_path / "other")
+    with pytest.raises(InputError, match=r"other.mine\.yaml: another task is named mine too"):
+        evaluate([checkpoint], [str(own), str(tmp_path / "other")])
     assert report.suite(results) is None
     header, rows = report.others(results)
     assert header == ["task", "metric", short(checkpoint)]
