@@ -16,6 +16,7 @@ from lm_eval import evaluate as harness
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import perplexity, weighted_perplexity
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -110,16 +111,13 @@ class HarnessModel(HFLM):
     def tok_batch_encode(
         self, strings: list[str], *args: Any, left_truncate_len: int | None = None, **kwargs: Any
     ) -> Any:
-        if self.bos:  # as an id: as text it would change how some tokenizers begin the first word
-            rows = self.tokenizer(strings, add_special_tokens=False).input_ids  # type: ignore[not-callable]
-            padded = self.tokenizer.pad(  # type: ignore[missing-attribute]
-                {"input_ids": [after_bos(row, self.bos) for row in rows]},
-                return_tensors="pt",
-                padding_side="left",
-            )
-            ids, mask = padded["input_ids"], padded["attention_mask"]  # [B, T]
-        else:
-            ids, mask = super().tok_batch_encode(strings, *args, **kwargs)
+        rows = self.tokenizer(strings, add_special_tokens=False).input_ids  # type: ignore[not-callable]
+        # bos as an id: as text it would change how some tokenizers begin the first word.
+        begun = [after_bos(row, self.bos) or [self.prefix_token_id] for row in rows]
+        padded = self.tokenizer.pad(  # type: ignore[missing-attribute]
+            {"input_ids": begun}, return_tensors="pt", padding_side="left"
+        )
+        ids, mask = padded["input_ids"], padded["attention_mask"]  # [B, T]
         check_tokens([int(ids.max())], self.model, self.tokenizer)  # type: ignore[bad-argument-type]
         if left_truncate_len is None or ids.shape[1] <= left_truncate_len:
             return ids, mask
@@ -128,6 +126,11 @@ class HarnessModel(HFLM):
         return ids[:, -left_truncate_len:], mask[:, -left_truncate_len:]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
+        for request in requests:
+            if not request.args[-1]:
+                raise InputError(
+                    f"{request.task_name}: document {request.doc_id} has an empty answer; give each a text"
+                )
         self.prompts += len(requests)
         self._characters = characters(requests)
         return super().loglikelihood(requests, disable_tqdm=True)
@@ -168,8 +171,10 @@ class HarnessModel(HFLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continuations of contexts, each up to a stop string. They are not kept in the answer cache."""
-        options: list[Any] = [request.arguments[-1] for request in requests]
-        longest = max(each.get("max_gen_toks", self.max_gen_toks) for each in options)
+        options: list[Any] = [request.args[-1] for request in requests]
+        # By any of the names that the harness takes, such as max_new_tokens.
+        named = [normalize_gen_kwargs(each, self.max_gen_toks) for each in options]
+        longest = max(each["max_gen_toks"] for each in named)
         if longest >= self.max_length:
             raise InputError(
                 f"answers have up to {longest} tokens, the model sees {self.max_length} at once: "

@@ -589,6 +589,8 @@ def test_what_does_not_fit_is_said(adapter, checkpoint):
     cut = score(adapter, checkpoint, [(long, " dusk")], max_length=16)[0][0]
     ids = load_model(checkpoint)[1](long + " dusk", add_special_tokens=False).input_ids
     assert cut == pytest.approx(by_hand(checkpoint, ids[-17:], 12), abs=1e-4)
+    with pytest.raises(InputError, match="document None has an empty answer"):
+        score(adapter, checkpoint, [("a", " b"), ("", "")])
 
 
 # ------------------------------ the same numbers from the harness's own wrapper
@@ -1324,6 +1326,11 @@ def test_prompts_begin_as_training_texts_do(adapter):
     # A prompt that spells bos, as chat templates do, begins with that one.
     assert scorer._encode_pair("<s>a", "b") == ([1, 4], [6])
     assert scorer.tok_batch_encode(["a", "<s>a"])[0].tolist() == [[1, 5], [1, 4]]
+
+    # Without bos an empty prompt stands after the end of another text.
+    model.config.bos_token_id = None
+    scorer = adapter.HarnessModel(model, tokenizer, batch_size=2)
+    assert scorer.tok_batch_encode(["a", ""])[0].tolist() == [[5], [2]]
 
 
 @pytest.mark.parametrize("f1", [0.93, 93.0])

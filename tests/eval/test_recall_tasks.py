@@ -123,6 +123,12 @@ def test_answers_are_generated_from_the_state_whatever_the_batch(checkpoint, mon
         Instance("generate_until", {}, (contexts[0], {"until": [stop], "max_gen_toks": 12}), 0)
     ]
     assert scorer.generate_until(asked) == [expected[0].split(stop)[0]]
+    # A task may call the number of tokens as transformers does.
+    scorer = HarnessModel(model, tokenizer, batch_size=1, max_length=200)
+    options = {"until": [], "max_new_tokens": 12}
+    assert scorer.generate_until([Instance("generate_until", {}, (contexts[0], options), 0)]) == [
+        expected[0]
+    ]
     scorer = HarnessModel(model, tokenizer, batch_size=1, max_length=12)
     with pytest.raises(
         InputError, match=r"up to 12 tokens, the model sees 12 at once: raise --max-length"
