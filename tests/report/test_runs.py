@@ -354,7 +354,8 @@ def test_several_runs_in_one_picture(tmp_path, x, drawn):
             [1.0, 2.0],
             "Last .* one seed each: 1.000 to 2.000 bits a byte",
         ),
-        ({"data__max_validation_rows": 2}, [1.0, 2.0], "Validation loss of 2 runs"),
+        ({"data__revision": "b"}, [1.0, 2.0], "Validation loss of 2 runs"),
+        ({"stages": {"b": {"data": {"source": "b"}}}}, [1.0, 2.0], "Validation loss of 2 runs"),
         ({"data__seq_len": 2}, [2.0, 1.0], "Last .* one seed each: 1.000 to 2.000 nats a token"),
         ({"seed": 7}, [2.0, 1.0], "Last .* 2 runs, 2 seeds: 1.000 to 2.000 nats a token"),
     ],
@@ -372,11 +373,30 @@ def test_only_losses_that_compare_are_compared(tmp_path, settings, bits, title):
         for i, more in enumerate(({}, settings))
     ]
     assert re.fullmatch(title, _title(curves))
-    texts = {"data__source", "data__max_validation_rows"} & settings.keys() and not own
+    texts = {"data__source", "data__revision", "stages"} & settings.keys() and not own
     assert ("validation texts differ" in _caption(curves, labels(curves))) == bool(texts)
     assert ("tokenizers differ" in _caption(curves, labels(curves))) == bool(
-        {"tokenizer", "data__source"} & settings.keys()
+        {"tokenizer", "data__source", "data__revision"} & settings.keys()
     )
+
+
+def test_validations_that_read_more_text_are_not_compared(tmp_path):
+    """As of rows that hold more tokens. Under two tokenizers bytes decide, not tokens."""
+
+    def titled(tokens: int, **settings) -> str:
+        bits = {"val_tokens": tokens, "val_bpb": tokens / 1000}  # both read as many bytes
+        runs = [
+            losses(20),
+            [{**line, **(bits if "val_loss" in line else {})} for line in losses(20)],
+        ]
+        runs[0][-1] |= {"val_tokens": 1000, "val_bpb": 1.0}
+        folder = tmp_path / f"{tokens}-{len(settings)}"
+        made = [make(folder / "a", lines=runs[0]), make(folder / "b", lines=runs[1], **settings)]
+        return _title([curve(run) for run in made])
+
+    assert titled(1005).startswith("Last validation losses of 2 runs")
+    assert titled(1500) == "Validation loss of 2 runs"
+    assert titled(1500, tokenizer="other").endswith("1.000 to 1.500 bits a byte")
 
 
 @pytest.mark.slow

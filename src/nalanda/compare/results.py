@@ -9,6 +9,7 @@ from typing import Any
 
 from nalanda.common.errors import InputError
 from nalanda.common.files import write_atomically
+from nalanda.report.plot import validated_of
 from nalanda.report.runs import read_run
 from nalanda.storage.remote import is_store, read_bytes, staging
 from nalanda.train.log import read_facts, with_hours
@@ -43,7 +44,7 @@ class Result:
     curve: tuple[tuple[int, float], ...] = ()
     """Validations, as (tokens, nats a token)."""
     validated: tuple[tuple[str, float], ...] = ()
-    """How much the last validation read: "labels", and "bytes" of their text where it has bits a byte."""
+    """`validated_of` the last validation."""
 
     @property
     def finished(self) -> bool:
@@ -97,14 +98,6 @@ def read_result(folder: str) -> Result | None:
         setup=setup_of(facts),
         curve=curve,
     )
-
-
-def validated_of(line: dict[str, Any]) -> tuple[tuple[str, float], ...]:
-    """`Result.validated` of a line of metrics.jsonl."""
-    labels, bits = line.get("val_tokens"), line.get("val_bpb")
-    if not labels or not bits or not math.isfinite(bits):
-        return (("labels", labels),) if labels else ()
-    return ("labels", labels), ("bytes", labels * line["val_loss"] / math.log(2) / bits)
 
 
 def setup_of(facts: dict[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -325,17 +325,6 @@ def parts_of(key: str) -> tuple[str, str, str]:
     return section, name, inner
 
 
-def validation_of(config: RunConfig) -> dict[str, Any]:
-    """The keys that say on what a model is validated at the end, with their values."""
-    config = config.in_stages()[-1].config
-    names = ["validation_source", "validation_split", "name", "revision", "text_field"]
-    if config.data.validation_source is None:
-        # A share of the training text.
-        names += ["source", "mixture", "validation_share"]
-    names += ["mask_share", "whole_words"]
-    return {f"data.{name}": getattr(config.data, name) for name in names}
-
-
 def fork_of(study: Study, configs: Mapping[str, RunConfig]) -> int:
     """The step at which the other arms leave the first arm's run."""
     return max(1, round((study.fork_at or 0) * configs[study.first].train.steps))

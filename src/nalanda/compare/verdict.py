@@ -15,9 +15,10 @@ from scipy import stats
 from nalanda.common.text import si
 from nalanda.compare.plan import StudyRun
 from nalanda.compare.results import Result
-from nalanda.compare.study import Study, validation_of
+from nalanda.compare.study import Study
 from nalanda.config.load import differences
 from nalanda.config.schema import RunConfig
+from nalanda.report.plot import same_amount, validation_of
 
 Unit = Literal["bits a byte", "nats a token"]
 
@@ -28,9 +29,6 @@ POWER = 0.8
 """Power at which `seeds_needed` counts a difference as told."""
 
 MOST_SEEDS = 10_000
-
-SAME_AMOUNT = 0.01
-"""Validations that differ by more than this share read other texts."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +199,7 @@ def judge_study(
         arm: {s: loss for s, r in each.items() if (loss := _loss_in(unit, r)) is not None}
         for arm, each in by_arm.items()
     }
+    texts = {arm: validation_of(config.to_dict()) for arm, config in (configs or {}).items()}
     pairs, reasons = [*itertools.combinations(study.arms, 2)], {}
     for a, b in pairs:
         lacking = [
@@ -211,9 +210,7 @@ def judge_study(
         if lacking:
             verb = "has" if len(lacking) == 1 else "have"
             reasons[a, b] = f"since {' and '.join(lacking)} {verb} no {unit}"
-        elif configs and (
-            changed := differences(validation_of(configs[a]), validation_of(configs[b]))
-        ):
+        elif texts and (changed := differences(texts[a], texts[b])):
             reasons[a, b] = f"since they are validated on other rows: {', '.join(changed)}"
         elif configs and unit == "nats a token" and configs[a].tokenizer != configs[b].tokenizer:
             reasons[a, b] = "since nats a token of two tokenizers do not compare"
@@ -246,7 +243,7 @@ def _other_amounts(unit: Unit, a: Mapping[int, Result], b: Mapping[int, Result])
     name = "bytes" if unit == "bits a byte" else "labels"
     for seed in sorted(a.keys() & b.keys()):
         x, y = (dict(each[seed].validated).get(name) for each in (a, b))
-        if x and y and abs(x - y) > SAME_AMOUNT * max(x, y):
+        if not same_amount([x, y]):
             return (
                 f"since they are validated on {x:,.0f} and {y:,.0f} {name} of text; a higher "
                 "data.max_validation_rows lets both read the whole text"

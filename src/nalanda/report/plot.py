@@ -11,6 +11,7 @@ from typing import Any
 from nalanda.common.errors import InputError, first_line, output_file
 from nalanda.common.text import si
 from nalanda.config.load import differences
+from nalanda.config.schema import DataConfig
 from nalanda.data.records import field_of
 from nalanda.report.figures import GREY, Look, drawing, files, in_panels, log_axis, look
 from nalanda.report.runs import check_run_folder, layers, read_recipe
@@ -34,6 +35,8 @@ class Curve:
     """Steps before each stage, by its name."""
     bits_per_byte: float | None = None
     """Of the last validation."""
+    validated: tuple[tuple[str, float], ...] = ()
+    """`validated_of` the last validation."""
 
     @property
     def broken_at(self) -> int | None:
@@ -52,7 +55,7 @@ def curve(folder: str | Path) -> Curve:
         config = read_recipe(folder) if (folder / "config.yaml").is_file() else {}
         train, validation, events = [], [], []
         stages: dict[str, int] = {}
-        bits = None
+        last: dict[str, Any] = {}
         for line, hours in with_hours(folder):
             # A line is an event, a training loss, or a validation.
             step = line["step"]
@@ -64,12 +67,23 @@ def curve(folder: str | Path) -> Curve:
                 train.append((step, line["tokens"], hours, float(line["loss"])))
             elif "val_loss" in line:
                 validation.append((step, line["tokens"], hours, float(line["val_loss"])))
-                bits = line.get("val_bpb")
+                last = line
+        validated = validated_of(last)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{folder}: unreadable: {first_line(error)}") from None
     if not train:
         raise InputError(f"{file}: no training loss to draw yet")
-    return Curve(folder.resolve().name, config, train, validation, events, stages, bits)
+    name, bits = folder.resolve().name, last.get("val_bpb")
+    return Curve(name, config, train, validation, events, stages, bits, validated)
+
+
+def validated_of(line: dict[str, Any]) -> tuple[tuple[str, float], ...]:
+    """How much a validation read, by its line of metrics.jsonl: "labels", and "bytes" of their text where it has
+    bits a byte."""
+    labels, bits = line.get("val_tokens"), line.get("val_bpb")
+    if not labels or not bits or not math.isfinite(bits):
+        return (("labels", labels),) if labels else ()
+    return ("labels", labels), ("bytes", labels * line["val_loss"] / math.log(2) / bits)
 
 
 SECTIONS = ("model", "optim", "schedule", "stages", "train", "data", "tokenizer")
@@ -217,7 +231,7 @@ def _title(curves: Sequence[Curve]) -> str:
     # Losses a token compare under one tokenizer alone, bits a byte under any.
     bits = [c.bits_per_byte for c in curves if c.bits_per_byte is not None]
     tokenizers_differ = _differ(curves, _tokenizer)
-    if _differ(curves, _validation) or (tokenizers_differ and len(bits) < len(curves)):
+    if not _validated_alike(curves) or (tokenizers_differ and len(bits) < len(curves)):
         return f"Validation loss of {len(curves)} runs"
     if _lengths_differ(curves):
         return f"Validation loss of {len(curves)} runs of different length"
@@ -258,7 +272,7 @@ def _caption(curves: Sequence[Curve], names: Sequence[str]) -> str:
         parts.append(f"{'Markers' if len(curves) > 1 else 'Squares'}: validation.")
     if _differ(curves, _tokenizer):
         parts.append("The runs' tokenizers differ, so their losses a token do not compare.")
-    if _differ(curves, _validation):
+    if not _validated_alike(curves):
         parts.append("Their validation texts differ, so their validation losses do not compare.")
     parts.append(_compared(curves, names))
     # The marks of `_draw_run`.
@@ -291,7 +305,7 @@ def _lengths_differ(curves: Sequence[Curve]) -> bool:
 
 def _compared(curves: Sequence[Curve], names: Sequence[str]) -> str:
     """The tokens at which validation losses of several runs compare; of different lengths, the losses too."""
-    if len(curves) == 1 or not all(c.validation for c in curves) or _differ(curves, _validation):
+    if len(curves) == 1 or not all(c.validation for c in curves) or not _validated_alike(curves):
         return ""
     ends = [c.validation[-1][1] for c in curves]
     common = min(ends)
@@ -315,7 +329,7 @@ TEXTS = (
 """Keys of `data` that say which texts a run trains on, and so a trained tokenizer; and which it holds out."""
 
 
-def _differ(curves: Sequence[Curve], key: Callable[[dict], list]) -> bool:
+def _differ(curves: Sequence[Curve], key: Callable[[dict], Any]) -> bool:
     return len({json.dumps(key(c.config), sort_keys=True, default=str) for c in curves}) > 1
 
 
@@ -327,12 +341,42 @@ def _tokenizer(config: dict) -> list:
     ]
 
 
-def _validation(config: dict) -> list:
-    """The values that decide on the validation texts: their source alone, if they have one."""
-    texts = TEXTS
-    if field_of(config, "data.validation_source"):
-        texts = ("validation_source", "validation_split", "name", "text_field")
-    return [field_of(config, f"data.{key}") or None for key in (*texts, "max_validation_rows")]
+def validation_of(recipe: dict) -> dict[str, Any]:
+    """The keys that say on what a model is validated at the end, with their values."""
+    data = vars(DataConfig()) | (recipe.get("data") or {})
+    for stage in (recipe.get("stages") or {}).values():
+        own = stage.get("data") or {}
+        # A mixture replaces a source, and a source a mixture.
+        if own.get("mixture"):
+            data["source"] = None
+        elif own.get("source"):
+            data["mixture"] = None
+        data |= own
+
+    names = ["validation_source", "validation_split", "name", "revision", "text_field"]
+    if not data["validation_source"]:
+        # A part or a share of the training text.
+        names += ["source", "mixture", "train_split", "validation_share"]
+    names += ["mask_share", "whole_words"]
+    return {f"data.{name}": data[name] or None for name in names}
+
+
+SAME_AMOUNT = 0.01
+"""Validations that differ by more than this share read other texts."""
+
+
+def same_amount(amounts: Sequence[float | None]) -> bool:
+    """Whether validations read equally much; those of unknown amounts may have."""
+    known = [amount for amount in amounts if amount]
+    return len(known) < len(amounts) or max(known) - min(known) <= SAME_AMOUNT * max(known)
+
+
+def _validated_alike(curves: Sequence[Curve]) -> bool:
+    """Whether the last validations are on the same text, and read equally much of it."""
+    # Tokens hold more or less text by their tokenizer.
+    unit = "bytes" if _differ(curves, _tokenizer) else "labels"
+    amounts = [dict(c.validated).get(unit) for c in curves]
+    return not _differ(curves, validation_of) and same_amount(amounts)
 
 
 def _setting(key: str, name: str, value: Any) -> str:
