@@ -21,6 +21,7 @@ from nalanda.common.errors import InputError, one_line_errors, report_failure
 from nalanda.common.fields import read_fields
 from nalanda.common.next_steps import choose_prompt
 from nalanda.common.progress import Progress
+from nalanda.common.text import without_infinities
 from nalanda.common.versions import kernel_packages, list_versions, versions
 from nalanda.inference.options import Sampling
 
@@ -251,7 +252,9 @@ def allow_options(context: typer.Context, names: tuple[str, ...], why: str) -> N
 
 
 def print_json(figures: Any) -> None:
-    print(json.dumps(figures, indent=1, ensure_ascii=False))
+    """Prints figures as JSON; infinities and NaN, which it lacks, as texts as in metrics.jsonl."""
+    finite = without_infinities(figures)
+    print(json.dumps(finite, indent=1, ensure_ascii=False, allow_nan=False))
 
 
 def under_way(what: str, stream: TextIO | None = None) -> contextlib.AbstractContextManager:

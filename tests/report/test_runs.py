@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
+import nalanda_cli
 from nalanda.common.errors import InputError
 from nalanda.report import plot as plots
 from nalanda.report import runs
@@ -472,6 +473,18 @@ def test_smoothing_keeps_the_fall_and_calms_the_end():
     smooth = smoothed(values)
     assert smooth[:3] == [10.0, 8.0, pytest.approx(6.4)]
     assert all(3.5 < value < 4.5 for value in smooth[-20:])
+
+
+def test_a_loss_that_is_no_number_is_text_in_json(tmp_path, capsys):
+    line = {"step": 1, "tokens": 512, "loss": "nan"}
+    make(tmp_path / "run", lines=[line], facts={"state": "failed"})
+    nalanda_cli.main(["runs", str(tmp_path), "--json"])
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    [run] = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert run["loss"] == "nan"
 
 
 @pytest.mark.slow
