@@ -198,6 +198,18 @@ def test_settings_that_differ_from_the_recipe(posted):
     assert not {"model.norm_eps", "output_dir"} & set(rows)
 
 
+def test_large_settings_that_differ_a_little_stand_beside_each_other(runs):
+    for run, steps in zip(runs, (100_000, 100_400), strict=True):
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        config["train"]["steps"] = steps
+        config["optim"]["weight_decay"] = 1 if steps == 100_000 else 1.0
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+    text = Texts(write_page(runs).read_text(encoding="utf-8")).text
+    table = text.partition("Settings that differ")[2].partition("Recipe, data")[0]
+    assert "train.steps 100,000 100,400" in table
+    assert "weight_decay" not in table
+
+
 @pytest.mark.parametrize(
     ("price", "cost"),
     [

@@ -357,7 +357,8 @@ def make_tables(runs: Sequence[PageRun]) -> dict[str, Any]:
 
     # The folder always differs, and changes nothing.
     settings = [key for config in configs for key in config if key != "output_dir"]
-    differing = [row for row in make_rows(configs, settings) if len(set(row[1])) > 1]
+    rows = make_rows(configs, settings, write_setting)
+    differing = [row for row in rows if len(set(row[1])) > 1]
 
     # Keys that say which texts these are; the others stand in the recipe.
     data = [f"data.{key}" for key in (*TEXTS, "seq_len")]
@@ -427,7 +428,7 @@ def settings_beside_recipe(run: PageRun) -> tuple[str, list[tuple[str, str, str]
     typed = {word.partition("=")[0] for word in words if "=" in word}
     keys = [key for key in after if key in before or key in typed or not key.startswith("model.")]
     rows = [
-        (key, write_cell(before.get(key)), write_cell(after[key]))
+        (key, write_setting(before.get(key)), write_setting(after[key]))
         for key in keys
         if key != "output_dir" and before.get(key) != after[key]
     ]
@@ -449,12 +450,6 @@ def name_fact(key: str) -> str:
     return WORDS.get(key, key.replace("_", " "))
 
 
-def make_rows(values: Sequence[dict[str, Any]], keys: Sequence[str]) -> Table:
-    """A row for each of the keys that has a value in any run."""
-    rows = [(key, [write_cell(each.get(key)) for each in values]) for key in dict.fromkeys(keys)]
-    return [(key, cells) for key, cells in rows if set(cells) != {"–"}]
-
-
 def write_cell(value: Any) -> str:
     """A value as a person reads it, without the passwords of URLs."""
     if value in (None, "", []):
@@ -464,6 +459,20 @@ def write_cell(value: Any) -> str:
     if isinstance(value, int | float):
         return write_number(value)
     return redact(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def write_setting(value: Any) -> str:
+    """A setting, whose numbers have all their digits: 100,000 steps are not 100,400. 1.0 is 1."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{value:,}".removesuffix(".0") if is_number else write_cell(value)
+
+
+def make_rows(
+    values: Sequence[dict[str, Any]], keys: Sequence[str], write: Callable[[Any], str] = write_cell
+) -> Table:
+    """A row for each of the keys that has a value in any run."""
+    rows = [(key, [write(each.get(key)) for each in values]) for key in dict.fromkeys(keys)]
+    return [(key, cells) for key, cells in rows if set(cells) != {"–"}]
 
 
 def write_number(value: float) -> str:
