@@ -263,8 +263,16 @@ def test_losses_by_source_share_a_panel(runs):
     (runs[0] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     alone = draw_panels([read_page_run(runs[0], 0)])
     assert next(iter(alone)) == "val_bpb"
-    assert [name for name, _ in alone["sources"].legend] == ["code", "web"]
+    assert [name for name, *_ in alone["sources"].legend] == ["code", "web"]
     assert alone["negative_weights"].title == "Negative weights, mean over layers"
+    # More sources than colours.
+    many = {f"val_bpb/{i}": 1.0 for i in range(9)}
+    for line in lines:
+        line |= many if "val_loss" in line else {}
+    run = read_page_run(runs[0], 0)
+    run.lines = lines
+    panel = draw_panels([run])["sources"]
+    assert len({tuple(look) for _, *look in panel.legend}) == 11
     both = draw_panels([read_page_run(folder, i) for i, folder in enumerate(runs)])
     assert "sources" not in both  # whose colours are the runs'
     assert both["val_bpb/web"].title == "Validation on web, bits a byte"

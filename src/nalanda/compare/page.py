@@ -22,7 +22,7 @@ from nalanda.compare.verdict import LEVEL, StudyVerdict, write_interval
 from nalanda.compare.widths import CLOSE, KEYS
 from nalanda.report.figures import COLOURS
 from nalanda.report.page import render
-from nalanda.report.page_run import DASHES
+from nalanda.report.page_run import line_look
 from nalanda.report.panels import INK, colour_panel, make_panel, show_values
 from nalanda.report.runs import narrowed, stdout
 
@@ -243,7 +243,7 @@ def draw_curves(runs: Sequence[StudyRun], results: Mapping[str, Result]) -> Any:
         mean = losses.mean(0)
         spread = losses.std(0, ddof=1) if len(losses) > 1 else np.zeros_like(mean)
 
-        colour, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
+        colour, dash = line_look(number)
         panel.varea(tokens, mean - spread, mean + spread, color=colour, alpha=0.15)
         line = panel.line(
             tokens, mean, color=colour, line_dash=dash, line_width=2, legend_label=arm, name=arm

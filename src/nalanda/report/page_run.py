@@ -13,7 +13,12 @@ from nalanda.report.runs import check_run_folder, read_recipe, read_run
 from nalanda.train.log import read_facts, with_hours
 
 DASHES = ("solid", "dashed", "dotted")
-"""Names that Bokeh and CSS share: with the colours, 21 runs differ."""
+"""Names that Bokeh and CSS share: with the colours, 21 lines differ."""
+
+
+def line_look(number: int) -> tuple[str, str]:
+    """Colour and dash of a line of a page."""
+    return COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
 
 
 @dataclass
@@ -49,14 +54,15 @@ def read_page_run(folder: Path, number: int) -> PageRun:
         config = read_recipe(folder) if recipe.is_file() else {}
     except ValueError as error:
         raise InputError(f"{folder}: unreadable: {error}") from None
+    colour, dash = line_look(number)
     timed = [(line, hours) for line, hours in with_hours(folder) if "step" in line]
     lines = [line for line, _ in timed]
 
     return PageRun(
         name=folder.resolve().name,
         folder=folder,
-        colour=COLOURS[number % len(COLOURS)],
-        dash=DASHES[number // len(COLOURS) % len(DASHES)],
+        colour=colour,
+        dash=dash,
         summary=vars(read_run(folder)),
         recipe=recipe.read_text("utf-8", "replace") if recipe.is_file() else "",
         config=flatten(config),

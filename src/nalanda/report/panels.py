@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nalanda.report.figures import COLOURS
-from nalanda.report.page_run import PageRun
+from nalanda.report.page_run import PageRun, line_look
 from nalanda.report.plot import smoothed
 
 TITLES = {
@@ -45,8 +44,8 @@ class Panel:
     title: str
     keys: list[str]
     figure: Any = None
-    legend: list[tuple[str, str]] = field(default_factory=list)
-    """The name and colour of each key, if there are several."""
+    legend: list[tuple[str, str, str]] = field(default_factory=list)
+    """The name, colour and dash of each key, if there are several."""
 
 
 def draw_panels(runs: Sequence[PageRun]) -> dict[str, Panel]:
@@ -73,15 +72,13 @@ def draw_panels(runs: Sequence[PageRun]) -> dict[str, Panel]:
         figure.x_range = x_range = x_range or figure.x_range
 
         if len(panel.keys) > 1:
-            colours = [COLOURS[i % len(COLOURS)] for i in range(len(panel.keys))]
             names = [key.partition("/")[2] for key in panel.keys]
-            panel.legend = list(zip(names, colours, strict=True))
+            panel.legend = [(source, *line_look(i)) for i, source in enumerate(names)]
         for run, key, points in series:
             if points["step"]:
-                place = panel.keys.index(key)
-                colour = panel.legend[place][1] if panel.legend else run.colour
-                label = panel.legend[place][0] if panel.legend else run.name
-                draw_run(figure, key, run, points, axis, colour, label)
+                own = run.name, run.colour, run.dash
+                look = panel.legend[panel.keys.index(key)] if panel.legend else own
+                draw_run(figure, key, run, points, axis, *look)
         if len(runs) == 1:
             draw_baselines(figure, name, runs[0], series[0][2][axis])
         stages = [event for run in runs for event in run.events if event["event"] == "stage"]
@@ -224,7 +221,14 @@ def draw_baselines(panel: Any, key: str, run: PageRun, places: Sequence[float]) 
 
 
 def draw_run(
-    panel: Any, key: str, run: PageRun, points: dict[str, list], axis: str, colour: str, label: str
+    panel: Any,
+    key: str,
+    run: PageRun,
+    points: dict[str, list],
+    axis: str,
+    label: str,
+    colour: str,
+    dash: str,
 ) -> None:
     """Draws a run's curve, which shows its values under the pointer, and the guards' events on it."""
     import numpy as np
@@ -235,7 +239,7 @@ def draw_run(
     mean = smoothed(points["value"]) if noisy else points["value"]
     columns: Any = {name: np.array(column, float) for name, column in points.items()}
     source = ColumnDataSource(columns | {"mean": np.array(mean)})
-    look = {"source": source, "line_color": colour, "line_dash": run.dash}
+    look = {"source": source, "line_color": colour, "line_dash": dash}
     line = panel.line(axis, "value", name=label, line_alpha=0.35 if noisy else 1, **look)
     panel.line(axis, "mean", line_width=2, **look)
     if len(columns["step"]) < 30:  # validations, or a run's first steps
