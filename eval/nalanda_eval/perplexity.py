@@ -51,6 +51,7 @@ from nalanda.model.state import fingerprint
 from nalanda.report.figures import GREY, drawing, files, in_panels, log_axis
 from nalanda.train.resolve import resolve_all
 from nalanda_eval.options import PerplexityOptions
+from nalanda_eval.report import model_titles
 
 AT_ONCE = 4096
 """Tokens whose logits are in memory at once."""
@@ -515,7 +516,7 @@ def _exp_or_none(nats: float) -> float | None:
 def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
     """Draws perplexity by position, and the gain of one pass over windows."""
     models = result["models"]
-    names = _shorten_paths([model["name"] for model in models])
+    names = model_titles(models)
     groups, looks = in_panels(range(len(models)))
     windows = sorted({model["window"] for model in models})
 
@@ -593,22 +594,6 @@ def incomparable(models: list[dict[str, Any]]) -> list[str]:
             "their tokenizers differ: name a text that --tokens does not cut",
         ),
     ]
-
-
-def _shorten_paths(names: list[str]) -> list[str]:
-    """Paths without the parts that all of them begin or end with."""
-    paths = [Path(name).parts for name in names]
-
-    def share(end: int) -> bool:
-        # A path keeps at least one part.
-        several = len(names) > 1 and all(len(path) > 1 for path in paths)
-        return several and len({path[end] for path in paths}) == 1
-
-    while share(0):
-        paths = [path[1:] for path in paths]
-    while share(-1):
-        paths = [path[:-1] for path in paths]
-    return [str(Path(*path)) for path in paths]
 
 
 def print_perplexity(result: dict[str, Any]) -> None:

@@ -98,7 +98,7 @@ def suite(
     header = ["model", *(title for _, _, title in table.tasks), "avg"]
     published = [_suite_row(table, *row) for row in read_published(name).items()]
     ours = []
-    titles = zip(_model_titles(results), _state_sizes(results), strict=True)
+    titles = zip(model_titles(results["models"]), _state_sizes(results), strict=True)
     for (name, state), model in zip(titles, results["models"], strict=True):
         # Without a name a row has standard errors.
         for kind, title in {"metrics": name, "stderr": ""}.items():
@@ -112,7 +112,7 @@ def needle_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] |
     """Accuracies on needles in percent: header, and one row a model and kind, by length; None without any."""
     lengths = sorted({needle.length for needle in NEEDLES.values()})
     rows = []
-    for name, model in zip(_model_titles(results), results["models"], strict=True):
+    for name, model in zip(model_titles(results["models"]), results["models"], strict=True):
         for kind in dict.fromkeys(needle.kind for needle in NEEDLES.values()):
             tasks = [f"{kind}_{short_length(length)}" for length in lengths]
             if model["tasks"].keys() & set(tasks):
@@ -141,7 +141,7 @@ def others(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] | None:
             error = _read_figure(model, task, metric, "stderr")
             row.append(cell if error is None else f"{cell} ± {_format_cell(metric, error)}")
         rows.append(row)
-    return ["task", "metric", *_model_titles(results)], rows
+    return ["task", "metric", *model_titles(results["models"])], rows
 
 
 def notes(results: dict[str, Any]) -> list[str]:
@@ -163,7 +163,7 @@ def notes(results: dict[str, Any]) -> list[str]:
             f"Only {results['limit']:g} of each task's documents: not comparable with other tables."
         )
     lines += _prompt_notes(results)
-    for name, model in zip(_model_titles(results), results["models"], strict=True):
+    for name, model in zip(model_titles(results["models"]), results["models"], strict=True):
         bits = []
         for task, text in (("wikitext", "wikitext"), ("lambada_openai", "LAMBADA's last words")):
             # These have no column in the tables.
@@ -272,13 +272,13 @@ def print_results(results: dict[str, Any]) -> None:
         console.print(note, style="dim", markup=False, highlight=False)
 
 
-def _model_titles(results: dict[str, Any]) -> list[str]:
+def model_titles(models: list[dict[str, Any]]) -> list[str]:
     """The models' names; of long paths only as many last parts as distinguish them, at least two."""
-    paths = [Path(model["name"]).parts for model in results["models"]]
+    paths = [Path(model["name"]).parts for model in models]
     for count in range(2, max(map(len, paths))):
         if len({path[-count:] for path in paths}) == len(set(paths)):
             return [str(Path(*path[-count:])) for path in paths]
-    return [model["name"] for model in results["models"]]
+    return [model["name"] for model in models]
 
 
 def _state_sizes(results: dict[str, Any]) -> list[str]:
