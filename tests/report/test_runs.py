@@ -368,7 +368,7 @@ def test_only_losses_that_compare_are_compared(tmp_path, settings, bits, title):
     curves = [
         replace(
             curve(make(tmp_path / f"run{i}", lines=losses(1), **base | more)),
-            bits_per_byte=bits[i],
+            last={} if bits[i] is None else {"val_bpb": bits[i]},
             validation=[(1, 1, 1, 2.0 - i)],
         )
         for i, more in enumerate(({}, settings))

@@ -97,6 +97,7 @@ def write_page(
 
     lone = runs[0] if len(runs) == 1 else None
     panels = draw_panels(runs)
+    tiles = [tile(lone) for tile in (quality_tile, scores_tile, speed_tile)] if lone else []
     page = render(
         "page.html",
         {key: panel.figure for key, panel in panels.items()},
@@ -105,7 +106,7 @@ def write_page(
         seeds="" if lone else count_seeds([run.config for run in runs]),
         state=describe_state,
         subtitle=describe_run(lone) if lone else "",
-        tiles=make_tiles(lone) if lone else [],
+        tiles=list(filter(None, tiles)),
         loading=loading_code(lone) if lone else "",
         newest=generating_command(lone) if lone and not _final_config(lone) else "",
         curves=panels,
@@ -236,12 +237,6 @@ def describe_steps(summary: dict[str, Any]) -> str:
     """`step 300 of 512`."""
     of = f" of {write_number(summary['steps'])}" if summary["steps"] else ""
     return f"step {write_number(summary['step'])}{of}"
-
-
-def make_tiles(run: PageRun) -> list[Tile]:
-    """Quality, scores and speed of a run; without those that have no figure."""
-    tiles = [quality_tile(run), scores_tile(run), speed_tile(run)]
-    return [tile for tile in tiles if tile is not None]
 
 
 def quality_tile(run: PageRun) -> Tile | None:

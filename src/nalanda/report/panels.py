@@ -116,11 +116,9 @@ def choose_panels(runs: Sequence[PageRun]) -> dict[str, Panel]:
         panels[key] = Panel(f"Validation on {key.partition('/')[2]}, {unit}", [key])
 
     # Numbers that a mixer logs in validation, by names of its own.
-    for key in sorted({key for run in runs for line in run.lines for key in line}):
-        of_validation = any(
-            key in line and "val_loss" in line for run in runs for line in run.lines
-        )
-        if of_validation and key in every and not key.startswith("val_") and key not in _COUNTS:
+    validations = [line for run in runs for line in run.lines if "val_loss" in line]
+    for key in sorted(every & set().union(*validations)):
+        if not key.startswith("val_") and key not in _COUNTS:
             title = key.replace("_", " ")
             panels[key] = Panel(f"{title[:1].upper()}{title[1:]}, mean over layers", [key])
     return panels

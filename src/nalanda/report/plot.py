@@ -33,10 +33,8 @@ class Curve:
     """[(step, kind)]"""
     stages: dict[str, int]
     """Steps before each stage, by its name."""
-    bits_per_byte: float | None = None
-    """Of the last validation."""
-    validated: tuple[tuple[str, float], ...] = ()
-    """`validated_of` the last validation."""
+    last: dict[str, Any]
+    """The line of the last validation in metrics.jsonl; {} without one."""
 
     @property
     def broken_at(self) -> int | None:
@@ -68,13 +66,11 @@ def curve(folder: str | Path) -> Curve:
             elif "val_loss" in line:
                 validation.append((step, line["tokens"], hours, float(line["val_loss"])))
                 last = line
-        validated = validated_of(last)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{folder}: unreadable: {first_line(error)}") from None
     if not train:
         raise InputError(f"{file}: no training loss to draw yet")
-    name, bits = folder.resolve().name, last.get("val_bpb")
-    return Curve(name, config, train, validation, events, stages, bits, validated)
+    return Curve(folder.resolve().name, config, train, validation, events, stages, last)
 
 
 def validated_of(line: dict[str, Any]) -> tuple[tuple[str, float], ...]:
@@ -229,7 +225,7 @@ def _title(curves: Sequence[Curve]) -> str:
     if len(ends) < len(curves):
         return f"Training loss of {curves[0].name if len(curves) == 1 else f'{len(curves)} runs'}"
     # Losses a token compare under one tokenizer alone, bits a byte under any.
-    bits = [c.bits_per_byte for c in curves if c.bits_per_byte is not None]
+    bits = [c.last["val_bpb"] for c in curves if "val_bpb" in c.last]
     tokenizers_differ = _differ(curves, _tokenizer)
     if not _validated_alike(curves) or (tokenizers_differ and len(bits) < len(curves)):
         return f"Validation loss of {len(curves)} runs"
@@ -375,7 +371,7 @@ def _validated_alike(curves: Sequence[Curve]) -> bool:
     """Whether the last validations are on the same text, and read equally much of it."""
     # Tokens hold more or less text by their tokenizer.
     unit = "bytes" if _differ(curves, _tokenizer) else "labels"
-    amounts = [dict(c.validated).get(unit) for c in curves]
+    amounts = [dict(validated_of(c.last)).get(unit) for c in curves]
     return not _differ(curves, validation_of) and same_amount(amounts)
 
 
