@@ -9,7 +9,7 @@ from typing import Any
 from nalanda.common.errors import InputError
 from nalanda.common.scores import Score, find_results, read_scores
 from nalanda.report.figures import COLOURS
-from nalanda.report.runs import check_run_folder, read_recipe, read_run
+from nalanda.report.runs import read_run, recipe_of
 from nalanda.train.log import read_facts, with_hours
 
 DASHES = ("solid", "dashed", "dotted")
@@ -48,12 +48,7 @@ class PageRun:
 
 def read_page_run(folder: Path, number: int) -> PageRun:
     """The run in `folder`, whose number chooses its look. Raises InputError if it is none."""
-    check_run_folder(folder)
-    recipe = folder / "config.yaml"
-    try:
-        config = read_recipe(folder) if recipe.is_file() else {}
-    except ValueError as error:
-        raise InputError(f"{folder}: unreadable: {error}") from None
+    config, recipe = recipe_of(folder), folder / "config.yaml"
     colour, dash = line_look(number)
     timed = [(line, hours) for line, hours in with_hours(folder) if "step" in line]
     lines = [line for line, _ in timed]

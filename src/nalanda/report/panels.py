@@ -80,7 +80,7 @@ def draw_panels(runs: Sequence[PageRun]) -> dict[str, Panel]:
                 look = panel.legend[panel.keys.index(key)] if panel.legend else own
                 draw_run(figure, key, run, points, axis, *look)
         if len(runs) == 1:
-            draw_baselines(figure, name, runs[0], series[0][2][axis])
+            draw_baselines(figure, name, runs[0], series[0][2][axis], max(values))
         stages = [event for run in runs for event in run.events if event["event"] == "stage"]
         borders = {(event[axis] - (axis == "step"), event["name"]) for event in stages}
         for at, stage in sorted(borders):
@@ -91,7 +91,13 @@ def draw_panels(runs: Sequence[PageRun]) -> dict[str, Panel]:
 def choose_panels(runs: Sequence[PageRun]) -> dict[str, Panel]:
     """The panels that have values, without their figures. No two have the same curve."""
     found = [
-        {key for line in run.lines for key, v in line.items() if _is_finite(v)} for run in runs
+        {
+            k
+            for line in run.lines
+            for k, v in line.items()
+            if isinstance(v, int | float) and math.isfinite(v)
+        }
+        for run in runs
     ]
     every = set().union(*found)
     validated = [keys for keys in found if "val_loss" in keys]
@@ -125,10 +131,6 @@ def choose_panels(runs: Sequence[PageRun]) -> dict[str, Panel]:
 
 
 _COUNTS = ("step", "tokens")
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def step_sizes(run: PageRun) -> set[Any]:
@@ -200,15 +202,16 @@ def draw_border(panel: Any, at: float, name: str) -> None:
     panel.add_layout(Label(x=at, y=6, y_units="screen", x_offset=3, text=name, **text))
 
 
-def draw_baselines(panel: Any, key: str, run: PageRun, places: Sequence[float]) -> None:
-    """Draws each baseline with this key as a line across the panel, with its name."""
+def draw_baselines(
+    panel: Any, key: str, run: PageRun, places: Sequence[float], highest: float
+) -> None:
+    """Draws each baseline with this key as a line across the panel, with its name. highest: of the curve."""
     from bokeh.models import Label
 
     for name, values in run.baselines.items():
         # One that is far off would flatten the curve.
         level = values.get(key)
-        curve = [value for value in read_points(run, key)["value"] if math.isfinite(value)]
-        if level is None or not curve or level > 1.3 * max(curve):
+        if level is None or level > 1.3 * highest:
             continue
         ends = [min(places) if len(places) > 1 else 0, max(places)]
         panel.line(ends, [level, level], line_color=INK, line_dash="dashed", line_width=1.5)

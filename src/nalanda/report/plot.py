@@ -14,7 +14,7 @@ from nalanda.config.load import differences
 from nalanda.config.schema import DataConfig
 from nalanda.data.records import field_of
 from nalanda.report.figures import GREY, Look, drawing, files, in_panels, log_axis, look
-from nalanda.report.runs import check_run_folder, layers, read_recipe
+from nalanda.report.runs import layers, recipe_of
 from nalanda.train.log import with_hours
 
 Point = tuple[float, float, float, float]
@@ -48,9 +48,8 @@ def curve(folder: str | Path) -> Curve:
     """The losses of the run in `folder`. Raises InputError if it is not a run or has no training loss yet."""
     folder = Path(folder)
     file = folder / "metrics.jsonl"
-    check_run_folder(folder)
+    config = recipe_of(folder)
     try:
-        config = read_recipe(folder) if (folder / "config.yaml").is_file() else {}
         train, validation, events = [], [], []
         stages: dict[str, int] = {}
         last: dict[str, Any] = {}

@@ -23,7 +23,7 @@ from nalanda.config.load import at_home
 from nalanda.config.schema import RunConfig, Stage
 from nalanda.report.verify import verify
 from nalanda.storage.remote import is_store, staging
-from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, step_of
+from nalanda.train.checkpoint_dir import checkpoint_folders, step_of
 from nalanda.train.estimate import meta_model, time_left
 from nalanda.train.log import read_facts, read_metrics
 from nalanda.train.loop import train
@@ -110,7 +110,7 @@ def measured(config: RunConfig, folder: Path, before: int) -> dict[str, Any]:
     for verdict in verify(folder):
         if not verdict.good:
             raise InputError(f"{folder}: the checkpoint cannot be read back: {verdict}")
-    checkpoint = latest_checkpoint(folder / "checkpoints")
+    [*_, checkpoint] = checkpoint_folders(folder / "checkpoints")
 
     facts = read_facts(folder) | {"step": 0}
     # With one process `parallel` is None, and counts for nothing.
@@ -131,7 +131,7 @@ def measured(config: RunConfig, folder: Path, before: int) -> dict[str, Any]:
         "estimated_bytes": needs.device,
         "bytes": peak_bytes(facts["device"], before),
         "estimated_checkpoint_bytes": files.checkpoint,
-        "checkpoint_bytes": folder_bytes(checkpoint) if checkpoint else 0,
+        "checkpoint_bytes": folder_bytes(checkpoint),
         "disk_bytes": files.total,
         "free_bytes": shutil.disk_usage(folder).free,
     }

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
 from nalanda.common.errors import InputError
+from nalanda.common.files import alone
 from nalanda.common.text import si
 from nalanda.config.load import read_yaml
 from nalanda.train.log import last_metrics, read_facts
@@ -77,13 +77,20 @@ def find_runs(directory: str | Path) -> list[Path]:
     return runs
 
 
-def check_run_folder(folder: Path) -> None:
-    """Raises `InputError` for a folder that is no run; of a folder of runs it names some."""
+def recipe_of(folder: Path) -> dict:
+    """The recipe of the run in a folder; {} where it has none.
+
+    Raises `InputError` for a folder that is no run; of a folder of runs it names some.
+    """
     if not folder.is_dir():
         raise InputError(f"{folder}: no such directory; name the folder of a run")
     records = ("config.yaml", "run.json", "metrics.jsonl")
     if any((folder / name).is_file() for name in records):
-        return
+        try:
+            return read_recipe(folder) if (folder / "config.yaml").is_file() else {}
+        except ValueError as error:
+            raise InputError(f"{folder}: unreadable: {error}") from None
+
     runs = sorted({file.parent for name in records for file in folder.glob(f"*/{name}")})
     if runs:
         named = " ".join(map(str, runs[:3]))
@@ -265,9 +272,9 @@ def _is_locked(file: Path) -> bool:
     if not file.exists():
         return True
     try:
-        with FileLock(file, timeout=0):
-            return False
-    except (Timeout, OSError, NotImplementedError):
+        with alone(file, "a run holds it") as has_locks:
+            return not has_locks
+    except InputError:
         return True
 
 
