@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nalanda.common.errors import InputError, first_line, output_folder
+from nalanda.common.files import write_atomically
 from nalanda.common.text import redact
 from nalanda.storage.retry import persist
 from nalanda_eval.python_tasks import write_python_tasks
@@ -46,17 +47,11 @@ def _fetch_split(
         return
 
     rows = _download_dataset(name, local, split)
-    # Under the final name only when it is whole.
-    partial = root / f".{file_name}.partial.jsonl.gz"
-    with (
-        partial.open("wb") as stream,
-        # No name and time in it: the same rows give the same bytes.
-        gzip.GzipFile("", "wb", fileobj=stream, mtime=0) as lines,
-    ):
-        for row in rows:
-            document = {field: row[field] for field in local.fields}
-            lines.write((json.dumps(document, ensure_ascii=False) + "\n").encode())
-    file = partial.replace(root / f"{file_name}.jsonl.gz")
+    documents = ({field: row[field] for field in local.fields} for row in rows)
+    lines = [json.dumps(document, ensure_ascii=False) + "\n" for document in documents]
+    file = root / f"{file_name}.jsonl.gz"
+    # No time in it: the same rows give the same bytes.
+    write_atomically(file, gzip.compress("".join(lines).encode(), mtime=0))
     print(f"{file}: {len(rows)} documents")
 
 

@@ -70,3 +70,20 @@ def test_tasks_are_fetched_in_the_form_that_eval_reads(tmp_path, monkeypatch):
         InputError, match="mmlu: no data to fetch; choose from table4, recall, all, wikitext"
     ):
         CliRunner().invoke(nalanda_cli.app, [*arguments[:-1], "mmlu"], catch_exceptions=False)
+
+
+def test_two_commands_may_fetch_a_task_at_once(tmp_path, monkeypatch):
+    from nalanda_eval import fetch
+
+    row = {"goal": "g", "sol1": "1", "sol2": "2", "label": 1}
+
+    class Rows(list):
+        def __iter__(self):
+            """The other command, while this one writes."""
+            monkeypatch.setattr(fetch, "_download_dataset", lambda *task: [row])
+            fetch.fetch_tasks(["piqa"], str(tmp_path))
+            return super().__iter__()
+
+    monkeypatch.setattr(fetch, "_download_dataset", lambda *task: Rows([row]))
+    fetch.fetch_tasks(["piqa"], str(tmp_path))
+    assert [file.name for file in tmp_path.iterdir()] == ["piqa_val.jsonl.gz"]
