@@ -6,6 +6,7 @@ gap is the gain from longer context.
 """
 
 import csv
+import io
 import json
 import math
 import re
@@ -24,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError, output_folder
+from nalanda.common.files import write_atomically
 from nalanda.common.products import product_route
 from nalanda.common.progress import Progress, first_process
 from nalanda.common.text import si
@@ -148,16 +150,17 @@ def _model_facts(name: str, model: PreTrainedModel) -> dict[str, Any]:
 
 def _write_result(result: dict[str, Any], directory: Path) -> None:
     content = json.dumps(result, indent=1, allow_nan=False)
-    (directory / "perplexity.json").write_text(content + "\n", encoding="utf-8")
+    write_atomically(directory / "perplexity.json", content + "\n")
 
     rows = []
     for model in result["models"]:
         for point in model["curve"]:
             rows.append({"model": model["name"], **point})
-    with (directory / "perplexity.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    table = io.StringIO(newline="")
+    writer = csv.DictWriter(table, rows[0].keys(), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(directory / "perplexity.csv", table.getvalue())
 
 
 def text_data(text: str, overrides: list[str], joined: bool) -> DataConfig:
