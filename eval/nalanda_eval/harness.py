@@ -66,7 +66,7 @@ from nalanda.train.resolve import resolve, resolve_all
 from nalanda_eval import report
 from nalanda_eval.cache import AnswerCache
 from nalanda_eval.needles import SAMPLES
-from nalanda_eval.options import EvalOptions
+from nalanda_eval.options import EvalOptions, check_least
 from nalanda_eval.perplexity import ratio
 from nalanda_eval.task_data import TaskSource, find_tasks
 
@@ -170,9 +170,8 @@ def evaluate(
 
 def _check_options(options: EvalOptions) -> None:
     """Raises `InputError` for options out of range or against each other."""
+    check_least(options, batch_size=1, max_length=1, num_fewshot=0)
     limit = options.limit
-    if options.batch_size < 1:
-        raise InputError(f"--batch-size {options.batch_size}: must be at least 1")
     if limit is not None and not (0 < limit < 1 or (limit >= 1 and float(limit).is_integer())):
         raise InputError(
             f"--limit {limit:g}: must be a whole number of documents, or a share below 1"

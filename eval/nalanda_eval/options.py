@@ -1,6 +1,9 @@
 """How models are evaluated."""
 
 from dataclasses import dataclass
+from typing import Any
+
+from nalanda.common.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -47,3 +50,11 @@ class PerplexityOptions:
     """Tokens to score; the last document is cut there."""
     output: str = "runs/perplexity"
     """Directory for the results and picture."""
+
+
+def check_least(options: Any, **least: int) -> None:
+    """Raises `InputError` for an option below its least value."""
+    for name, minimum in least.items():
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            raise InputError(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")

@@ -52,7 +52,7 @@ from nalanda.model.context import Context
 from nalanda.model.state import fingerprint
 from nalanda.report.figures import GREY, drawing, files, in_panels, log_axis
 from nalanda.train.resolve import resolve_all
-from nalanda_eval.options import PerplexityOptions
+from nalanda_eval.options import PerplexityOptions, check_least
 from nalanda_eval.report import model_titles
 
 AT_ONCE = 4096
@@ -130,10 +130,7 @@ def perplexity(
 
 def _check_lengths(options: PerplexityOptions) -> None:
     """Raises `InputError` for lengths that are too short or do not fit each other."""
-    for name, minimum in (("length", 2), ("window", 2), ("tokens", 1)):
-        value = getattr(options, name)
-        if value is not None and value < minimum:
-            raise InputError(f"--{name} {value}: must be at least {minimum}")
+    check_least(options, length=2, window=2, tokens=1)
     if options.window and options.length and options.window > options.length:
         raise InputError(f"--window {options.window}: is longer than --length {options.length}")
 

@@ -1455,6 +1455,16 @@ def test_a_limit_is_a_number_of_documents_or_a_share(limit):
         evaluate(["any"], ["piqa"], EvalOptions(limit=limit))
 
 
+@pytest.mark.parametrize(
+    ("option", "least"), [("batch_size", 1), ("max_length", 1), ("num_fewshot", 0)]
+)
+def test_options_below_their_least_are_refused_from_python_too(option, least):
+    with pytest.raises(
+        InputError, match=f"--{option.replace('_', '-')} -1: must be at least {least}"
+    ):
+        evaluate(["any"], ["piqa"], EvalOptions(**{option: -1}))
+
+
 def test_no_data_at_all(checkpoint, tmp_path):
     with pytest.raises(
         InputError, match=r"data for none of the tasks, expected wikitext_test\.jsonl\.gz, lambada"
