@@ -2,6 +2,7 @@
 
 import functools
 import math
+import random
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import datasets
 import lm_eval.tasks
+import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -41,7 +43,7 @@ from nalanda_eval.python_tasks import python_tasks
 from nalanda_eval.scoring import Answer, Request
 from nalanda_eval.task_data import PACKAGED, TaskSource, read_rows, suggest_task
 
-__all__ = ["ENDLESS", "HarnessModel", "characters", "harness", "load_tasks"]
+__all__ = ["ENDLESS", "HarnessModel", "characters", "harness", "load_tasks", "seed_draws"]
 
 OFFICIAL = Path(lm_eval.tasks.__file__).parent
 ENDLESS = sys.maxsize
@@ -284,6 +286,13 @@ def _count_tokens(request: Request) -> int:
     return len(context) + len(continuation)
 
 
+def seed_draws() -> None:
+    """Begins the random numbers as `lm_eval` does: of tasks that shuffle, and of answers that are drawn."""
+    random.seed(0)
+    np.random.seed(1234)
+    torch.manual_seed(1234)
+
+
 def load_tasks(
     sources: list[TaskSource],
     count_tokens: Callable[[str], int] = len,
@@ -300,6 +309,7 @@ def load_tasks(
     Raises:
         InputError: an unknown name, a task file that does not load, missing data, or too few examples.
     """
+    seed_draws()
     # Indexing the harness's 14 000 tasks is slow: only for names whose file is unknown.
     named = any(not (source.task_file or source.local or source.needle) for source in sources)
     manager = TaskManager(include_defaults=named)

@@ -234,7 +234,7 @@ def _score_model(
 
     before: its entry of an earlier command. Raises `InputError` if it is of other weights or settings.
     """
-    from nalanda_eval.adapter import ENDLESS, HarnessModel, harness
+    from nalanda_eval.adapter import ENDLESS, HarnessModel, harness, seed_draws
 
     options, directory = session.options, session.directory
     in_one_pass = options.long == "whole"
@@ -273,6 +273,7 @@ def _score_model(
             _check_same(directory, {key: before.get(key) for key in DECISIVE}, facts)
         for task in session.loaded["tasks"].values():  # the same examples for every model
             task.set_fewshot_seed(seed=1234)
+        seed_draws()
         raw = harness(
             scorer,
             session.loaded,

@@ -715,6 +715,22 @@ def test_prompts_and_samples_are_the_harness_own(checkpoint, own_tasks, tmp_path
                 close_texts(line[field], expected[field])
 
 
+def test_what_a_task_draws_is_the_same_each_time(checkpoint, own_tasks, tmp_path):
+    """A task that shuffles its documents as it reads them, and whose answers are drawn."""
+    (own_tasks / "draws.py").write_text(
+        "import random\ndef shuffled(rows):\n    return rows.select(random.sample(range(4), 4))\n"
+    )
+    task = (own_tasks / "write.yaml").read_text().replace("task: write", "task: draw")
+    task = task.replace("max_gen_toks: 6", "max_gen_toks: 6, do_sample: true, temperature: 1.0")
+    (own_tasks / "draw.yaml").write_text(f"{task}process_docs: !function draws.shuffled\n")
+    samples = []
+    for name in ("one", "two"):
+        options = EvalOptions(output=str(tmp_path / name), log_samples=True)
+        evaluate([checkpoint], [str(own_tasks / "draw.yaml")], options)
+        samples += [file.read_text() for file in (tmp_path / name).rglob("samples_draw.jsonl")]
+    assert samples[0] == samples[1]
+
+
 @pytest.mark.parametrize("task", ["arc_easy", "piqa"])
 def test_local_examples_never_have_the_question(adapter, data, tmp_path, task):
     """They are other documents of the file, or all of the file of training documents."""
