@@ -329,7 +329,7 @@ def load_tasks(
         if task.get_config("num_fewshot") != 0:
             shots = task.get_config("num_fewshot") if num_fewshot is None else num_fewshot
             task.set_config("num_fewshot", shots or 0)
-        _check_examples(name, task)
+        _check_task(name, task)
         aggregations = task.aggregation()
         for metric, aggregate in aggregations.items():
             if aggregate in (perplexity, weighted_perplexity):
@@ -337,8 +337,15 @@ def load_tasks(
     return tasks
 
 
-def _check_examples(name: str, task: Any) -> None:
-    """Raises `InputError` if a task lacks documents for its few-shot examples."""
+def _check_task(name: str, task: Any) -> None:
+    """Raises `InputError` for a task that cannot be scored here, or lacks documents for its few-shot examples."""
+    if getattr(task, "UNSAFE_CODE", False):
+        raise InputError(
+            f"{name}: runs what a model writes; take lm_eval, with --confirm_run_unsafe_code"
+        )
+    if getattr(task, "MULTIMODAL", False):
+        raise InputError(f"{name}: has pictures or sound; name tasks of text")
+
     shots = task.get_config("num_fewshot")
     sampler = getattr(task, "sampler", None)
     if not shots or sampler is None:

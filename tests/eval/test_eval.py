@@ -715,6 +715,20 @@ def test_prompts_and_samples_are_the_harness_own(checkpoint, own_tasks, tmp_path
                 close_texts(line[field], expected[field])
 
 
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("unsafe_code: true", "write: runs what a model writes"),
+        ("doc_to_image: x", "write: has pic"),
+    ],
+)
+def test_tasks_that_the_harness_would_not_run_are_refused(adapter, own_tasks, key, says):
+    file = own_tasks / "write.yaml"
+    file.write_text(f"{file.read_text()}{key}\n")
+    with pytest.raises(InputError, match=says):
+        adapter.load_tasks([TaskSource(str(file), task_file=file)])
+
+
 def test_what_a_task_draws_is_the_same_each_time(checkpoint, own_tasks, tmp_path):
     """A task that shuffles its documents as it reads them, and whose answers are drawn."""
     (own_tasks / "draws.py").write_text(
