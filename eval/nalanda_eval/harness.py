@@ -445,9 +445,9 @@ def _shared_settings(results: dict[str, Any]) -> dict[str, Any]:
     # What follows a +, such as a commit or a CUDA build, may differ.
     releases = {name: version.partition("+")[0] for name, version in results["versions"].items()}
     releases["python"] = ".".join(releases["python"].split(".")[:2])
-    data = results["data"] and _full_path(results["data"])
     prompts = {key: results.get(key, default) for key, default in PROMPTS.items()}
-    return {"data": data, "limit": results["limit"], "long": results["long"]} | prompts | releases
+    fixed = {key: results[key] for key in ("data", "limit", "long")}
+    return fixed | prompts | releases
 
 
 def _check_same(directory: Path | None, before: dict[str, Any], now: dict[str, Any]) -> None:

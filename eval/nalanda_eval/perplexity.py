@@ -59,8 +59,6 @@ AT_ONCE = 4096
 """Tokens whose logits are in memory at once."""
 LONGEST = 16
 """Default length of a row, in windows."""
-Span = tuple[int, int]
-"""(first, last) of a text's tokens: those after `first` up to `last` are predicted."""
 
 
 def perplexity(
@@ -149,10 +147,9 @@ def _write_result(result: dict[str, Any], directory: Path) -> None:
     content = json.dumps(result, indent=1, allow_nan=False)
     write_atomically(directory / "perplexity.json", content + "\n")
 
-    rows = []
-    for model in result["models"]:
-        for point in model["curve"]:
-            rows.append({"model": model["name"], **point})
+    rows = [
+        {"model": model["name"], **point} for model in result["models"] for point in model["curve"]
+    ]
     table = io.StringIO(newline="")
     writer = csv.DictWriter(table, rows[0].keys(), lineterminator="\n")
     writer.writeheader()
@@ -260,8 +257,11 @@ def _cut_text(text: str, count: int, tokenizer: PreTrainedTokenizerBase, tokens:
     return text[: encoding.offset_mapping[count - 1][1]]
 
 
-def spans(tokens: int, length: int) -> list[Span]:
-    """The rows of a text of `tokens` tokens: `length` predictions each, after one token of context."""
+def spans(tokens: int, length: int) -> list[tuple[int, int]]:
+    """The rows of a text of `tokens` tokens: `length` predictions each, after one token of context.
+
+    Each is (first, last): the tokens after `first` up to `last` are predicted.
+    """
     return [(start, min(start + length, tokens - 1)) for start in range(0, tokens - 1, length)]
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from nalanda.common.progress import first_process
 from nalanda.common.scores import PERPLEXITIES, SHARES, percent_factor
 from nalanda.common.text import beside_least, markdown_table, si, size
-from nalanda_eval.needles import NEEDLES, short_length
+from nalanda_eval.needles import KINDS, LENGTHS, NEEDLES, short_length
 
 # The zero-shot suite of NaLaFormer's table 4, and LAMBADA's accuracy: task, metric, column.
 TABLE4 = (
@@ -110,15 +110,15 @@ def suite(
 
 def needle_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] | None:
     """Accuracies on needles in percent: header, and one row a model and kind, by length; None without any."""
-    lengths = sorted({needle.length for needle in NEEDLES.values()})
+    lengths = [*map(short_length, LENGTHS)]
     rows = []
     for name, model in zip(model_titles(results["models"]), results["models"], strict=True):
-        for kind in dict.fromkeys(needle.kind for needle in NEEDLES.values()):
-            tasks = [f"{kind}_{short_length(length)}" for length in lengths]
+        for kind in KINDS:
+            tasks = [f"{kind}_{length}" for length in lengths]
             if model["tasks"].keys() & set(tasks):
                 cells = [_format_cell("acc", _read_figure(model, task, "acc")) for task in tasks]
                 rows.append([name, kind.removeprefix("niah_").replace("_", " "), *cells])
-    return (["model", "needle", *map(short_length, lengths)], rows) if rows else None
+    return (["model", "needle", *lengths], rows) if rows else None
 
 
 def others(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] | None:

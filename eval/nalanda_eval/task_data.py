@@ -28,11 +28,14 @@ class LocalData:
     """Path of the task file in the harness's folder of tasks, or of ours."""
     file: str
     """Name in the data directory, without .jsonl or .jsonl.gz."""
-    split: str
     fields: tuple[str, ...]
     """Names of the hub's fields."""
     convert: Callable[[dict], dict] = dict
     """Function from a row of the file to one with the hub's fields."""
+
+    @property
+    def split(self) -> str:
+        return "test" if self.file.endswith("_test") else "validation"
 
     @property
     def training_file(self) -> str:
@@ -74,48 +77,31 @@ _DROP = ("query_id", "passage", "question", "answer", "validated_answers")
 
 
 LOCAL = {
-    "wikitext": LocalData("wikitext/wikitext.yaml", "wikitext_test", "test", ("page",)),
-    "lambada_openai": LocalData(
-        "lambada/lambada_openai.yaml", "lambada_test", "test", ("text",), _lambada
-    ),
-    "piqa": LocalData(
-        "piqa/piqa.yaml", "piqa_val", "validation", ("goal", "sol1", "sol2", "label")
-    ),
-    "hellaswag": LocalData("hellaswag/hellaswag.yaml", "hellaswag_val", "validation", _HELLASWAG),
-    "winogrande": LocalData(
-        "winogrande/default.yaml", "winogrande_xl_val", "validation", _WINOGRANDE
-    ),
-    "arc_easy": LocalData("arc/arc_easy.yaml", "arc_easy_test", "test", _ARC, _arc),
-    "arc_challenge": LocalData("arc/arc_challenge.yaml", "arc_challenge_test", "test", _ARC, _arc),
+    "wikitext": LocalData("wikitext/wikitext.yaml", "wikitext_test", ("page",)),
+    "lambada_openai": LocalData("lambada/lambada_openai.yaml", "lambada_test", ("text",), _lambada),
+    "piqa": LocalData("piqa/piqa.yaml", "piqa_val", ("goal", "sol1", "sol2", "label")),
+    "hellaswag": LocalData("hellaswag/hellaswag.yaml", "hellaswag_val", _HELLASWAG),
+    "winogrande": LocalData("winogrande/default.yaml", "winogrande_xl_val", _WINOGRANDE),
+    "arc_easy": LocalData("arc/arc_easy.yaml", "arc_easy_test", _ARC, _arc),
+    "arc_challenge": LocalData("arc/arc_challenge.yaml", "arc_challenge_test", _ARC, _arc),
     "boolq": LocalData(
-        "super_glue/boolq/default.yaml",
-        "boolq_val",
-        "validation",
-        ("passage", "question", "label"),
-        _boolq,
+        "super_glue/boolq/default.yaml", "boolq_val", ("passage", "question", "label"), _boolq
     ),
     "openbookqa": LocalData(
         "openbookqa/openbookqa.yaml",
         "openbookqa_test",
-        "test",
         _OPENBOOKQA,
         partial(_arc, question="question_stem"),
     ),
-    "sciq": LocalData("sciq/sciq.yaml", "sciq_val", "validation", _SCIQ),
-    "copa": LocalData("super_glue/copa/default.yaml", "copa_val", "validation", _COPA),
-    "social_iqa": LocalData("siqa/siqa.yaml", "social_iqa_val", "validation", _SIQA),
-    "commonsense_qa": LocalData(
-        "commonsense_qa/default.yaml", "commonsense_qa_val", "validation", _ARC
-    ),
+    "sciq": LocalData("sciq/sciq.yaml", "sciq_val", _SCIQ),
+    "copa": LocalData("super_glue/copa/default.yaml", "copa_val", _COPA),
+    "social_iqa": LocalData("siqa/siqa.yaml", "social_iqa_val", _SIQA),
+    "commonsense_qa": LocalData("commonsense_qa/default.yaml", "commonsense_qa_val", _ARC),
 }
 _QA = {
-    "triviaqa": LocalData(
-        "triviaqa/default.yaml", "triviaqa_val", "validation", ("question", "answer")
-    ),
-    "nq_open": LocalData(
-        "nq_open/nq_open.yaml", "nq_open_val", "validation", ("question", "answer")
-    ),
-    "drop": LocalData("drop/default.yaml", "drop_val", "validation", _DROP),
+    "triviaqa": LocalData("triviaqa/default.yaml", "triviaqa_val", ("question", "answer")),
+    "nq_open": LocalData("nq_open/nq_open.yaml", "nq_open_val", ("question", "answer")),
+    "drop": LocalData("drop/default.yaml", "drop_val", _DROP),
 }
 
 
@@ -123,8 +109,8 @@ def _recall_data(name: str) -> LocalData:
     """The documents of a task of `RECALL`, whose file is ours or the harness's."""
     if name.startswith("based_"):
         file = str(PACKAGED / "recall" / f"{name}.yaml")
-        return LocalData(file, f"{name}_val", "validation", _PASSAGE)
-    return LocalData(f"{name}/{name}.yaml", f"{name}_val", "validation", _COMPLETION)
+        return LocalData(file, f"{name}_val", _PASSAGE)
+    return LocalData(f"{name}/{name}.yaml", f"{name}_val", _COMPLETION)
 
 
 _IN_CONTEXT = {name: _recall_data(name) for name, _, _ in RECALL}

@@ -30,9 +30,7 @@ def key_rows(pattern: str = "") -> list[dict[str, str]]:
 
     # The model's keys stand before those of the tokenizer.
     at = next(i for i, row in enumerate(rows) if row["key"].startswith("tokenizer"))
-    # Reversed, since each is inserted before those that came earlier.
-    for name, (field, text) in reversed(model.items()):
-        rows.insert(at, _row(f"model.{name}", field, text))
+    rows[at:at] = [_row(f"model.{name}", field, text) for name, (field, text) in model.items()]
     return [x for x in rows if expression.search(x["key"]) or expression.search(x["meaning"])]
 
 

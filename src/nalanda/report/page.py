@@ -97,6 +97,7 @@ def write_page(
 
     lone = runs[0] if len(runs) == 1 else None
     panels = draw_panels(runs)
+    loading = loading_code(lone) if lone else ""
     tiles = [tile(lone) for tile in (quality_tile, scores_tile, speed_tile)] if lone else []
     page = render(
         "page.html",
@@ -107,8 +108,8 @@ def write_page(
         state=describe_state,
         subtitle=describe_run(lone) if lone else "",
         tiles=list(filter(None, tiles)),
-        loading=loading_code(lone) if lone else "",
-        newest=generating_command(lone) if lone and not _final_config(lone) else "",
+        loading=loading,
+        newest=generating_command(lone) if lone and not loading else "",
         curves=panels,
         signs={kind: sign for kind, (_, sign) in EVENTS.items()},
         tables=make_tables(runs),
