@@ -242,7 +242,7 @@ def _other_amounts(unit: Unit, a: Mapping[int, Result], b: Mapping[int, Result])
     """
     name = "bytes" if unit == "bits a byte" else "labels"
     for seed in sorted(a.keys() & b.keys()):
-        x, y = (dict(each[seed].validated).get(name) for each in (a, b))
+        x, y = (dict(each[seed].validated).get(name, 0) for each in (a, b))
         if not same_amount([x, y]):
             return (
                 f"since they are validated on {x:,.0f} and {y:,.0f} {name} of text; a higher "

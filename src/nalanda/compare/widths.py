@@ -9,9 +9,11 @@ from typing import Any
 from nalanda.common.errors import InputError
 from nalanda.common.text import si
 from nalanda.compare.study import Study, load_arms
+from nalanda.config.load import load_config
 from nalanda.data.records import field_of
 from nalanda.model.configuration import NalandaConfig
-from nalanda.report.info import describe_recipe, info
+from nalanda.report.info import info
+from nalanda.train.estimate import meta_model
 
 CLOSE = 0.02
 """Relative difference up to which figures count as equal."""
@@ -128,5 +130,5 @@ def shared_weights(study: Study) -> list[str]:
 
 def shapes_of(study: Study, arm: str) -> dict[str, Any]:
     overrides = [*study.overrides_of(arm), f"output_dir={study.output_dir}"]
-    _, model = describe_recipe(study.recipe_of(arm), overrides)
+    model = meta_model(load_config(study.recipe_of(arm), overrides))
     return {name: parameter.shape for name, parameter in model.named_parameters()}

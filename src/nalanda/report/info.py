@@ -12,7 +12,6 @@ from nalanda.common.number_formats import TORCH_NAMES
 from nalanda.common.text import size, suggest
 from nalanda.config.load import load_config
 from nalanda.config.model import in_one_line, is_encoder
-from nalanda.config.schema import RunConfig
 from nalanda.model import NalandaConfig, NalandaForCausalLM
 from nalanda.report.runs import layers
 from nalanda.train.estimate import (
@@ -26,12 +25,6 @@ from nalanda.train.estimate import (
 )
 from nalanda.train.flops import PEAK_FLOPS, flops_per_token, known_peak, peak_flops
 from nalanda.train.needs import needs_of
-
-
-def describe_recipe(recipe: str, overrides: list[str]) -> tuple[RunConfig, Any]:
-    """A recipe and its model, in fp32 on the meta device. Raises InputError as `info` does."""
-    config = load_config(recipe, overrides)
-    return config, meta_model(config)
 
 
 def info(
@@ -54,7 +47,8 @@ def info(
 
     Raises InputError for a recipe that cannot be trained, or an unknown device.
     """
-    config, model = describe_recipe(recipe, overrides)
+    config = load_config(recipe, overrides)
+    model: Any = meta_model(config)
     train, seq_len = config.train, config.data.seq_len
     processes = processes or train.context_parallel
     accumulation = config.accumulation(processes)

@@ -50,8 +50,8 @@ def read_page_run(folder: Path, number: int) -> PageRun:
     """The run in `folder`, whose number chooses its look. Raises InputError if it is none."""
     config, recipe = recipe_of(folder), folder / "config.yaml"
     colour, dash = line_look(number)
-    timed = [(line, hours) for line, hours in with_hours(folder) if "step" in line]
-    lines = [line for line, _ in timed]
+    timed = [*with_hours(folder)]
+    lines = [line for line, _ in timed if "step" in line]
 
     return PageRun(
         name=folder.resolve().name,
@@ -64,7 +64,7 @@ def read_page_run(folder: Path, number: int) -> PageRun:
         facts=flatten(read_facts(folder)),
         lines=[line for line in lines if "event" not in line],
         events=[line for line in lines if "event" in line],
-        hours=max((hours for _, hours in timed), default=0.0),
+        hours=timed[-1][1] if timed else 0.0,
         scores=read_run_scores(folder),
         baselines=read_baselines(folder),
     )

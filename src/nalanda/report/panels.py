@@ -36,6 +36,9 @@ EVENTS = {
 INK, RULE = "#757a82", "#80808040"
 """Axes and grids, which can be read on white and on black."""
 
+TEXT: Any = {"text_font_size": "12px", "text_color": INK}
+"""Names in a panel."""
+
 
 @dataclass
 class Panel:
@@ -198,8 +201,7 @@ def draw_border(panel: Any, at: float, name: str) -> None:
 
     look: Any = {"line_color": INK, "line_dash": "dotted"}
     panel.add_layout(Span(location=at, dimension="height", **look))
-    text: Any = {"text_font_size": "11px", "text_color": INK}
-    panel.add_layout(Label(x=at, y=6, y_units="screen", x_offset=3, text=name, **text))
+    panel.add_layout(Label(x=at, y=6, y_units="screen", x_offset=3, text=name, **TEXT))
 
 
 def draw_baselines(
@@ -215,9 +217,9 @@ def draw_baselines(
             continue
         ends = [min(places) if len(places) > 1 else 0, max(places)]
         panel.line(ends, [level, level], line_color=INK, line_dash="dashed", line_width=1.5)
-        text: Any = {"text_font_size": "12px", "text_color": INK, "y_offset": 3}
+        label = f"{name} {level:.4g}"
         panel.add_layout(
-            Label(x=ends[1], y=level, text=f"{name} {level:.4g}", text_align="right", **text)
+            Label(x=ends[1], y=level, y_offset=3, text=label, text_align="right", **TEXT)
         )
 
 

@@ -360,17 +360,16 @@ SAME_AMOUNT = 0.01
 """Validations that differ by more than this share read other texts."""
 
 
-def same_amount(amounts: Sequence[float | None]) -> bool:
-    """Whether validations read equally much; those of unknown amounts may have."""
-    known = [amount for amount in amounts if amount]
-    return len(known) < len(amounts) or max(known) - min(known) <= SAME_AMOUNT * max(known)
+def same_amount(amounts: Sequence[float]) -> bool:
+    """Whether validations read equally much; where an amount is not known, 0, they may have."""
+    return not all(amounts) or max(amounts) - min(amounts) <= SAME_AMOUNT * max(amounts)
 
 
 def _validated_alike(curves: Sequence[Curve]) -> bool:
     """Whether the last validations are on the same text, and read equally much of it."""
     # Tokens hold more or less text by their tokenizer.
     unit = "bytes" if _differ(curves, _tokenizer) else "labels"
-    amounts = [dict(validated_of(c.last)).get(unit) for c in curves]
+    amounts = [dict(validated_of(c.last)).get(unit, 0) for c in curves]
     return not _differ(curves, validation_of) and same_amount(amounts)
 
 
