@@ -38,6 +38,7 @@ import io
 import json
 import logging
 import math
+import sys
 import tempfile
 import time
 import warnings
@@ -349,8 +350,10 @@ def _add_to_card(record: dict[str, Any], file: Path) -> None:
         return
     files = {each.resolve(): None for each in [*(find_results(run) if run else []), file]}
     scores = read_scores(files, lambda other: other["fingerprint"] == record["fingerprint"])
-    with _explain_write_errors(file.parent):
+    try:
         update_card(folder, scores)
+    except (OSError, UnicodeDecodeError) as error:  # the scores are in `file`
+        print(f"{folder}: its card gets no scores: {first_line(error)}", file=sys.stderr)
 
 
 def _read_step(name: str) -> int | None:

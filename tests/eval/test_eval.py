@@ -1148,7 +1148,7 @@ def test_results_as_json_and_csv(checkpoint, data, tmp_path):
     assert kept["models"][1]["found"] == kept["models"][1]["log_likelihoods"]
 
 
-def test_scores_stand_in_the_card_of_their_model(checkpoint, data, tmp_path):
+def test_scores_stand_in_the_card_of_their_model(checkpoint, data, tmp_path, capsys):
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     own = front_matter("mine", False, []).replace("pipeline_tag", "license: mit\npipeline_tag")
     parts = [own, "# My words", scores_table([]), "More of mine: `results: []`", ""]
@@ -1179,6 +1179,11 @@ def test_scores_stand_in_the_card_of_their_model(checkpoint, data, tmp_path):
     card.write_text("# All mine")
     evaluate([str(folder)], ["piqa", "arc_easy"], options)
     assert card.read_text() == "# All mine"
+
+    # One that cannot be read or written costs no scores.
+    card.write_bytes("# Für mich".encode("latin-1"))
+    evaluate([str(folder)], ["piqa", "arc_easy"], options)
+    assert "model: its card gets no scores: 'utf-8' codec" in capsys.readouterr().err
 
 
 def test_the_data_fingerprint_is_what_is_asked(checkpoint, data, tmp_path):
