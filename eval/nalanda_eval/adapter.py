@@ -173,10 +173,11 @@ class HarnessModel(HFLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continuations of contexts, each up to a stop string. They are not kept in the answer cache."""
-        options: list[Any] = [request.args[-1] for request in requests]
+        options: Any = (request.args[-1] for request in requests)
         # By any of the names that the harness takes, such as max_new_tokens.
-        named = [normalize_gen_kwargs(each, self.max_gen_toks) for each in options]
-        longest = max(each["max_gen_toks"] for each in named)
+        longest = max(
+            normalize_gen_kwargs(each, self.max_gen_toks)["max_gen_toks"] for each in options
+        )
         if longest >= self.max_length:
             raise InputError(
                 f"answers have up to {longest} tokens, the model sees {self.max_length} at once: "
