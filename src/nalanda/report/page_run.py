@@ -9,7 +9,7 @@ from typing import Any
 from nalanda.common.errors import InputError
 from nalanda.common.scores import Score, find_results, read_scores
 from nalanda.report.figures import COLOURS
-from nalanda.report.runs import read_run, recipe_of
+from nalanda.report.runs import read_run, run_recipe
 from nalanda.train.log import read_facts, with_hours
 
 DASHES = ("solid", "dashed", "dotted")
@@ -48,7 +48,7 @@ class PageRun:
 
 def read_page_run(folder: Path, number: int) -> PageRun:
     """The run in `folder`, whose number chooses its look. Raises InputError if it is none."""
-    config, recipe = recipe_of(folder), folder / "config.yaml"
+    config, recipe = run_recipe(folder), folder / "config.yaml"
     colour, dash = line_look(number)
     timed = [*with_hours(folder)]
     lines = [line for line, _ in timed if "step" in line]

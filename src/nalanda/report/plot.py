@@ -14,7 +14,7 @@ from nalanda.config.load import differences
 from nalanda.config.schema import DataConfig
 from nalanda.data.records import field_of
 from nalanda.report.figures import GREY, Look, drawing, files, in_panels, log_axis, look
-from nalanda.report.runs import layers, recipe_of
+from nalanda.report.runs import layers, run_recipe
 from nalanda.train.log import with_hours
 
 Point = tuple[float, float, float, float]
@@ -48,7 +48,7 @@ def curve(folder: str | Path) -> Curve:
     """The losses of the run in `folder`. Raises InputError if it is not a run or has no training loss yet."""
     folder = Path(folder)
     file = folder / "metrics.jsonl"
-    config = recipe_of(folder)
+    config = run_recipe(folder)
     try:
         train, validation, events = [], [], []
         stages: dict[str, int] = {}

@@ -77,7 +77,7 @@ def find_runs(directory: str | Path) -> list[Path]:
     return runs
 
 
-def recipe_of(folder: Path) -> dict:
+def run_recipe(folder: Path) -> dict:
     """The recipe of the run in a folder; {} where it has none.
 
     Raises `InputError` for a folder that is no run; of a folder of runs it names some.
