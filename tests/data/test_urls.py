@@ -13,6 +13,7 @@ from nalanda.common.errors import InputError, SourceUnavailable
 from nalanda.common.text import digest, redact
 from nalanda.config.schema import DataConfig
 from nalanda.data.documents import Fields
+from nalanda.data.hashes import FileHashes
 from nalanda.data.hub import HubShard
 from nalanda.data.loader import PackedBatches
 from nalanda.data.sources import open_corpus
@@ -291,6 +292,24 @@ def test_a_shuffled_run_from_urls_resumes_exactly(server, tokenizer):
         assert [b["input_ids"].tolist() for b in rest] == [
             b["input_ids"].tolist() for b, _ in whole[step + 1 :]
         ]
+
+
+def test_a_shard_without_a_size_is_known_by_its_name(server, tokenizer):
+    for name in "abxy":
+        server.files[f"{name}.jsonl"] = jsonl(name, 20)
+
+    def new(names: str) -> PackedBatches:
+        source = [server.url(f"{name}.jsonl") for name in names]
+        data = DataConfig(source=source, seq_len=16, shuffle_buffer=0, workers=0)
+        return PackedBatches(data, tokenizer, batch_size=1, epochs=1, hashes=FileHashes())
+
+    batches = new("ab")
+    next(batches)
+    state = batches.state_dict()
+    batches.close()
+    new("ba").load_state_dict(state)
+    with pytest.raises(InputError, match=r"\.jsonl: is missing, and "):
+        new("xy").load_state_dict(state)
 
 
 # ------------------------------ datasets of the Hub

@@ -206,7 +206,8 @@ def _find_saved(saved: dict[str, list], files: Files, read: list[int]) -> dict[i
     numbers = {name: new for new, name in enumerate(files.names)}
     now = {old: numbers[name] for old, name in enumerate(saved["names"]) if name in numbers}
     if not now and saved["sizes"] == files.sizes:
-        return {old: old for old in range(len(files.names))}  # the corpus was moved
+        # The corpus was moved. A shard of http(s) or the hub, without a size, is known by its name alone.
+        now = {number: number for number, size in enumerate(files.sizes) if size}
 
     # Files without a saved name, by size, so that few of them are hashed.
     free = defaultdict(list)
