@@ -387,6 +387,28 @@ def test_validation_files_stay_as_they_were(folder, tmp_path, tokenizer):
         new().load_state_dict(state)
     data.validation_source = None  # held out of the training files
     assert list(new().files) == [""]
+    with pytest.raises(InputError, match="validation would read texts that were trained on"):
+        new().load_state_dict(state)
+
+
+@pytest.mark.parametrize(("before", "after"), [(False, True), (True, True), (True, False)])
+def test_validation_reads_no_text_that_was_trained_on(folder, tokenizer, before, after):
+    """Of a small corpus a document is held out only if validation is on."""
+    data = settings(folder)
+
+    def new(validation: bool) -> PackedBatches:
+        return opened(data, tokenizer, sources=Sources(data, validation=validation))
+
+    batches = new(before)
+    given(batches, tokenizer, 3)
+    state = saved(batches)
+    if after and not before:
+        with pytest.raises(InputError, match=r"trained on .*; .* or set validation\.every=0"):
+            new(after).load_state_dict(state)
+        return
+    new(after).load_state_dict(state)
+    write(folder, "g", texts("g", count=9))  # one of them may be held out in place of the first
+    new(after).load_state_dict(state)
 
 
 # ------------------------------ hashes and listings

@@ -142,6 +142,12 @@ class HoldOut(NamedTuple):
                 return name == self.more
         return number < self.share * 2**64  # hashes are 64 bits
 
+    def takes_from(self, before: HoldOut) -> bool:
+        """Whether it holds out a text that the choice `before` left for training. Added texts do not count."""
+        # `more` is the lowest hash. A lower one than before is that of an added text.
+        more = self.more and (not before.more or self.more > before.more)
+        return bool(more) or self.share > before.share or self.tail > before.tail
+
 
 def _tail_start(text: str, share: float) -> int:
     """The position where the last share of a text begins.

@@ -30,7 +30,15 @@ from nalanda.data.hashes import FileHashes
 from nalanda.data.packing import STREAM_GROUP, Mixture, StreamRows, TokenSetRows, batched, pack
 from nalanda.data.peers import Peers
 from nalanda.data.records import describe_left
-from nalanda.data.resume import ADVICE, Files, Hashing, check_all_same, go_on, in_turn
+from nalanda.data.resume import (
+    ADVICE,
+    Files,
+    Hashing,
+    check_all_same,
+    check_held_out,
+    go_on,
+    in_turn,
+)
 from nalanda.data.sources import Source, Sources
 from nalanda.data.token_set import SPLITS, TokenSet
 from nalanda.data.tokenizer import describe_tokenizer, encoder, padding_of
@@ -277,6 +285,8 @@ class PackedBatches:
                 check_all_same(name, saved[name], files)
                 continue
 
+            if self.sources.validates:
+                check_held_out(saved[name], files)
             documents = states[name]["documents"]
             documents, change = go_on(streams[name].stream(), documents, saved[name], files)
             # The place stays; the order of this epoch's files may be a new one.

@@ -24,6 +24,7 @@ from nalanda.common.text import redact
 from nalanda.data.corpus import Corpus, DocumentStream, digest_rows
 from nalanda.data.documents import Document, FileShard
 from nalanda.data.hashes import FileHashes, is_stated
+from nalanda.data.hold_out import HoldOut
 
 ADVICE = "restore it, or choose another output_dir for other data"
 
@@ -56,7 +57,13 @@ class Files:
         self.likes = [""] * len(self.names)
 
     def state_dict(self) -> dict[str, list]:
-        return {"names": self.names, "sizes": self.sizes, "hashes": self.hashes}
+        held_out = self.corpus.hold_out if self.corpus else None
+        return {
+            "names": self.names,
+            "sizes": self.sizes,
+            "hashes": self.hashes,
+            "held_out": [*(held_out or ())],
+        }
 
     def find(self, number: int) -> str:
         """The hash of a file. Raises `InputError` if it cannot be read."""
@@ -122,6 +129,18 @@ class Change(NamedTuple):
             number, what = counts[0].split()
             counts[0] = f"{number} file{'s' * (number != '1')} {what}"
         return ", ".join(counts)
+
+
+def check_held_out(saved: dict[str, list], files: Files) -> None:
+    """Raises `InputError` if validation would read texts that were trained on."""
+    now = files.corpus.hold_out if files.corpus else None
+    if now is None or "held_out" not in saved:  # of an older version
+        return
+    if now.takes_from(HoldOut(*saved["held_out"] or [0.0])):
+        raise InputError(
+            "data: validation would read texts that were trained on before the checkpoint was saved; leave "
+            "data.validation_source and the files as they were, or set validation.every=0"
+        )
 
 
 def check_all_same(name: str, saved: dict[str, list], files: Files) -> None:
