@@ -169,7 +169,8 @@ def test_a_window_that_takes_gigabytes_is_refused(tmp_path):
     path.write_bytes(compressor.compress(b'{"text": "a"}\n') + compressor.flush())
     with pytest.raises(InputError, match=r"a\.jsonl\.zst, line 1: .* a window above 128 MiB"):
         read_all(path)
-    assert read_all(path, max_document_bytes=1 << 28) == ["a"]
+    for limit in (1 << 28, 1 << 33):  # the second is above what the library takes
+        assert read_all(path, max_document_bytes=limit) == ["a"]
 
 
 def test_json_that_is_nested_without_end(tmp_path):

@@ -140,7 +140,7 @@ class DataConfig:
     or themselves."""
     whole_words: bool = False
     """Encoders: whether all tokens of a word, between white space, are chosen together."""
-    max_document_bytes: Annotated[int, at_least(1)] = MAX_DOCUMENT
+    max_document_bytes: Annotated[int, between(1, 1 << 40)] = MAX_DOCUMENT
     """Largest document: a line of .jsonl, a .txt file, the text of a record. Memory stays near this limit
     even for highly compressed files."""
     oversized: Literal["refuse", "skip"] = "refuse"

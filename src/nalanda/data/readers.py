@@ -137,6 +137,7 @@ def _read_zstandard(path: Path, window: int) -> Iterator[bytes]:
     """The content of all frames. (zstandard's own reader takes a truncated frame for the end of the file.)"""
     import zstandard
 
+    window = min(window, 1 << 31)  # the library's bound
     frame = None
     with path.open("rb") as file:
         while block := file.read(BLOCK):
