@@ -16,6 +16,7 @@ from nalanda.data.documents import Fields
 from nalanda.data.hashes import FileHashes
 from nalanda.data.hub import HubShard
 from nalanda.data.loader import PackedBatches
+from nalanda.data.records import UnusableRecord
 from nalanda.data.sources import open_corpus
 from nalanda.data.urls import RemoteShard, identity_of
 from nalanda.storage import cache as caching
@@ -125,6 +126,15 @@ def test_a_corrupt_shard_is_named_and_not_kept(server, waits):
     assert waits == []
     server.files["a.jsonl.gz"] = whole
     assert len(texts(shard)) == 50
+
+
+def test_an_error_keeps_its_kind_and_needs_no_copy(server):
+    server.files["a.jsonl.gz"] = gzip.compress(jsonl("a", 3) + b"{}\n")
+    documents = url_shard(server.url("a.jsonl.gz")).read(None)
+    next(documents)
+    next(cache().glob("*.gz")).unlink()  # another process needed the place
+    with pytest.raises(UnusableRecord, match=r"^http://127.*/a\.jsonl\.gz, line 4: no field 'text'"):
+        [*documents]
 
 
 def test_reading_resumes_at_a_cursor_of_the_same_shard_only(server):

@@ -140,7 +140,8 @@ class RemoteShard:
                 yield document, [size, row] if self.size is None else row
         except InputError as error:
             path.unlink(missing_ok=True)  # so that a repaired one is downloaded
-            raise InputError(str(error).replace(str(path), identity_of(self.url))) from None
+            message = str(error).replace(str(path), identity_of(self.url))
+            raise type(error)(message) from None  # the type decides the exit code
 
     def _key(self) -> str:
         """The key of the copy in the cache. It never changes: copies on disks are found by it."""
