@@ -14,12 +14,14 @@ from nalanda.common.errors import DiskFull, InputError, SourceUnavailable
 from nalanda.common.text import is_url, redact, scheme_of
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.hashes import FileHashes
+from nalanda.data.inspect import inspect
 from nalanda.data.loader import PackedBatches
-from nalanda.data.megatron import read_megatron
+from nalanda.data.megatron import read_megatron, write_megatron
 from nalanda.data.prepare import prepare
 from nalanda.data.sources import open_corpus
 from nalanda.data.stored_sets import copy_set, is_stored_set
-from nalanda.data.token_set import TokenSet
+from nalanda.data.token_set import TokenSet, read_index
+from nalanda.data.tokenizer import build_tokenizer, describe_tokenizer
 from nalanda.storage.cache import cache
 
 
@@ -271,6 +273,30 @@ def test_a_token_set_is_prepared_in_a_store_and_read_from_it(bucket, tmp_path, m
         DiskFull, match=r"^s3://bucket/tokens: a token set is copied here to be read, and .* lacks"
     ):
         copy_set("s3://bucket/tokens", 1)
+
+
+def test_a_set_of_a_store_is_inspected_written_and_gives_its_tokenizer(
+    prepared_set, tmp_path, monkeypatch, capsys
+):
+    """The commands that `nalanda data prepare` prints name the set in the store."""
+    monkeypatch.setenv("NALANDA_CACHE", str(tmp_path / "cache"))
+    fsspec.filesystem("memory").put(str(prepared_set), "/copied", recursive=True)
+    inspect("memory://copied", verify=True, samples=1)
+    assert "\nmemory://copied: " in capsys.readouterr().out
+    written = write_megatron("memory://copied", tmp_path / "megatron")
+    index = read_index(prepared_set)
+    assert written["train"] == (index["train"]["documents"], index["train"]["tokens"])
+
+    for name in ("tokenizer", "tokenizer/tokenizer.json"):
+        config = TokenizerConfig(path=f"memory://copied/{name}")
+        built = build_tokenizer(config, DataConfig(source="python"), tmp_path)
+        assert describe_tokenizer(built) == index["tokenizer"]
+    for path, message in {
+        "memory://none": "^tokenizer: 'memory://none': memory://none: cannot be read: it does not",
+        "s3://key:geheim@bucket/x": r"^tokenizer\.path: s3://\*\*\*@bucket/x: a key does not belong",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            build_tokenizer(TokenizerConfig(path=path), DataConfig(source="python"), tmp_path)
 
 
 @pytest.mark.parametrize(

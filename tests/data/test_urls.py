@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import threading
@@ -133,8 +134,10 @@ def test_an_error_keeps_its_kind_and_needs_no_copy(server):
     documents = url_shard(server.url("a.jsonl.gz")).read(None)
     next(documents)
     next(cache().glob("*.gz")).unlink()  # another process needed the place
-    with pytest.raises(UnusableRecord, match=r"^http://127.*/a\.jsonl\.gz, line 4: no field 'text'"):
-        [*documents]
+    with pytest.raises(
+        UnusableRecord, match=r"^http://127.*/a\.jsonl\.gz, line 4: no field 'text'"
+    ):
+        next(itertools.islice(documents, 2, None))
 
 
 def test_reading_resumes_at_a_cursor_of_the_same_shard_only(server):

@@ -246,8 +246,8 @@ class TokenizerConfig:
     """`tokenizer:` of a recipe, either `path` or `train`; a bare string is short for `{path: ...}`."""
 
     path: str | None = None
-    """Directory, Hub id, tokenizer.json or SentencePiece .model; mistral: the 32 000 entries of Mistral 7B
-    from the installed package mistral-common."""
+    """Directory, Hub id, tokenizer.json or SentencePiece .model, also of a store; mistral: the 32 000 entries
+    of Mistral 7B from the installed package mistral-common."""
     train: str | None = None
     """Kind to train on the training documents: "bpe", byte-level, or "words", split at white space."""
     vocab_size: Annotated[int | None, between(4, 10**7)] = None
@@ -267,6 +267,7 @@ class TokenizerConfig:
             raise InputError(
                 "tokenizer: give either path (a directory, Hub id or file) or train: bpe or train: words"
             )
+        check_source(self.path or "", "tokenizer.path")
         if self.train is not None:
             check_choice(self.train, ("bpe", "words"), "tokenizer.train")
         check_bounds(self, "tokenizer")

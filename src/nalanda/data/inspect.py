@@ -11,6 +11,7 @@ from nalanda.common.errors import InputError
 from nalanda.common.progress import Progress
 from nalanda.common.text import size
 from nalanda.data.records import describe_left
+from nalanda.data.stored_sets import local_set
 from nalanda.data.token_set import SPLITS, Entry, StatedFile, TokenSet, read_index, shard_entries
 from nalanda.data.tokenizer import describe_tokenizer, load_tokenizer
 from nalanda.data.workers import processors
@@ -72,9 +73,10 @@ def print_token_set(index: dict, directory: str | os.PathLike) -> None:
         table("source", ("documents", "tokens", "share", "validation"), rows)
 
     tokenizer, settings = index["tokenizer"], index["settings"]
+    shards = len(index["train"]["shards"])
     ends = " … ".join(name for name in ("bos", "eos") if settings[name]) or "no bos, no eos"
     print(
-        f"{directory}: {len(index['train']['shards']):,} shards of {index['dtype']}, tokenizer "
+        f"{directory}: {shards:,} shard{'s' * (shards != 1)} of {index['dtype']}, tokenizer "
         f"{tokenizer['fingerprint'][:8]} of {tokenizer['vocab_size']:,} tokens, {ends}"
     )
 
@@ -161,9 +163,9 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
 
 def inspect(directory: str | os.PathLike, *, verify: bool = False, samples: int = 0) -> None:
     """Prints what a set holds, checks it (`check_set`) and prints the beginning of `samples` documents."""
-    directory = Path(directory).expanduser()
+    name, directory = directory, local_set(directory)
     index = read_index(directory)
-    print_token_set(index, directory)
+    print_token_set(index, name)
     check_set(directory, sums=verify)
     files = sum(len(shard["files"]) for split in SPLITS for shard in index[split]["shards"])
     print(f"{files} files have {'the SHA-256 sums' if verify else 'the sizes'} of the index")

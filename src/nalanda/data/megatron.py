@@ -29,6 +29,7 @@ from nalanda.common.errors import InputError, first_line, local_output
 from nalanda.common.files import new_folder, verify_manifest, write_atomically, write_manifest
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.prepare_run import ShardWriter
+from nalanda.data.stored_sets import local_set
 from nalanda.data.text_bytes import text_bytes
 from nalanda.data.token_set import (
     FORMAT,
@@ -302,8 +303,8 @@ def write_megatron(token_set: str | Path, directory: str | Path) -> dict[str, tu
     Raises:
         InputError: not a token set, or a damaged one; the directory holds something.
     """
-    token_set = Path(token_set).expanduser()
     directory = local_output(directory, "output")
+    token_set = local_set(token_set)
     if not is_token_set(token_set):
         raise InputError(
             f"{token_set}: not a token set; prepare one first, then write it as --format megatron"

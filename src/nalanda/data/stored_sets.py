@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -103,6 +104,12 @@ def copy_set(url: str, retries: int, to: Path | None = None) -> Path:
         # Last: a folder with an index is whole.
         (folder / "index.json").write_bytes(index)
     return folder
+
+
+def local_set(directory: str | os.PathLike) -> Path:
+    """The folder of a token set; of one in a store that of its copy."""
+    name = os.fspath(directory)
+    return copy_set(name, DataConfig.retries) if is_store(name) else Path(name).expanduser()
 
 
 def _files_of_set(root: str, index: bytes) -> list[RemoteFile]:

@@ -19,6 +19,7 @@ from nalanda.data.corpus import Corpus
 from nalanda.data.sentencepiece import convert_sentencepiece
 from nalanda.data.sources import open_corpus
 from nalanda.data.workers import Encoder
+from nalanda.storage.remote import copy_here, is_store
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -98,15 +99,18 @@ def build_tokenizer(
     path = Path(name).expanduser()
     if name in MISTRAL and not path.exists():
         path = mistral_model()
-    if path.suffix in (".json", ".model") and not path.exists():
+    if path.suffix in (".json", ".model") and not path.exists() and not is_store(name):
         raise InputError(f"tokenizer: no file {name}")
 
     try:
-        return as_saved(_load_named(name, path, data))
+        with tempfile.TemporaryDirectory() as folder:
+            if is_store(name):
+                path = copy_here(name, Path(folder), data.retries)
+            return as_saved(_load_named(name, path, data))
     except ModuleNotFoundError as error:
         raise explained(error) or error from None
     except InputError as error:
-        raise InputError(f"tokenizer: {name!r}: {error}") from None
+        raise type(error)(f"tokenizer: {name!r}: {error}") from None
     except Exception as error:  # tokenizers, sentencepiece and huggingface_hub share no base class
         if no_room(error):
             raise
@@ -126,7 +130,8 @@ def _load_named(name: str, path: Path, data: DataConfig) -> PreTrainedTokenizerB
 
     if path.is_file():  # a tokenizer.json with its settings beside it
         path = path.parent
-    check_hub(name)
+    if not path.is_dir():
+        check_hub(name)
     tokenizer = load_tokenizer(path if path.is_dir() else name)
     # Some tokenizers name no bos or eos though their vocabulary has them.
     for role, wanted in (("bos_token", data.bos), ("eos_token", data.eos)):

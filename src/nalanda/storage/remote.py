@@ -248,6 +248,15 @@ def download(remote: RemoteFile, file: Path, retries: int) -> None:
         partial.unlink(missing_ok=True)
 
 
+def copy_here(url: str, folder: Path, retries: int) -> Path:
+    """Downloads a file of a store, or a folder with its files, into `folder`. Returns its path there."""
+    path = folder / posixpath.basename(url.rstrip("/"))
+    file = file_at(url, retries)
+    for name, remote in ({"": file} if file else files_at(url, retries)).items():
+        download(remote, path / name, retries)
+    return path
+
+
 # ------------------------------ writing
 
 
