@@ -240,6 +240,19 @@ def test_a_damaged_token_set_is_not_written(tokenizer, saved, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_sources_that_are_not_one_megatron_set(tokenizer, saved, tmp_path):
+    prefix = str(write_by_hand(tmp_path / "set", tokens_of(tokenizer)))
+    data = DataConfig(source=prefix, validation_source=prefix)
+    with pytest.raises(
+        InputError, match=r"^data\.validation_source: .*; leave the key out, and name"
+    ):
+        read_megatron(data, saved, tmp_path / "read")
+    texts = tmp_path / "a.jsonl"
+    texts.write_text('{"text": "a"}\n' * 3)
+    (tmp_path / "a.jsonl.idx").write_bytes(b"offsets of lines")
+    assert open_corpus(DataConfig(source=str(texts)), "train").names == [texts.as_posix()]
+
+
 def test_the_command(tokenizer, saved, tmp_path):
     prefix = write_by_hand(tmp_path / "set", tokens_of(tokenizer))
     read, back = str(tmp_path / "read"), str(tmp_path / "back")

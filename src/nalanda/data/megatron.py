@@ -180,6 +180,11 @@ def read_megatron(data: DataConfig, tokenizer: TokenizerConfig, directory: str |
             f"{data.source}: holds token ids; name the tokenizer that made them: --tokenizer"
         )
 
+    if data.validation_source:
+        raise InputError(
+            "data.validation_source: of a Megatron set the validation lies beside it; leave the key out, and name "
+            "a folder that has train.idx and validation.idx"
+        )
     data.check()
     source = Path(str(data.source)).expanduser()
     # A set that `write_megatron` wrote has a manifest.

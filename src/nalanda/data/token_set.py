@@ -77,7 +77,9 @@ def megatron_splits(source: str | list[str]) -> dict[str, Path]:
         return prefixes if "train" in prefixes else {}
     if path.suffix in (".idx", ".bin"):
         return {"train": path.with_suffix("")}
-    return {"train": path} if path.with_name(f"{path.name}.idx").is_file() else {}
+    # Beside a file of texts, such an index is that of another program.
+    has_index = path.with_name(f"{path.name}.idx").is_file() and not path.exists()
+    return {"train": path} if has_index else {}
 
 
 class TokenSet:
