@@ -117,6 +117,19 @@ def test_the_next_line_fits_the_set(tmp_path, monkeypatch):
     assert validation_batches(config.data, tokenizer, batch_size=1)
 
 
+def test_the_next_line_takes_both_parts_of_the_set(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "output_dir: run\nmodel: {}\ntrain: {steps: 1, tokens_per_step: 64, micro_batch_size: 1}\n"
+        "tokenizer: {train: bpe}\ndata: {source: train, validation_source: more}\n"
+    )
+    index = {"settings": {"bos": True, "eos": True}, "validation": {"documents": 1}}
+    overrides = ["data.validation_source=others", "data.seq_len=8"]
+    settings = make_set.settings_to_train(str(recipe), index, overrides)["settings"]
+    assert settings == ["data.seq_len=8", "data.validation_source=null"]
+    assert load_config(str(recipe), settings).data.validation_source is None
+
+
 def prepare(*arguments: object):
     words = ["data", "prepare", *map(str, arguments), "--workers", "1"]
     return CliRunner().invoke(app, words)

@@ -141,6 +141,8 @@ def settings_to_train(
         value = index["settings"][key]
         if value != getattr(config, key):
             settings.append(f"data.{key}={str(value).lower()}")
+    if config.validation_source:  # the set has its documents
+        settings.append("data.validation_source=null")
     if not index["validation"]["documents"]:
         settings.append("validation.every=0")
     return {"recipe": recipe, "settings": settings}
