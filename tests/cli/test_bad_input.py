@@ -246,7 +246,10 @@ TABLE = [
         r"No such option: --steps.*; .* are written section\.key=value, .*train\.steps=10",
     ),
     ("info r.yaml --steps 10", r"No such option: --steps.*; .* are written section\.key=value, .*"),
-    ("train r.yaml tokenizer=none/t.json", r"tokenizer: no file none/t\.json"),
+    (
+        "train r.yaml tokenizer=none/t.json",
+        r"tokenizer: none/t\.json does not exist; give a folder, a file or a hub id",
+    ),
     (
         "analyze runs",
         r"No such command 'analyze'\. Did you mean nalanda eval or .* See nalanda --help",

@@ -355,9 +355,6 @@ def _check_settings(data: DataConfig, tokenizer: TokenizerConfig, shard_bytes: i
         raise InputError(
             f"data.source: {data.source} is a token set already; name texts, or --format megatron"
         )
-    path = tokenizer.path or ""
-    if path.startswith(("~", "/", ".")) and not os.path.exists(os.path.expanduser(path)):
-        raise InputError(f"tokenizer: {path} does not exist; give a folder, a file or a hub id")
     if shard_bytes is not None and shard_bytes < 1:
         raise InputError(f"shard_bytes: {shard_bytes} bytes hold nothing; take 1 MB or more")
 

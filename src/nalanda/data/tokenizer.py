@@ -99,8 +99,9 @@ def build_tokenizer(
     path = Path(name).expanduser()
     if name in MISTRAL and not path.exists():
         path = mistral_model()
-    if path.suffix in (".json", ".model") and not path.exists() and not is_store(name):
-        raise InputError(f"tokenizer: no file {name}")
+    is_path = name.startswith(("~", "/", ".")) or path.suffix in (".json", ".model")
+    if is_path and not path.exists() and not is_store(name):
+        raise InputError(f"tokenizer: {name} does not exist; give a folder, a file or a hub id")
 
     try:
         with tempfile.TemporaryDirectory() as folder:
