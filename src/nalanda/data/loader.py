@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -323,19 +323,16 @@ class PackedBatches:
         they are read, then the rest."""
         states, streams = self._by_component(self._state), self._text_rows()
         lists = []
-        for name, rows in streams.items():
-            stream, files = rows.stream(), self.files[name]
-            stream.load_state_dict(states[name]["documents"])
-            order = stream.order or stream.permutation(len(files.names))
-            next_first = order[stream.shard :] + order[: stream.shard]
-            # Ahead of the position first: of files read before their hash, a resume compares name and size alone.
-            lists.append([(files, number) for number in next_first])
-
-        others = []
         for name, files in self.files.items():
-            if name not in streams:
-                others += [(files, number) for number in range(len(files.names))]
-        return in_turn([*lists, others])
+            order = [*range(len(files.names))]
+            if name in streams:
+                stream = streams[name].stream()
+                stream.load_state_dict(states[name]["documents"])
+                order = stream.order or stream.permutation(len(order))
+                # Ahead of the position first: of files read before their hash, a resume compares name and size alone.
+                order = order[stream.shard :] + order[: stream.shard]
+            lists.append([(files, number) for number in order])
+        return in_turn(lists)
 
     def epochs_read(self) -> dict[str, float]:
         """How many times each component was read, in whole epochs for a stream; a single source is ""."""
@@ -430,7 +427,10 @@ def _take_validation_documents(
             taken.setdefault((name, source), []).append(tokens[:room])
             room -= len(tokens)
             if room <= 0:
-                say(_describe_cut(_prefix_of(name) + describe(count), data))
+                say(
+                    f"validation reads {_prefix_of(name)}{describe(count)} "
+                    f"(data.max_validation_rows: {data.max_validation_rows})"
+                )
                 break
     return taken
 
@@ -489,7 +489,11 @@ def _validation_documents(
                     if len(ids):
                         yield "" if joined else document.source, ids
         finally:  # the consumer may stop early
-            _print_skipped(stream.left, rank)
+            left = describe_left(stream.left)
+            if left and rank == 0:
+                print(
+                    f"nalanda: {left} among those read for validation", file=sys.stderr, flush=True
+                )
 
     def describe(count: int) -> str:
         if joined:
@@ -499,16 +503,6 @@ def _validation_documents(
         return f"the first {count:,} documents, of at most {opened:,} of {files:,} files"
 
     return read(), describe
-
-
-def _describe_cut(what: str, data: DataConfig) -> str:
-    return f"validation reads {what} (data.max_validation_rows: {data.max_validation_rows})"
-
-
-def _print_skipped(left: Mapping[str, int], rank: int) -> None:
-    documents = describe_left(left)
-    if documents and rank == 0:
-        print(f"nalanda: {documents} among those read for validation", file=sys.stderr, flush=True)
 
 
 def validation_files(

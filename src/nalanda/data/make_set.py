@@ -46,22 +46,6 @@ def make_token_set(
     check_output(directory, "output")
     directory = local_path(directory)
 
-    if is_store(directory):
-        return make_in_store(
-            directory,
-            lambda folder: make_token_set(
-                source,
-                folder,
-                documents=documents,
-                tokenizer=tokenizer,
-                overrides=overrides,
-                workers=workers,
-                shard_bytes=shard_bytes,
-                say=say,
-            ),
-            say,
-        )
-
     data_config, tokenizer_config = DataConfig(source=source), TokenizerConfig(train="bpe")
     if is_recipe(source):
         recipe = load_config(source, overrides)
@@ -81,25 +65,28 @@ def make_token_set(
     data_config = replace(data_config, **changes)
     tokenizer_config = _changed_tokenizer(tokenizer_config, tokenizer_changes)
 
-    if megatron_splits(data_config.source):
-        if {"bos", "eos"} & changes.keys():
-            raise InputError(
-                "--bos, --eos: a Megatron set is taken as it is, in one process; leave it out"
-            )
-        return read_megatron(data_config, tokenizer_config, directory)
+    def make(folder: str) -> dict:
+        if megatron_splits(data_config.source):
+            if {"bos", "eos"} & changes.keys():
+                raise InputError(
+                    "--bos, --eos: a Megatron set is taken as it is, in one process; leave it out"
+                )
+            return read_megatron(data_config, tokenizer_config, folder)
 
-    # Without a recipe there are no keys: every message names flags.
-    given = (changes, tokenizer_changes)
-    flags = given if is_recipe(source) else (vars(documents), vars(tokenizer))
-    with _messages_name(*flags):
-        return prepare(
-            data_config,
-            tokenizer_config,
-            directory,
-            workers=workers or processors(),
-            shard_bytes=shard_bytes,
-            say=say,
-        )
+        # Without a recipe there are no keys: every message names flags.
+        given = (changes, tokenizer_changes)
+        flags = given if is_recipe(source) else (vars(documents), vars(tokenizer))
+        with _messages_name(*flags):
+            return prepare(
+                data_config,
+                tokenizer_config,
+                folder,
+                workers=workers or processors(),
+                shard_bytes=shard_bytes,
+                say=say,
+            )
+
+    return make_in_store(directory, make, say) if is_store(directory) else make(directory)
 
 
 @contextlib.contextmanager

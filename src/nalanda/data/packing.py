@@ -211,8 +211,8 @@ class TokenSetRows:
                 f"{name}: {tokens.tokens} tokens, fewer than data.seq_len {seq_len}; lower data.seq_len"
             )
         # A set of fewer blocks than slots would give a slot no row.
-        self.blocks = rows // block
-        if self.blocks < (slots or 1):
+        self.blocks, lanes = rows // block, slots or 1
+        if self.blocks < lanes:
             raise InputError(
                 f"{name}: {self.blocks} blocks of {block} rows for the {slots} rows of a step; "
                 "lower data.carry_rows or train.tokens_per_step"
@@ -220,7 +220,7 @@ class TokenSetRows:
 
         self.end = math.inf
         if epochs is not None:  # all slots end with the same number of blocks
-            self.end = epochs * self.blocks // (slots or 1) * (slots or 1) * block
+            self.end = epochs * self.blocks // lanes * lanes * block
         self.start = {"rows": 0}
         self.identity: dict[str, Any] = {"corpus": tokens.identity}
         if slots:

@@ -412,8 +412,9 @@ def read_txt(path: Path, fields: Fields, start: int) -> Documents:
     try:
         for block in read_blocks(path, fields):
             line += block.count(b"\n")
+            text.add(block)
             # The rest of a text that is too large is not read.
-            if not text.add(block) or text.size > fields.max_bytes:
+            if text.size > fields.max_bytes:
                 break
     except DAMAGE as error:
         raise InputError(

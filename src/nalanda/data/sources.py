@@ -25,7 +25,6 @@ class Source:
     def __init__(self, data: DataConfig, validation: bool | None = None):
         self.data, self.validation = data, validation
         self._splits: dict[str, TokenSet | Corpus] = {}
-        self._is_token_set: dict[str, bool] = {}
 
     def open(self, split: str) -> TokenSet | Corpus:
         """The token set or the corpus of `split`, "train" or "validation".
@@ -51,17 +50,12 @@ class Source:
 
     def _open_split(self, split: str) -> None:
         location = source_of(self.data, split)
-        if isinstance(location, str) and self._has_tokens(location):
+        if isinstance(location, str) and is_token_set(location):
             self._splits[split] = TokenSet(location, split)
             return
         share_files = self.validation and not self.data.validation_source
         splits = SPLITS if share_files else (split,)
         self._splits |= open_texts(self.data, splits, self.validation)
-
-    def _has_tokens(self, location: str) -> bool:
-        if location not in self._is_token_set:
-            self._is_token_set[location] = is_token_set(location)
-        return self._is_token_set[location]
 
     def __getstate__(self) -> dict[str, Any]:
         local = {split: opened for split, opened in self._splits.items() if _can_be_sent(opened)}

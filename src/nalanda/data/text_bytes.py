@@ -70,8 +70,7 @@ def text_bytes(tokenizer: PreTrainedTokenizerBase) -> TextBytes | None:
     else:
         # A piece alone is the first of a text; behind a letter's piece it is inside one.
         alone = backend.decode_batch([[i] for i in ids], skip_special_tokens=False)
-        letters = (i for i in ids if re.fullmatch("[0-9A-Za-z]", alone[i]))
-        letter = next(letters)
+        letter = next(i for i in ids if re.fullmatch("[0-9A-Za-z]", alone[i]))
         after = backend.decode_batch([[letter, i] for i in ids], skip_special_tokens=False)
         byte = np.array([bool(re.fullmatch("<0x[0-9A-F]{2}>", piece)) for piece in pieces])
         # A byte's piece alone may be no valid text, so its decoding does not count.

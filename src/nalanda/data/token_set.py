@@ -118,7 +118,6 @@ class TokenSet:
             **index["settings"],
             "tokenizer": tokenizer["fingerprint"],
             "vocab_size": tokenizer["vocab_size"],
-            "dtype": index["dtype"],
         }
         self.ends = {name: tokenizer[name] for name in ("bos", "eos")}
 

@@ -54,9 +54,6 @@ class Encoder:
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(self.first + encoding.ids + self.last, np.int32) for encoding in encodings]
 
-    def __reduce__(self) -> tuple:
-        return Encoder, (self.backend, self.first, self.last)
-
 
 class Tokenisers:
     """Tokenises groups of texts in order, in `workers` processes ahead of the reader, or in this one if < 2.
