@@ -135,6 +135,16 @@ def prepare(*arguments: object):
     return CliRunner().invoke(app, words)
 
 
+def test_a_key_without_a_recipe_leads_to_one(tmp_path, monkeypatch):
+    """As the message about a bad record does."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"text": "a b"}\n{"text": "c d"}\n{"text": null}\n')
+    refused = str(prepare("in.jsonl", "out", "data.unusable=skip").exception)
+    command = refused.partition("put one in front: nalanda data ")[2].split()
+    assert prepare(*command[1:], "tokenizer.vocab_size=300").exit_code == 0
+    assert read_index("out")["unusable"] == 1
+
+
 @pytest.fixture
 def without_bos(tmp_path):
     """A tokenizer of bytes, without special tokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -57,7 +58,8 @@ def make_token_set(
             )
     elif overrides:
         raise InputError(
-            f"{overrides[0]}: {source} is not a recipe and has no settings; write flags, see --help"
+            f"{overrides[0]}: {source} is not a recipe; write flags (see --help), or put one in front: nalanda "
+            f"data prepare demo {directory} data.source={source} {shlex.join(overrides)}"
         )
 
     # Flags of the command change the recipe's settings, or the defaults.
