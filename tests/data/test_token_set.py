@@ -326,9 +326,12 @@ def test_a_tokenizer_that_was_exchanged_is_found(tmp_path, byte_tokenizer):
     data, out = DataConfig(source=str(corpus(tmp_path / "in", files=1))), tmp_path / "out"
     prepare(data, byte_tokenizer, out)
     file = out / "tokenizer/tokenizer.json"
-    file.write_text(file.read_text().replace('"Ġ"', '"ĠĠ"'))
-    with pytest.raises(InputError, match="not the tokenizer that the index names"):
-        check_set(out, sums=True)
+    exchanged = file.read_text().replace('"Ġ"', '"ĠĠ"')
+    for content in (exchanged, "{", '{"version": "1.0", "model": {"type": "Other"}}'):
+        file.write_text(content)
+        for options in ({"verify": True}, {"samples": 1}):
+            with pytest.raises(InputError, match="not the tokenizer that the index names"):
+                inspect(out, **options)
 
 
 def test_a_file_is_compared_again_where_another_index_states_another_sum(tmp_path):

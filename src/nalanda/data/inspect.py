@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nalanda.common.errors import InputError
 from nalanda.common.progress import Progress
@@ -15,6 +17,9 @@ from nalanda.data.stored_sets import local_set
 from nalanda.data.token_set import SPLITS, Entry, StatedFile, TokenSet, read_index, shard_entries
 from nalanda.data.tokenizer import describe_tokenizer, load_tokenizer
 from nalanda.data.workers import processors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class ByteProgress(Progress):
@@ -146,19 +151,26 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
 
     if sums:
         try:
-            saved = describe_tokenizer(load_tokenizer(directory / "tokenizer"))
-        except (OSError, ValueError):
-            saved = {}
-        if index["tokenizer"] != saved:
-            problems.append(
-                f"{directory / 'tokenizer'}: not the tokenizer that the index names; copy it again"
-            )
+            _open_tokenizer(directory, index)
+        except InputError as error:
+            problems.append(str(error))
 
     for problem in problems[1:]:
         print(problem)
     if problems:
         more = f" (and {len(problems) - 1} more, above)" if problems[1:] else ""
         raise InputError(problems[0] + more)
+
+
+def _open_tokenizer(directory: Path, index: dict) -> PreTrainedTokenizerBase:
+    """The tokenizer of a set. Raises `InputError` if it is not the one that the index names."""
+    # An absolute path is no id of the hub.
+    folder = (directory / "tokenizer").absolute()
+    with contextlib.suppress(Exception):  # the libraries share no base class
+        tokenizer = load_tokenizer(folder)
+        if describe_tokenizer(tokenizer) == index["tokenizer"]:
+            return tokenizer
+    raise InputError(f"{folder}: not the tokenizer that the index names; copy it again")
 
 
 def inspect(directory: str | os.PathLike, *, verify: bool = False, samples: int = 0) -> None:
@@ -171,7 +183,7 @@ def inspect(directory: str | os.PathLike, *, verify: bool = False, samples: int 
     print(f"{files} files have {'the SHA-256 sums' if verify else 'the sizes'} of the index")
     if not samples:
         return
-    train, tokenizer = TokenSet(directory, "train"), load_tokenizer(directory / "tokenizer")
+    train, tokenizer = TokenSet(directory, "train"), _open_tokenizer(directory, index)
     # Spread evenly over the set; of few documents each comes once.
     for number in dict.fromkeys(i * train.documents // samples for i in range(samples)):
         tokens, source = train.document(number)
