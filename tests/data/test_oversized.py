@@ -19,8 +19,9 @@ from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
 from nalanda.data import corpus
 from nalanda.data.corpus import DocumentStream
-from nalanda.data.documents import Document, FileShard, split_lines
+from nalanda.data.documents import Document, FileShard
 from nalanda.data.loader import PackedBatches
+from nalanda.data.readers import split_lines
 from nalanda.data.records import Left, describe_left
 from nalanda.data.sources import open_corpus
 

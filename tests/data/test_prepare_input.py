@@ -10,10 +10,11 @@ from corpora import bytes_of, corpus, held_out, lines, records
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.documents import READERS, Document, hash_text
+from nalanda.data.documents import Document, hash_text
 from nalanda.data.inspect import inspect
 from nalanda.data.prepare import prepare
 from nalanda.data.prepare_run import Preparation
+from nalanda.data.readers import READERS
 from nalanda.data.sources import open_corpora
 from nalanda.data.token_set import TokenSet, is_token_set
 from nalanda.data.tokenizer import encoder

@@ -22,7 +22,8 @@ from nalanda.common.errors import InputError
 from nalanda.common.plugins import imported
 from nalanda.config.load import load_config
 from nalanda.config.schema import OPTIMIZERS
-from nalanda.data.documents import READERS, Document, register_reader
+from nalanda.data.documents import Document, register_reader
+from nalanda.data.readers import READERS
 from nalanda.model import FEATURE_MAPS, MIXERS, Mixer, plugins
 from nalanda.model.delta import GatedDeltaNet
 from nalanda.model.feature_maps import NaLa

@@ -37,13 +37,12 @@ from nalanda.data.documents import (
     not_blank,
     reader_of,
     split_of,
-    suffixes,
 )
 from nalanda.data.hashes import SAMPLES, WHOLE, FileHashes, is_stated, sample_of
 from nalanda.data.hold_out import NONE, HoldOut, choose, cut_shard
 from nalanda.data.hub import is_hub_id, open_hub
 from nalanda.data.python_docs import python_splits
-from nalanda.data.readers import documents_among, refuse_two_kinds
+from nalanda.data.readers import documents_among, refuse_two_kinds, suffixes
 from nalanda.data.records import describe_left, left_out
 from nalanda.data.token_set import is_begun, megatron_splits
 from nalanda.data.urls import RemoteShard, identity_of, open_urls

@@ -11,43 +11,10 @@ from typing import Any, Protocol, TypeVar
 
 from nalanda.common.errors import InputError
 from nalanda.common.text import digest
-from nalanda.data.readers import (
-    BLOCK,
-    READERS,
-    Reader,
-    check_compression,
-    is_single,
-    read_jsonl,
-    read_parquet,
-    reader_of,
-    register_reader,
-    split_lines,
-    suffix_of,
-    suffixes,
-)
-from nalanda.data.records import Document, Fields, Left, UnusableRecord, document_in, document_of
+from nalanda.data.readers import check_compression, is_single, reader_of, register_reader, suffix_of
+from nalanda.data.records import Document, Fields, Left, UnusableRecord, document_of
 
-__all__ = [
-    "BLOCK",
-    "READERS",
-    "Document",
-    "Fields",
-    "FileShard",
-    "Left",
-    "Reader",
-    "Shard",
-    "TextShard",
-    "document_in",
-    "document_of",
-    "is_single",
-    "read_jsonl",
-    "read_parquet",
-    "reader_of",
-    "register_reader",
-    "split_lines",
-    "suffix_of",
-    "suffixes",
-]
+__all__ = ["document_of", "register_reader"]  # what readers of your own import from here
 
 NAMES = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|eval"}
 """The splits, and the names of folders and files that hold them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 class ByteProgress(Progress):
     """Progress over the bytes of input, which shards read in any order."""
 
-    def __init__(self, what: str, weights: list[int], todo: list[int]):
+    def __init__(self, what: str, weights: list[int], todo: Sequence[int]):
         total = sum(weights)
         super().__init__(
             what, total or 1, "%", start=total - sum(weights[number] for number in todo)
@@ -120,10 +121,8 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
     """
     directory = Path(directory).expanduser()
     index = read_index(directory)
-    owned: list[tuple[Entry, StatedFile]] = []
-    for split in SPLITS:
-        for entry in shard_entries(directory, index, split):
-            owned += [(entry, file) for file in entry.files()]
+    entries = [entry for split in SPLITS for entry in shard_entries(directory, index, split)]
+    owned = [(entry, file) for entry in entries for file in entry.files()]
     sizes = [file.size for _, file in owned]
 
     def damage(owned_file: tuple[Entry, StatedFile]) -> str | None:
@@ -141,7 +140,7 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
     with (
         # Threads: reading and hashing release the interpreter's lock.
         ThreadPoolExecutor(processors()) as pool,
-        ByteProgress("checking", sizes, [*range(len(sizes))]) as progress,
+        ByteProgress("checking", sizes, range(len(sizes))) as progress,
     ):
         problems = []
         for number, problem in enumerate(pool.map(damage, owned)):

@@ -29,7 +29,7 @@ from nalanda.data.documents import take_documents
 from nalanda.data.hashes import FileHashes
 from nalanda.data.packing import STREAM_GROUP, Mixture, StreamRows, TokenSetRows, batched, pack
 from nalanda.data.peers import Peers
-from nalanda.data.records import describe_left
+from nalanda.data.records import describe_left, left_out
 from nalanda.data.resume import (
     ADVICE,
     Files,
@@ -311,9 +311,7 @@ class PackedBatches:
 
     def _by_component(self, position: dict) -> dict[str, dict]:
         """The state of each component."""
-        if isinstance(self.source, Mixture):
-            return dict(zip(self.source.sources, position["parts"], strict=True))
-        return {"": position}
+        return dict(zip(self._components(), position.get("parts", [position]), strict=True))
 
     def _list_files(self, hashes: FileHashes) -> dict[str, Files]:
         return {name: Files(rows.corpus, hashes) for name, rows in self._text_rows().items()}
@@ -336,17 +334,22 @@ class PackedBatches:
 
     def epochs_read(self) -> dict[str, float]:
         """How many times each component was read, in whole epochs for a stream; a single source is ""."""
-        seen = self.source.epochs(self._state)
-        return seen if isinstance(seen, dict) else {"": seen}
+        states = self._by_component(self._state)
+        return {name: rows.epochs(states[name]) for name, rows in self._components().items()}
 
     def skipped(self) -> Counter[str]:
         """Documents left out, in all epochs (`records.left_out`)."""
-        return self.source.skipped(self._state)
+        states = self._by_component(self._state).values()
+        return sum(map(left_out, states), Counter())
 
     def _text_rows(self) -> dict[str, StreamRows]:
         """The components that are read as text."""
-        components = self.source.sources if isinstance(self.source, Mixture) else {"": self.source}
-        return {name: rows for name, rows in components.items() if isinstance(rows, StreamRows)}
+        components = self._components().items()
+        return {name: rows for name, rows in components if isinstance(rows, StreamRows)}
+
+    def _components(self) -> dict[str, StreamRows | TokenSetRows]:
+        """The rows of each component; the only one is ""."""
+        return self.source.sources if isinstance(self.source, Mixture) else {"": self.source}
 
     def describe_files(self) -> list[str]:
         """Lines for each component: its number of files by split, those left out, and the share held out."""

@@ -5,15 +5,13 @@ A source of rows (`StreamRows`, `TokenSetRows`, `Mixture`) has:
         and the state after the row. A process loads only the rows that it trains on.
     start: the first state.
     identity: what a state belongs to.
-    epochs(state): how many times the source was read by then.
-    skipped(state): documents left out by then (`records.left_out`).
+    epochs(state): how many times the source was read by then; not of a `Mixture`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +23,6 @@ from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
 from nalanda.data.corpus import Corpus, DocumentStream
 from nalanda.data.documents import take_documents
-from nalanda.data.records import left_out
 from nalanda.data.shuffle import Permutation, next_source, whole_weights
 from nalanda.data.token_set import TokenSet
 from nalanda.data.workers import Tokenisers
@@ -86,9 +83,6 @@ class StreamRows:
 
     def epochs(self, state: dict) -> float:
         return state["documents"]["epoch"]
-
-    def skipped(self, state: dict) -> Counter[str]:
-        return left_out(state)
 
     def rows(self, state: dict, tokenisers: Tokenisers) -> Rows:
         """Rows from `state` on.
@@ -229,9 +223,6 @@ class TokenSetRows:
     def epochs(self, state: dict) -> float:
         return state["rows"] / (self.blocks * self.block)
 
-    def skipped(self, state: dict) -> Counter[str]:
-        return Counter()
-
     def rows(self, state: dict, tokenisers: Tokenisers) -> Rows:
         number, slots = state["rows"], self.slots or 1
         while number < self.end:
@@ -279,14 +270,6 @@ class Mixture:
         self.identity: dict[str, Any] = {"mixture": weights}
         for name, source in sources.items():
             self.identity |= {f"{name}: {key}": value for key, value in source.identity.items()}
-
-    def epochs(self, state: dict) -> dict[str, float]:
-        pairs = zip(self.sources.items(), state["parts"], strict=True)
-        return {name: source.epochs(position) for (name, source), position in pairs}
-
-    def skipped(self, state: dict) -> Counter[str]:
-        pairs = zip(self.sources.values(), state["parts"], strict=True)
-        return sum((source.skipped(position) for source, position in pairs), Counter())
 
     def rows(self, state: dict, tokenisers: Tokenisers) -> Rows:
         number, states = state["rows"], list(state["parts"])

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 from nalanda.common.text import is_url
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.corpus import Corpus
-from nalanda.data.documents import FileShard, Shard, TextShard, read_jsonl, read_parquet, reader_of
+from nalanda.data.documents import FileShard, Shard, TextShard
 from nalanda.data.hashes import FileHashes
+from nalanda.data.readers import read_jsonl, read_parquet, reader_of
 from nalanda.data.urls import identity_of
 
 SMALLEST, LARGEST = 1 << 20, 256 << 20

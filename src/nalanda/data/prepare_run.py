@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -11,7 +12,7 @@ import re
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -27,22 +28,13 @@ from nalanda.common.plugins import import_plugins
 from nalanda.common.processes import end_with_parent
 from nalanda.config.schema import DataConfig
 from nalanda.data.corpus import Corpus, unless_blank
-from nalanda.data.documents import (
-    BLOCK,
-    Document,
-    Fields,
-    FileShard,
-    Left,
-    Shard,
-    document_in,
-    split_lines,
-    take_documents,
-)
+from nalanda.data.documents import Document, Fields, FileShard, Left, Shard, take_documents
 from nalanda.data.hashes import FileHashes, sample_of
 from nalanda.data.hold_out import CutFile, HoldOut
 from nalanda.data.inspect import ByteProgress
 from nalanda.data.prepare_plan import Unit, file_of, is_plain_jsonl
-from nalanda.data.records import left_out
+from nalanda.data.readers import BLOCK, split_lines
+from nalanda.data.records import document_in, left_out
 from nalanda.data.sources import open_corpora
 from nalanda.data.token_set import FORMAT, SPLITS, VERSION, Entry, totals
 from nalanda.data.tokenizer import encoder, load_tokenizer
@@ -260,18 +252,6 @@ class Preparation:
             raise InputError(f"{shard.identity}: has other content now; run the same command again")
         return shard
 
-    def _split_document(
-        self, document: Document, splits: Iterable[str]
-    ) -> Iterator[tuple[Document, str]]:
-        """The splits that a document belongs to, each with its part of it."""
-        for split in splits:
-            if self.hold_out:
-                text = self.hold_out.part(document.text, split)
-            else:
-                text = unless_blank(document.text)
-            if text is not None:
-                yield document._replace(text=text), split
-
     def record(self, number: int) -> dict | None:
         """A finished shard's record, or None if the record or a file of its size is missing."""
         # Damage of the record or a file counts as no record: the shard is made again.
@@ -353,9 +333,14 @@ class Preparation:
         return reasons
 
     def _write_group(self, documents: list[Document], writers: dict[str, ShardWriter]) -> None:
+        # The splits that a document belongs to, each with its part of it.
         parts: list[tuple[Document, str]] = []
-        for document in documents:
-            parts.extend(self._split_document(document, writers))
+        for document, split in itertools.product(documents, writers):
+            text = unless_blank(document.text)
+            if self.hold_out:
+                text = self.hold_out.part(document.text, split)
+            if text is not None:
+                parts.append((document._replace(text=text), split))
 
         # All texts at once: the tokenizer is called once a group.
         token_ids = self.encode([document.text for document, _ in parts])

@@ -58,7 +58,11 @@ class Source:
         self._splits |= open_texts(self.data, splits, self.validation)
 
     def __getstate__(self) -> dict[str, Any]:
-        local = {split: opened for split, opened in self._splits.items() if _can_be_sent(opened)}
+        local = {}
+        for split, opened in self._splits.items():
+            shards = [] if isinstance(opened, TokenSet) else opened.shards
+            if all(isinstance(shard, FileShard) for shard in shards):
+                local[split] = opened
         return {**vars(self), "_splits": local}
 
 
@@ -129,9 +133,3 @@ def open_corpora(data: DataConfig) -> dict[str, Corpus]:
     """`Sources.texts` of both splits."""
     sources = Sources(data, validation=True)
     return {split: sources.texts(split) for split in SPLITS}
-
-
-def _can_be_sent(opened: TokenSet | Corpus) -> bool:
-    if isinstance(opened, TokenSet):
-        return True
-    return all(isinstance(shard, FileShard) for shard in opened.shards)

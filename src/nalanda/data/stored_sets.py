@@ -77,16 +77,16 @@ def copy_set(url: str, retries: int, to: Path | None = None) -> Path:
     # A folder for each index: a set that was made anew is copied anew.
     folder = to or cache() / "sets" / digest(root + index.decode())
     folder.mkdir(parents=True, exist_ok=True)
+    files = {folder / stored.url[len(root) + 1 :]: stored for stored in stored_files}
 
     # One process copies; the others wait, and then find the files.
     with FileLock(f"{folder}.lock"):
-        missing = []
-        for stored in stored_files:
-            file = folder / stored.url[len(root) + 1 :]
-            if not file.is_file() or file.stat().st_size != stored.size:
-                missing.append(stored)
-
-        need = sum(stored.size or 0 for stored in missing)
+        missing = {
+            file: stored
+            for file, stored in files.items()
+            if not file.is_file() or file.stat().st_size != stored.size
+        }
+        need = sum(stored.size or 0 for stored in missing.values())
         free = shutil.disk_usage(folder).free
         if need > free:
             raise DiskFull(
@@ -99,8 +99,8 @@ def copy_set(url: str, retries: int, to: Path | None = None) -> Path:
                 file=sys.stderr,
                 flush=True,
             )
-        for stored in missing:
-            download(stored, folder / stored.url[len(root) + 1 :], retries)
+        for file, stored in missing.items():
+            download(stored, file, retries)
         # Last: a folder with an index is whole.
         (folder / "index.json").write_bytes(index)
     return folder

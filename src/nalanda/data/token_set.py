@@ -288,11 +288,14 @@ class Entry:
         self.tokens = entry["tokens"]
         self.documents = entry["documents"]
         self.counts = entry["sources"]  # name → [documents, tokens]
-        self.sizes = entry["files"]  # "tokens", "docs" → [bytes, SHA-256]
         self.sources = list(self.counts)
+        self._files = {  # [bytes, SHA-256] of each
+            kind: StatedFile(path.with_suffix(f".{kind}"), *entry["files"][kind])
+            for kind in ("tokens", "docs")
+        }
 
         # Columns of equal length: a document has an end and a source, a token an id.
-        stated = [self.sizes["tokens"][0], self.sizes["docs"][0]]
+        stated = [file.size for file in self.files()]
         sizes = [self.tokens * self.dtype.itemsize, self.documents * DOCS.itemsize]
         if stated != sizes or not self.tokens >= self.documents > 0:
             raise ValueError(f"{entry['name']}: {self.tokens} tokens, {self.documents} documents")
@@ -300,11 +303,6 @@ class Entry:
         totals = [sum(column) for column in zip(*self.counts.values(), strict=True)]
         if totals != [self.documents, self.tokens]:
             raise ValueError(f"{entry['name']}: its sources are not the sum of its documents")
-
-        kinds = ("tokens", "docs")
-        self._files = {
-            kind: StatedFile(path.with_suffix(f".{kind}"), *self.sizes[kind]) for kind in kinds
-        }
 
     def files(self) -> list[StatedFile]:
         return [*self._files.values()]

@@ -27,9 +27,8 @@ from nalanda.data.documents import (
     is_single,
     split_of,
     suffix_of,
-    suffixes,
 )
-from nalanda.data.readers import documents_among, refuse_two_kinds
+from nalanda.data.readers import documents_among, refuse_two_kinds, suffixes
 from nalanda.storage.cache import cached
 from nalanda.storage.remote import (
     AT_ONCE,
