@@ -342,6 +342,8 @@ def test_a_run_that_begins_at_another_runs_checkpoint_leaves_that_run_alone(
 
     settings = ("validation.every=0", "train.steps=21")
     chosen = f"train.resume={other}/checkpoints/step-20"
+    with pytest.raises(InputError, match="goes on from step-20: set 21 or more"):
+        loop.train(configured(recipe, run, chosen, "train.steps=20"))
     loop.train(configured(recipe, run, chosen, *settings))
     assert [path.name for path in checkpoint_folders(run / "checkpoints")] == ["step-21"]
     assert contents(other) == before

@@ -187,11 +187,12 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
 
     resume = checkpoint_of(run_dir, config, changes if begun else {})
     steps = config.train.steps
-    # A finished run passes: it has nothing left to train.
-    if resume and step_of(resume) > steps and facts.get("state") != "finished":
+    # A finished run passes: it has nothing left to train. Another run's last checkpoint is no model of this run.
+    least = step_of(resume) + (resume.parent != folder) if resume else 0
+    if resume and least > steps and facts.get("state") != "finished":
         raise InputError(
-            f"train.steps: {steps}, but {run_dir} goes on from {resume.name}: set {step_of(resume)} or more, "
-            "or train.resume to an earlier checkpoint"
+            f"train.steps: {steps}, but {run_dir} goes on from {resume.name}: set {least} or more, or train.resume to "
+            "an earlier checkpoint"
         )
     if resume and begun:
         refuse_begun_stages(run_dir, config, changes, step_of(resume))
