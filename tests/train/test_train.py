@@ -41,6 +41,7 @@ ONE_STEP = (
     "schedule.name=constant",
     "schedule.warmup_steps=0",
     "validation.every=0",
+    f"seed={2**32 - 1}",  # the largest: a second process has another
 )
 
 

@@ -104,7 +104,7 @@ def set_up(
     wrapped, optimizer = parallel.parallelize(accelerator, model, sharing, config.train, build)
     # Before the first step: otherwise the first save would fail, and its steps be lost.
     checkpoint.check_optimizer(optimizer)
-    set_seed(config.seed, device_specific=True)
+    set_seed((config.seed + accelerator.process_index) % 2**32)
 
     say("checking the model")
     carries = any(each.config.data.long_documents == "carry" for each in stages)
