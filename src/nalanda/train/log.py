@@ -95,12 +95,12 @@ class RunLog:
         if self.tracker:
             self.tracker.log(numbers, values["step"])
 
-    def expect(self, steps: int, seconds: tuple[float, float]) -> None:
+    def expect(self, steps: int, shortest: float, first: float) -> None:
         """Lets `advance` measure the first steps and say once how long `steps` take.
 
-        seconds: (shortest, longest) at the shares of the peak in UTILISATION.
+        shortest, first: seconds of all of them and of the first one, at the larger share of the peak in UTILISATION.
         """
-        self.expected = (steps, *seconds)
+        self.expected = steps, shortest, first
 
     def advance(
         self,
@@ -360,18 +360,19 @@ def describe_perplexity(values: dict[str, float]) -> str:
     return ", ".join(texts)
 
 
-def measured_time(
-    steps: int, shortest: float, longest: float, taken: list[float], step: int
-) -> str:
-    """The time of `steps` steps, from the seconds `taken` by the last of them, up to `step`."""
-    seconds = steps * median(taken)
+def measured_time(steps: int, shortest: float, first: float, taken: list[float], step: int) -> str:
+    """The time of `steps` steps, from the seconds `taken` by the last of the first ones, up to `step`.
+
+    shortest, first: of `RunLog.expect`. Steps of later stages may cost more than the first ones.
+    """
+    # `first` assumes this share of the peak; the time is inverse to it.
+    share = UTILISATION[1] * first / median(taken)
+    seconds = shortest * UTILISATION[1] / share
     measured = (
         f"{duration(seconds)} for {steps:,} steps, by steps {step - len(taken) + 1} to {step}"
     )
-    # `shortest` assumes this share of the peak; the time is inverse to it.
-    share = UTILISATION[1] * shortest / seconds
     text = f"{measured}: {100 * share:.1f} % of the peak"
-    if shortest <= seconds <= longest:
+    low, high = UTILISATION
+    if low <= share <= high:
         return text
-    low, high = (round(100 * share) for share in UTILISATION)
-    return f"{text}, where nalanda info assumes {low} to {high} %"
+    return f"{text}, where nalanda info assumes {100 * low:.0f} to {100 * high:.0f} %"

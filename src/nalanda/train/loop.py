@@ -348,7 +348,9 @@ def announce(run: Run, changes: dict) -> None:
         say(f"memory     {run.needs.describe_memory()}")
         free = shutil.disk_usage(checkpoint_disk(Path(config.output_dir))).free
         say(f"disk       {run.needs.files.describe()}; {size(free)} free")
-        run.log.expect(train.steps - facts["step"], time_left(run.stages, facts))
+        shortest = time_left(run.stages, facts)[0]
+        behind_next = time_left(run.stages, facts | {"step": facts["step"] + 1})[0]
+        run.log.expect(train.steps - facts["step"], shortest, shortest - behind_next)
     if not facts["documents_kept_apart"]:
         say(
             "WARNING    this model lets packed documents see one another; run.json is marked accordingly"
