@@ -13,7 +13,7 @@ from training import configured, outcome
 
 from nalanda.common.errors import InputError, SourceUnavailable
 from nalanda.common.files import verify_manifest, write_manifest
-from nalanda.config.schema import CheckpointConfig
+from nalanda.config.schema import CheckpointConfig, write_yaml
 from nalanda.data.make_set import make_token_set
 from nalanda.data.options import TokenizerOptions
 from nalanda.data.urls import RemoteShard
@@ -37,7 +37,7 @@ def save(folder: Path, step: int, content: str = "weights") -> Path:
     path.mkdir(parents=True)
     (path / "model.safetensors").write_text(f"{content} {step}")
     write_manifest(path)
-    (folder / "config.yaml").write_text(f"output_dir: {folder}\nseed: 0\n")
+    (folder / "config.yaml").write_text(write_yaml({"output_dir": str(folder), "seed": 0}))
     (folder / "run.json").write_text(f'{{"saved": {step}}}')
     (folder / "metrics.jsonl").write_text("{}\n" * step)
     (folder / "tokenizer").mkdir(exist_ok=True)
@@ -60,7 +60,8 @@ def steps(bucket) -> list[int]:
 
 
 def test_checkpoints_and_records_go_there_and_come_back(bucket, tmp_path):
-    here, there = tmp_path / "here", tmp_path / "there"
+    # YAML folds a text of several words that is longer than a line.
+    here, there = tmp_path / ("here " * 30).strip(), tmp_path / "there"
     for step in (5, 10):
         save(here, step)
     mirror(here).copy(1)

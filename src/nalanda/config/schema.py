@@ -50,6 +50,11 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_implicit_resolver(*EXPONENT)
 
 
+def write_yaml(sections: dict[str, Any]) -> str:
+    """The sections of a recipe as YAML."""
+    return yaml.dump(sections, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
 @dataclass
 class Component:
     """One source of `data.mixture`. A field that is null or absent is that of `data:`."""
@@ -770,7 +775,7 @@ class RunConfig:
         return _plain(asdict(self))
 
     def to_yaml(self) -> str:
-        return yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        return write_yaml(self.to_dict())
 
     def accumulation(self, processes: int) -> int:
         """Micro-batches of a process per step. Raises `InputError` if they do not fill a step exactly, or the

@@ -31,7 +31,8 @@ from accelerate.utils import gather_object
 
 from nalanda.common.errors import InputError
 from nalanda.common.files import discard, new_folder, verify_manifest, write_atomically
-from nalanda.config.schema import CheckpointConfig, RunConfig
+from nalanda.config.load import read_sections
+from nalanda.config.schema import CheckpointConfig, RunConfig, write_yaml
 from nalanda.storage.cache import cache
 from nalanda.storage.remote import (
     RemoteFile,
@@ -410,10 +411,8 @@ class Mirror:
             upload(file, f"{self.url}/{name}", retries)
             return
         # In the store it names the store, so that another machine can train on.
-        recipe = re.sub(
-            r"(?m)^output_dir: .*$", f"output_dir: {self.url}", file.read_text(), count=1
-        )
-        self._upload_text(recipe, name, retries)
+        recipe = read_sections(file) | {"output_dir": self.url}
+        self._upload_text(write_yaml(recipe), name, retries)
 
     def _upload_text(self, text: str, name: str, retries: int) -> None:
         file = self.folder / ".mirrored" / name
