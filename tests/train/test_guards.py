@@ -559,6 +559,13 @@ def test_run_json_says_interrupted_while_the_run_still_saves(recipe, tmp_path, m
     assert states == [(5, "running"), (7, "interrupted")]
 
 
+def test_a_signal_does_not_interrupt_a_finished_run():
+    """Only its model is still to be written."""
+    run = SimpleNamespace(facts={"state": "finished"})
+    loop.note_stop(run)
+    assert run.facts == {"state": "finished"}
+
+
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_a_save_under_way_when_the_signal_comes_is_the_last(
     recipe, tmp_path, monkeypatch, asynchronous

@@ -288,6 +288,8 @@ def note_stop(run: Run) -> None:
     The handler of a signal calls it, perhaps while run.json is being written. So its temporary file has another
     name.
     """
+    if run.facts["state"] == "finished":
+        return  # only the model is still to be written
     run.facts["state"] = "interrupted"
     if run.accelerator.is_main_process:
         file = Path(run.config.output_dir) / "run.json"
