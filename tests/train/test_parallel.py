@@ -48,7 +48,7 @@ from nalanda.train.log import read_metrics
 from nalanda.train.loop import train
 from nalanda.train.loss import packed_logits
 from nalanda.train.needs import check_weights_fit
-from nalanda.train.optim import build_optimizer
+from nalanda.train.optim import build_optimizer, undecayed
 
 ROOT = Path(__file__).parents[2]
 ROWS, LENGTH, VOCABULARY, STEPS = (
@@ -809,6 +809,23 @@ def test_models_of_flash_linear_attention_get_bounds_under_fsdp_too():
         seen.clear()
         assert packed_logits(kind(), tokens, tokens, torch.tensor([0, 4, 8])).shape == (2, 4, 3)
         assert seen["cu_seqlens"].tolist() == [0, 4, 8]
+
+
+def test_a_matrix_that_does_not_decay_keeps_its_mark_in_shards(tmp_path):
+    settings = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = LlamaConfig(**settings, vocab_size=32, num_attention_heads=2)
+    model, name = AutoModelForCausalLM.from_config(config), "model.layers.0.mlp.up_proj.weight"
+    model.get_parameter(name)._no_weight_decay = True
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        parallel.shard(model, parallel.units(model), mesh, dtype=None)
+    finally:
+        dist.destroy_process_group()
+    weights = dict(model.named_parameters())
+    assert isinstance(weights[name], DTensor)
+    assert id(weights[name]) in undecayed(model, weights)
 
 
 def test_every_process_of_a_machine_needs_its_memory(monkeypatch):

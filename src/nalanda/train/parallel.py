@@ -261,7 +261,8 @@ def shard(
     parameters (norms, filters, decays, embedding, head) are gathered in fp32 with the root. Some are read
     outside their owner's forward, and a block's dtype would round them. Gradients are reduced in fp32.
 
-    Units of other models are all fp32: those models may use Linear layers in fp32, or their bare weights.
+    Units of other models are all fp32: those models may use Linear layers in fp32, or their bare weights. Their marks
+    of `optim.undecayed` stay.
     """
     if getattr(getattr(model, "config", None), "model_type", None) == "nalanda":
         matrices = {p for block in blocks for m in linears(block) for p in m.parameters()}
@@ -278,9 +279,12 @@ def shard(
                 block, mesh=mesh, mp_policy=cast, ignored_params=set(block.parameters()) - matrices
             )
         return
+    marked = [n for n, p in model.named_parameters() if getattr(p, "_no_weight_decay", False)]
     for block in blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    for name in marked:  # of a new parameter by now
+        model.get_parameter(name)._no_weight_decay = True  # pyrefly: ignore[missing-attribute]
 
 
 def linears(block: nn.Module) -> Iterator[nn.Linear]:
