@@ -211,6 +211,13 @@ def test_what_would_fit_is_counted_as_a_run_of_those_rows(monkeypatch):
     assert line.startswith(f"stages.long.train.micro_batch_size={rows} needs {size(needed)} of ")
 
 
+def test_a_run_of_endless_steps_is_counted_at_once():
+    config = load_config("demo", ["train.steps=1e15", "checkpoint.every=1", "model.vocab_size=96"])
+    assert (
+        needs.run_files(config, meta_model(config)).checkpoints == config.checkpoint.keep_last + 1
+    )
+
+
 @pytest.mark.parametrize(
     ("every", "steps", "keep_last", "keep_every", "saved"),
     [

@@ -185,9 +185,14 @@ def run_files(config: RunConfig, model: PreTrainedModel, saved: Sequence[int] = 
     checkpoint += carried
 
     # The steps that are saved from here on: multiples of `every`, and the ends of the stages.
-    begun, steps, every = max(saved, default=0), config.train.steps, config.checkpoint.every
-    due = {*range((begun // every + 1) * every, steps, every)} if every else set()
-    due |= {stage.end for stage in config.in_stages() if stage.end > begun}
+    begun, steps, keep = max(saved, default=0), config.train.steps, config.checkpoint
+    due = {stage.end for stage in config.in_stages() if stage.end > begun}
+    if every := keep.every:
+        planned = range((begun // every + 1) * every, steps, every)
+        # Of a long run's, those that stay at its end suffice.
+        due.update(planned[-keep.keep_last - 1 :])
+        if keep.keep_every:
+            due.update(step for step in planned if step % keep.keep_every == 0)
     new = sorted(due)
     saves = [*sorted(saved), *new]
 
