@@ -42,9 +42,14 @@ def test_reads_numbers_that_yaml_takes_for_text(recipe):
             "optim.betas=[0.9, 99e-2]",
             "train.steps=2e2",
             "model.norm_eps=1e-5",
+            "model.vocab_size=3.2e4",
+            "stages.late.after_step=1e1",
+            "stages.late.data.source=*.txt",
         ],
     )
     assert config.model["norm_eps"] == 1e-5
+    assert config.model["vocab_size"] == 32000
+    assert config.stages["late"].data == {"source": "*.txt"}
     assert config.optim.lr == 3e-4
     assert config.schedule.min_lr_ratio == 0.1
     assert config.optim.betas == (0.9, 0.99)
@@ -108,6 +113,9 @@ def test_overrides_reach_every_depth(recipe):
         ("model.feature_map_options.powr=1", "powr"),
         ("train.steps=many", "train.steps: expected an integer, got 'many'"),
         ("train.steps=1.5", "train.steps: expected an integer, got 1.5"),
+        (f"train.steps={'9' * 400}", "train.steps: expected an integer, got 999"),
+        (f"model.vocab_size={'9' * 400}", "model: int too large"),
+        ("train.ema=0.9", "train.ema: expected a list, got 0.9; write [0.9]"),
         ("train.steps=true", "train.steps: expected an integer, got True"),
         ("train.compile=1", "train.compile: expected one of true, false, auto; got 1"),
         ("optim.lr=fast", "optim.lr: expected a number, got 'fast'"),

@@ -264,9 +264,11 @@ def _holds_text(key: str) -> bool:
 
 
 def _type_of(key: str) -> Any:
-    """The type of a recipe's key, such as data.source; None for an unknown one."""
+    """The type of a recipe's key, such as data.source or stages.NAME.data.source; None for an unknown one."""
     kind: Any = RunConfig
-    for name in key.split("."):
+    names = key.split(".")
+    # A stage's sections have the recipe's names.
+    for name in names[2:] if names[0] == "stages" else names:
         kind = typing.get_type_hints(kind).get(name) if is_dataclass(kind) else None
     return kind
 
@@ -281,8 +283,13 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 in which 1e-5 and 1.5e4 are numbers, not text, and a duplicate key an error.
 
     Integers are decimal. YAML 1.1 reads 010 and 1:30 as 8 and 90; here they are text. 010 becomes 10 where a
-    number is needed.
+    number is needed. 3.2e4 is an integer, also where no type is known: of a key of `model`.
     """
+
+    def construct_yaml_float(self, node: Any) -> float:
+        number = super().construct_yaml_float(node)
+        whole = "e" in node.value.lower() and number.is_integer()
+        return int(number) if whole else number
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
         seen: dict[Any, int] = {}
@@ -310,6 +317,7 @@ _Loader.yaml_implicit_resolvers = {
 }
 _Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(*EXPONENT)
+_Loader.add_constructor(EXPONENT[0], _Loader.construct_yaml_float)
 
 
 def read_yaml(path: Path) -> Any:
@@ -492,7 +500,7 @@ def _advice(value: Any, kind: Any, where: str) -> str:
     """Advice for one name that should be a list or a section, and for a number or a boolean that should be text."""
     if get_origin(kind) is dict:
         return _meant(where)
-    if get_origin(kind) is list and isinstance(value, str):
+    if get_origin(kind) is list and isinstance(value, (str, int, float)):
         return f"; write [{value}]"
     quotable = value is not None and not isinstance(value, (list, tuple, dict))
     return (
@@ -506,7 +514,7 @@ def _number(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
 

@@ -707,7 +707,7 @@ class RunConfig:
             try:
                 model = NalandaConfig(**{k: v for k, v in self.model.items() if k != "init_from"})
                 model.plugin_files()  # refuses, before the training, what checkpoints could not carry
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, OverflowError) as error:
                 raise InputError(f"model: {error}") from None
 
     def _check_stages(self) -> None:

@@ -142,7 +142,7 @@ def has_bf16() -> bool:
 def patience(config: RunConfig) -> timedelta:
     """How long a collective waits: longer than the watchdog, which says what every process was doing."""
     hang = config.guard.hang_timeout
-    return timedelta(days=7) if hang is None else timedelta(seconds=WAIT_FACTOR * hang)
+    return timedelta(days=7) if hang is None else timedelta(seconds=min(WAIT_FACTOR * hang, 10**9))
 
 
 def check_shared(run_dir: Path, accelerator: Accelerator) -> None:
