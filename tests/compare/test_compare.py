@@ -700,7 +700,7 @@ def test_secrets_of_urls_are_in_no_report_and_no_log(tmp_path, capsys):
         (["demo", "--arm", "a/b:", "--arm", "c:"], "arms.a/b: a name has letters"),
         (["demo", "--arm", "..:", "--arm", "c: optim.weight_decay=0"], "begins with a letter"),
         (["demo", "--arm", f"{'a' * 65}:", "--arm", "c:"], "has at most 64 characters"),
-        (["demo", "--arm", "eval:", "--arm", "c:"], "arms.eval: the study's folder has eval"),
+        (["demo", "--arm", "eval:", "--arm", "c:"], "arms.eval: the folder has eval already"),
         (["demo", "--arm", "A:", "--arm", "a: optim.weight_decay=0"], "differ by case alone"),
         (["demo", "--arm", "a: train.resume=never", "--arm", "b:"], "train.resume: the study sets"),
         (["demo", "--rates", "1e-3,1e-3,2e-3"], "rates: two of 0.001, 0.001, 0.002 are equal"),

@@ -159,6 +159,8 @@ def test_overrides_reach_every_depth(recipe):
         ("checkpoint.keep_last=0", "checkpoint.keep_last"),
         ("log.every=0", "log.every"),
         ("stages={1: {after_step: 9}}", "stages: the name 1 is no text; quote it"),
+        ("stages={a b: {after_step: 9}}", "stages.a b: a name has letters, digits and _ - alone"),
+        ("linearize.arms.Tokenizer={}", "linearize.arms.Tokenizer: the folder has tokenizer"),
         (
             "data.mixture=[{name: a, source: b}]",
             "data.mixture[0].weight: missing from the recipe; add weight to that item of data.mixture",

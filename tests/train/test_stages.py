@@ -219,7 +219,7 @@ def test_the_data_of_all_stages_are_opened_before_the_first_step(staged, tmp_pat
         ("{a: {after_step: 5, optim: {name: muon}}}", r"optim\.name: a stage cannot change it"),
         ("{a: {after_step: 5, data: {seqlen: 64}}}", r"did you mean stages\.a\.data\.seq_len"),
         ("{a: {after_step: 5, data: {seq_len: 48}}}", r"stages\.a: train\.tokens_per_step: 256"),
-        ("{a b: {after_step: 5}}", r"stages\.a b: expected a name"),
+        ("{a b: {after_step: 5}}", r"stages\.a b: a name has"),
         ("[{after_step: 5}]", "stages: expected a section of keys"),
     ],
 )

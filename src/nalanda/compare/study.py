@@ -1,7 +1,6 @@
 """A study: the arms that `nalanda compare` trains. An arm is a recipe with overrides."""
 
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -21,6 +20,7 @@ from nalanda.config.bounds import (
     between,
     check_bounds,
     check_choice,
+    check_new_name,
 )
 from nalanda.config.load import (
     differences,
@@ -103,17 +103,7 @@ class Study:
 
     def _check_names(self) -> None:
         for name, text in self.arms.items():
-            if not isinstance(name, str):
-                raise InputError(f"arms: the name {name!r} is no text; quote it")
-            if not re.fullmatch(r"\w[\w.+-]{0,63}", name):
-                raise InputError(
-                    f"arms.{name}: a name has letters, digits and . _ + - alone, begins with a letter or "
-                    "digit, and has at most 64 characters"
-                )
-            if name.lower() in FILES:
-                raise InputError(
-                    f"arms.{name}: the study's folder has {name.lower()} already; take another name"
-                )
+            check_new_name(name, "arms", marks="._+-", taken=FILES)
             if text is not None and not isinstance(text, str):
                 raise InputError(
                     f"arms.{name}: expected settings as text, such as model.feature_map=nala"

@@ -1,6 +1,7 @@
 """Bounds of a recipe's values, written beside their types: `Annotated[int, at_least(1)]`."""
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Container, Iterable
 from dataclasses import fields
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -53,6 +54,22 @@ def check_choice(value: Any, choices: Iterable[Any], key: str) -> None:
         return
     names = [str(c).lower() if isinstance(c, bool) else str(c) for c in choices]
     raise InputError(f"{key}: expected one of {', '.join(names)}; got {value!r}")
+
+
+def check_new_name(name: Any, key: str, marks: str = "_-", taken: Container[str] = ()) -> None:
+    """Raises `InputError` for a name of other letters, or of a file that is there in any case.
+
+    key: the section of names. marks: what a name has beside letters and digits. taken: names of files.
+    """
+    if not isinstance(name, str):
+        raise InputError(f"{key}: the name {name!r} is no text; quote it")
+    if not re.fullmatch(rf"\w[\w{re.escape(marks)}]{{0,63}}", name):
+        raise InputError(
+            f"{key}.{name}: a name has letters, digits and {' '.join(marks)} alone, begins with a letter or digit, and "
+            "has at most 64 characters"
+        )
+    if name.lower() in taken:
+        raise InputError(f"{key}.{name}: the folder has {name.lower()} already; take another name")
 
 
 def check_seed(seed: int | None, name: str = "seed") -> None:

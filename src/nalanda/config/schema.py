@@ -25,6 +25,7 @@ from nalanda.config.bounds import (
     between,
     check_bounds,
     check_choice,
+    check_new_name,
     check_seed,
 )
 from nalanda.storage.remote import check_output, check_source
@@ -602,10 +603,9 @@ class LinearizeConfig:
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
         for name, keys in self.arms.items():
-            if not re.fullmatch(r"[\w-]+", str(name)) or not isinstance(keys, dict):
-                raise InputError(
-                    f"linearize.arms.{name}: expected a name of letters, digits, - and _, with keys of `model`"
-                )
+            check_new_name(name, "linearize.arms", taken=("checkpoints", "tokenizer"))
+            if not isinstance(keys, dict):
+                raise InputError(f"linearize.arms.{name}: expected keys of `model`, got {keys!r}")
 
 
 @dataclass
@@ -713,10 +713,7 @@ class RunConfig:
     def _check_stages(self) -> None:
         """Raises `InputError` for stages that do not fit into the run, or whose settings cannot work."""
         for name, stage in self.stages.items():
-            if not isinstance(name, str):
-                raise InputError(f"stages: the name {name!r} is no text; quote it")
-            if not re.fullmatch(r"[\w-]+", name):
-                raise InputError(f"stages.{name}: expected a name of letters, digits, - and _")
+            check_new_name(name, "stages")
             check_bounds(stage, f"stages.{name}")
         ends = {name: stage.after_step for name, stage in self.stages.items()}
         for (name, step), (later, limit) in pairwise([*ends.items(), ("", self.train.steps)]):
