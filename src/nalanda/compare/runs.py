@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nalanda.common.errors import ExitCode, InputError, output_folder
-from nalanda.common.files import alone, write_atomically
+from nalanda.common.files import alone, read_recipe, write_atomically
 from nalanda.common.progress import Progress
 from nalanda.common.text import redact
 from nalanda.compare.options import Execution
@@ -33,7 +33,6 @@ from nalanda.compare.study import Study, check_same, study_text
 from nalanda.config.load import differences, load_config
 from nalanda.config.schema import RunConfig
 from nalanda.data.workers import processors
-from nalanda.report.runs import read_recipe
 from nalanda.storage.remote import is_store, read_bytes, staging, upload
 from nalanda.train.log import last_metrics
 

@@ -9,23 +9,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
 from nalanda.common.errors import InputError
-from nalanda.common.files import alone
+from nalanda.common.files import alone, read_recipe
 from nalanda.common.text import si
-from nalanda.config.load import read_yaml
 from nalanda.train.log import last_metrics, read_facts
 
 SILENT = 3600.0
 """Seconds without new metrics after which a run on another machine counts as dead."""
-
-FAST = 10_000
-"""Bytes of a recipe that libyaml reads."""
 
 
 @dataclass
@@ -196,21 +191,6 @@ def narrowed(table: Table, console: Console, dispensable: Sequence[str]) -> Tabl
         columns = (column for column in table.columns if column.header != heading)
         table.columns = Table(*columns).columns  # which numbers them anew
     return table
-
-
-def read_recipe(folder: Path) -> dict:
-    file = folder / "config.yaml"
-    try:
-        # libyaml reads 7 times as fast, but deep nesting overflows its stack: long files go the other way.
-        fast = getattr(yaml, "CSafeLoader", None) if file.stat().st_size < FAST else None
-        config = yaml.load(file.read_bytes(), fast) if fast else read_yaml(file)
-    except FileNotFoundError:
-        raise ValueError("config.yaml is missing") from None
-    except (InputError, yaml.YAMLError, RecursionError):
-        raise ValueError("config.yaml is not YAML") from None
-    if not isinstance(config, dict):
-        raise ValueError("config.yaml is not a recipe")
-    return config
 
 
 def _last_lines(folder: Path, validates: bool) -> tuple[int, dict]:
