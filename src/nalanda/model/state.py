@@ -246,14 +246,16 @@ class State:
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
 
         # Rounded fingerprints let a model of another dtype compare its weights.
-        dtype = _dtype(self.model)
+        weights, dtype = fingerprint(self.model), _dtype(self.model)
+        kinds = {x.dtype for x in _weights(self.model).values() if x.is_floating_point()}
         rounded = {}
         for name in CONTAINED.get(dtype, ()):
-            rounded[name] = fingerprint(self.model, getattr(torch, name))
+            kind = getattr(torch, name)
+            rounded[name] = weights if kinds == {kind} else fingerprint(self.model, kind)
 
         about = {
             "format": FORMAT,
-            "fingerprint": fingerprint(self.model),
+            "fingerprint": weights,
             "rounded": json.dumps(rounded),
             "dtype": dtype,
             "state_dtype": cache.state_dtype,
