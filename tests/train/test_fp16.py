@@ -275,6 +275,7 @@ def test_auto_takes_what_the_processor_gains_by(recipe, tmp_path, monkeypatch, c
     assert "cpu, fp32, eager" in out
     (change,) = read_facts(run)["changes"]
     assert change["train.precision"] == ["bf16", "fp32"]
+    assert "| precision | fp32 |" in (run / "final" / "README.md").read_text()
 
 
 def test_auto_is_bf16_on_a_card_that_has_it(monkeypatch):
@@ -311,9 +312,9 @@ def test_a_card_without_bf16_is_told_of_fp16(monkeypatch, recipe, tmp_path):
     ):
         launch.launch(configured(recipe, tmp_path / "run", "train.precision=bf16"))
     for precision in ("fp16", "fp32"):
-        launch.check_card(precision)
+        launch.choose_precision(precision)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    launch.check_card("bf16")
+    launch.choose_precision("bf16")
 
 
 def test_the_peak_of_fp16_is_that_of_bf16():

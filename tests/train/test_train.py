@@ -198,6 +198,17 @@ def test_processes_that_would_train_alone_are_refused(recipe, tmp_path, monkeypa
     assert not (tmp_path / "run").exists()
 
 
+def test_an_environment_that_accelerate_refuses_is_no_fault_of_the_precision(
+    monkeypatch, recipe, tmp_path
+):
+    def refuse(**_):
+        raise ValueError("MASTER_ADDR is missing")
+
+    monkeypatch.setattr(launch, "Accelerator", refuse)
+    with pytest.raises(InputError, match="the launch cannot work: MASTER_ADDR is missing"):
+        loop.train(configured(recipe, tmp_path / "run"))
+
+
 def test_a_run_leaves_a_model(whole):
     lines = list(read_metrics(whole / "metrics.jsonl"))
     train = [line for line in lines if "loss" in line]
@@ -283,13 +294,17 @@ def test_launch_on_a_cpu_flushes_denormals_and_names_the_faster_way(monkeypatch,
     config, threads = load_config("demo"), torch.get_num_threads()
     torch.set_flush_denormal(False)
     try:
-        monkeypatch.setattr(sys, "argv", ["bin/nalanda", "train", "demo", "output_dir=a b"])
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            ["bin/nalanda", "train", "demo", "output_dir=a b", "data.source=https://x/y?key=k"],
+        )
         launch.launch(config)
         launch.advise_on_threads(config, processes=1)
         assert (torch.tensor(1e-30) * torch.tensor(1e-9)).item() == 0
         command = (
-            "--nproc_per_node 2 -m nalanda_cli train demo 'output_dir=a b' train.cpu_threads=1 "
-            "train.micro_batch_size=2\n"
+            "--nproc_per_node 2 -m nalanda_cli train demo 'output_dir=a b' 'data.source=https://x/y?***' "
+            "train.cpu_threads=1 train.micro_batch_size=2\n"
         )
         assert command in capsys.readouterr().out
     finally:

@@ -165,7 +165,7 @@ def training_rows(
         ("data", over_stages(map(describe_corpus, data))),
         ("context", context and f"{context} tokens"),
         ("tokens seen", tokens),
-        ("precision", train.get("precision")),
+        ("precision", facts.get("precision", train.get("precision"))),
         ("trained on", device),
         (f"training loss{of_weights}", describe_training_loss(lines, facts["step"])),
         (f"validation loss{of_weights}", describe_validation_loss(lines, facts["step"])),

@@ -22,6 +22,7 @@ from accelerate.utils import (
 from nalanda.common.allocator import keep_freed_memory
 from nalanda.common.errors import InputError
 from nalanda.common.products import choose_product_route, set_product_route
+from nalanda.common.text import redact
 from nalanda.config.schema import RunConfig
 from nalanda.data.workers import processors
 from nalanda.train.flops import DTYPES, matmul_flops
@@ -47,7 +48,7 @@ def launch(config: RunConfig) -> Accelerator:
         mixed = "no" if precision == "fp32" else precision
         accelerator = Accelerator(mixed_precision=mixed, kwargs_handlers=[groups])
     except ValueError as error:
-        raise InputError(f"train.precision: {config.train.precision}: {error}") from None
+        raise InputError(f"the launch cannot work: {error}") from None
     if precision == "fp16":
         # accelerate 1.15 has no fp16 on CPUs, and its loss scale would skip steps behind the loop's back.
         accelerator.native_amp, accelerator.scaler = True, None
@@ -103,7 +104,8 @@ def advise_on_threads(config: RunConfig, processes: int) -> None:
     if processes > 1 or not 1 < cores <= 8 or not divisible:
         return
     is_script = sys.argv[0].endswith("pretrain.py")
-    command = sys.argv if is_script else ["-m", "nalanda_cli", *sys.argv[1:]]
+    command = [sys.argv[0]] if is_script else ["-m", "nalanda_cli"]
+    command += map(redact, sys.argv[1:])
     program = ["torchrun", "--standalone", "--nproc_per_node", str(cores), *command]
     rows = config.train.micro_batch_size // cores
     print(
