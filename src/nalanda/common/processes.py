@@ -1,9 +1,14 @@
-"""Processes that work for another one, and the memory of this one."""
+"""Processes of a launch, those that work for another one, and the memory of this one."""
 
 import os
 import sys
 import threading
 from multiprocessing import parent_process
+
+
+def local_processes(alone: int = 1) -> int:
+    """Processes of the launch on this machine; `alone` without a launcher."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", alone))
 
 
 def end_with_parent() -> None:

@@ -34,7 +34,9 @@ def is_url(source: Any) -> bool:
 
 
 def local_path(source: Any) -> Any:
-    """The path that a file:// URL names; anything else is unchanged."""
+    """The path that a file:// URL names, also in a list; anything else is unchanged."""
+    if isinstance(source, list):
+        return [local_path(each) for each in source]
     if not isinstance(source, str):
         return source
     return re.sub(r"(?i)^file://(localhost(?=/))?", "", source)

@@ -68,16 +68,14 @@ def at_home(config: RunConfig) -> RunConfig:
     paths += [(config.model, key, "model.") for key in ("auto", "init_from") if key in config.model]
 
     for values, key, where in paths:
-        value, name = values[key], f"{where}{key}"
-        if isinstance(value, list):
-            values[key] = [expand_home(each, name) for each in value]
-        else:
-            values[key] = expand_home(value, name)
+        values[key] = expand_home(values[key], f"{where}{key}")
     return config
 
 
 def expand_home(value: Any, key: str) -> Any:
-    """A path with the user's home in place of `~`; other values as they are."""
+    """A path with the user's home in place of `~`, also in a list; other values as they are."""
+    if isinstance(value, list):
+        return [expand_home(each, key) for each in value]
     if not isinstance(value, str) or not value.startswith("~"):
         return value
     path = os.path.expanduser(value)
@@ -440,8 +438,9 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
         return value if isinstance(value, int) else int(number)
     if kind in (str, bool, list, tuple, dict) and isinstance(value, kind):
         return value
+    expected = " or ".join(KIND_WORDS.get(get_origin(k) or k, str(k)) for k in _choices(kind))
     raise InputError(
-        f"{where}: expected {_describe_kind(kind)}, got {_name(value)}{_advice(value, kind, where)}"
+        f"{where}: expected {expected}, got {_name(value)}{_advice(value, kind, where)}"
     )
 
 
@@ -490,10 +489,6 @@ KIND_WORDS: dict[Any, str] = {
     dict: "a section of keys",
 }
 """Types of a recipe's values, as errors call them."""
-
-
-def _describe_kind(kind: Any) -> str:
-    return " or ".join(KIND_WORDS.get(get_origin(k) or k, str(k)) for k in _choices(kind))
 
 
 def _advice(value: Any, kind: Any, where: str) -> str:

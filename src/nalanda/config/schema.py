@@ -21,6 +21,7 @@ from nalanda.config.bounds import (
     DECAY,
     POSITIVE,
     SHARE,
+    Bound,
     at_least,
     between,
     check_bounds,
@@ -196,7 +197,8 @@ class DataConfig:
     def _check_sources(self, key: str, component: Any) -> None:
         """Checks the sources of a component, or of this section. key: of the component."""
         for name in ("source", "validation_source"):
-            for source in _several(getattr(component, name)):
+            sources = getattr(component, name) or []
+            for source in sources if isinstance(sources, list) else [sources]:
                 check_source(source, f"{key}.{name}")
 
     def _check_mixture(self) -> None:
@@ -225,8 +227,7 @@ class DataConfig:
             return {"": self}
         parts: dict[str, DataConfig] = {}
         for component in self.mixture:
-            values = {key: getattr(component, key) for key in COMPONENT_KEYS}
-            chosen = {key: value for key, value in values.items() if value}
+            chosen = {key: x for key in COMPONENT_KEYS if (x := getattr(component, key))}
             name = component.config or self.name
             parts[component.name] = replace(self, mixture=[], name=name, **chosen)
         return parts
@@ -236,15 +237,7 @@ class DataConfig:
         return {component.name: component.weight for component in self.mixture}
 
 
-COMPONENT_KEYS = (
-    "source",
-    "validation_source",
-    "text_field",
-    "source_field",
-    "revision",
-    "train_split",
-    "validation_split",
-)
+COMPONENT_KEYS = {f.name for f in fields(Component)} - {"name", "weight", "config"}
 
 
 @dataclass
@@ -378,7 +371,7 @@ class GroupConfig:
         check_bounds(self, where)
 
 
-LEAST_NORM = 1e-15
+NORM = Bound("0, for none, or 1e-15 or more", lambda norm: norm == 0 or norm >= 1e-15)
 """Gradients of a smaller norm have squares that are 0 in float32, so AdamW would change nothing."""
 
 
@@ -397,7 +390,7 @@ class OptimConfig:
     """AdamW's ε."""
     weight_decay: Annotated[float, at_least(0)] = 0.1
     """Decay of matrices; norms, biases and decays of states have none."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, NORM] = 1.0
     """Norm that longer gradients are scaled down to; 0: none are."""
     momentum: Annotated[float, DECAY] = 0.95
     """Momentum of Muon."""
@@ -412,16 +405,10 @@ class OptimConfig:
         check_choice(self.name, OPTIMIZERS, "optim.name")
         for i, group in enumerate(self.groups):
             group.check(f"optim.groups[{i}]")
-        check_bounds(self, "optim")
         if self.muon_lr is not None and self.name != "muon":
             raise InputError(
                 f"optim.muon_lr: only Muon has it, and optim.name is {self.name}; set optim.name=muon, or "
                 "leave it out"
-            )
-        if self.max_grad_norm < 0 or 0 < self.max_grad_norm < LEAST_NORM:
-            raise InputError(
-                f"optim.max_grad_norm: expected 0, for none, or {LEAST_NORM:g} or more, got "
-                f"{self.max_grad_norm:g}"
             )
 
 
@@ -805,18 +792,7 @@ def _is_installed(package: str) -> bool:
 def _name_local_files(section: Any) -> None:
     """Replaces file:// URLs of a section's sources by the paths they name."""
     for key in ("source", "validation_source"):
-        source = getattr(section, key)
-        if isinstance(source, list):
-            setattr(section, key, [local_path(each) for each in source])
-        else:
-            setattr(section, key, local_path(source))
-
-
-def _several(source: Any) -> list[Any]:
-    """A source as a list; [] for null."""
-    if isinstance(source, list):
-        return source
-    return [source] if isinstance(source, str) else []
+        setattr(section, key, local_path(getattr(section, key)))
 
 
 def _plain(value: Any) -> Any:

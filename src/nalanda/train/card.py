@@ -150,11 +150,11 @@ def training_rows(
     # The hours of training, up to the exported step.
     timed = list(with_hours(run_dir))
     lines = [line for line, _ in timed]
-    hours = [hours for line, hours in timed if line["step"] <= facts["step"]]
+    hours = max((hours for line, hours in timed if line["step"] <= facts["step"]), default=0.0)
     device = None
-    if max(hours, default=0.0):
+    if hours:
         machine = f"{facts.get('device')}, {facts.get('processes')} process(es)"
-        device = f"{machine}, {duration(3600 * max(hours))} of steps"
+        device = f"{machine}, {duration(3600 * hours)} of steps"
 
     # Training measures the weights alone, not their averages.
     decay = average and average.removeprefix("ema-")

@@ -24,9 +24,7 @@ import inspect
 import io
 import json
 import math
-import os
 import pickle
-import platform
 import random
 import shutil
 import threading
@@ -42,7 +40,9 @@ import torch.distributed as dist
 
 from nalanda.common.errors import DiskFull, InputError, first_line, no_room
 from nalanda.common.files import discard, manifest_text, sync
+from nalanda.common.processes import local_processes
 from nalanda.common.text import size
+from nalanda.common.versions import versions
 from nalanda.config.schema import CheckpointConfig
 from nalanda.train import memory
 from nalanda.train.checkpoint_dir import checkpoint_folders, prune, step_of
@@ -172,7 +172,7 @@ class Saver:
             if is_writer(tensor, self.rank)
         )
         # Without shards only one process of a machine writes.
-        writers = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if sharded else 1
+        writers = local_processes() if sharded else 1
         fits = bytes_here * writers <= memory.host() // 2
         return all(self._exchange(fits))
 
@@ -223,12 +223,7 @@ class Commit:
         bytes_here = sum(
             len(piece) if isinstance(piece, bytes) else piece.nbytes for piece in pieces
         )
-        versions = {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-        }
-        plans = exchange((first, bytes_here, versions))
+        plans = exchange((first, bytes_here, versions()))
         self.bytes_needed = sum(count for _, count, _ in plans)
         self.bytes_in_folder = sum(count for folder, count, _ in plans if folder == first)
         # Those of the first process, so that all folders have the same manifest.
@@ -291,12 +286,7 @@ class Commit:
 
     def prune(self, config: CheckpointConfig) -> None:
         """Removes the checkpoints that `config` does not keep."""
-
-        def prune_folder() -> None:
-            if self.makes_folder:
-                prune(self.directory, config, self.step)
-
-        self.together(prune_folder)
+        self.together(lambda: self.makes_folder and prune(self.directory, config, self.step))
 
     def together(self, act: Callable[[], Any], *, writes: bool = False) -> list[Any]:
         """Calls `act` on all processes; returns all results. An error on one is raised on all.
@@ -633,8 +623,6 @@ def find_unsound(tensors: dict[str, torch.Tensor]) -> str | None:
     """Describes a tensor with a value on this process that is not finite or is beyond `LARGEST`, or None."""
     values = {name: local_part(tensor)[0].detach() for name, tensor in tensors.items()}
     values = {name: t for name, t in values.items() if t.is_floating_point() and t.numel()}
-    if not values:
-        return None
     # One fused reduction and one synchronisation; the loop below only runs if a value is bad.
     largest = torch.nn.utils.get_total_norm(values.values(), norm_type=math.inf)
     if largest <= LARGEST:

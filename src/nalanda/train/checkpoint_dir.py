@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import filterfalse
 from pathlib import Path
 
 from nalanda.common.errors import InputError
@@ -16,12 +17,14 @@ def latest_checkpoint(
     directory: Path,
     say: Callable[[str], None] = print,
     complete: Callable[[Path], object] = lambda path: None,
+    passed_over: Callable[[Path], bool] = lambda path: False,
 ) -> Path | None:
     """The newest usable checkpoint, or None. Calls `say` for each newer one that is unusable.
 
-    complete: called with each before it is read, such as to fetch files that its folder lacks.
+    complete: called with each before it is read, such as to fetch files that its folder lacks. passed_over: whether
+    one is left out without a word.
     """
-    for path in reversed(checkpoint_folders(directory)):
+    for path in filterfalse(passed_over, reversed(checkpoint_folders(directory))):
         complete(path)
         problem = why_unusable(path)
         if problem is None:

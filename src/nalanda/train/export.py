@@ -188,11 +188,10 @@ def push(
             )
 
     export(path, out, step=step, name=repo)
-    files = [file for file in sorted(out.rglob("*")) if file.is_file()]
-    sizes = [file.stat().st_size for file in files]
-    for file, size in zip(files, sizes, strict=True):
+    sizes = {file: file.stat().st_size for file in sorted(out.rglob("*")) if file.is_file()}
+    for file, size in sizes.items():
         print(f"{size:>14,}  {file.relative_to(out)}", file=sys.stderr)
-    total = f"{sum(sizes):>14,}  bytes in {len(sizes)} files to {repo} …"
+    total = f"{sum(sizes.values()):>14,}  bytes in {len(sizes)} files to {repo} …"
     print(total, file=sys.stderr, flush=True)
     with hub_errors(f"{repo}: {out} is whole, but not uploaded"):
         steps = json.loads((out / "run.json").read_text())["step"]

@@ -129,7 +129,9 @@ class Interruptions:
         is_first, is_first_of_kind = not self.received, signum not in self._came
         self.received.append(signum)
         if not is_first_of_kind:
-            if not self._is_repeated(signum):
+            # A second signal of a kind may be the first one, sent twice.
+            age = time.monotonic() - self._came[signum]
+            if not (age < SAME_SIGNAL or signum in REPEATED or self.launched):
                 # Its usual effect, which ends the process.
                 signal.signal(signum, self._previous[signum])
                 signal.raise_signal(signum)
@@ -144,11 +146,6 @@ class Interruptions:
                 os.write(2, f"\nfinishing the step, then saving{again}\n".encode())
         if is_first:
             self.first()
-
-    def _is_repeated(self, signum: int) -> bool:
-        """Whether a second signal of a kind is the first one, sent twice."""
-        age = time.monotonic() - self._came[signum]
-        return age < SAME_SIGNAL or signum in REPEATED or self.launched
 
 
 class Watchdog:

@@ -21,6 +21,7 @@ from accelerate.utils import (
 
 from nalanda.common.allocator import keep_freed_memory
 from nalanda.common.errors import InputError
+from nalanda.common.processes import local_processes
 from nalanda.common.products import choose_product_route, set_product_route
 from nalanda.common.text import redact
 from nalanda.config.schema import RunConfig
@@ -40,7 +41,6 @@ def launch(config: RunConfig) -> Accelerator:
     torch.set_flush_denormal(True)  # their products are slow; before threads start
     if config.train.cpu_threads:
         torch.set_num_threads(config.train.cpu_threads)
-    check_card(config.train.precision)
     precision = choose_precision(config.train.precision)
 
     try:
@@ -89,9 +89,9 @@ def check_processes(accelerator: Accelerator) -> None:
 def advise_on_threads(config: RunConfig, processes: int) -> None:
     """Prints how to use idle CPU cores, or how to use all of them better."""
     cores = processors()
-    threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    threads = torch.get_num_threads() * local_processes()
     if threads < cores:
-        each = cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        each = cores // local_processes()
         limit = os.environ.get("OMP_NUM_THREADS")
         why = f"OMP_NUM_THREADS={limit}, as launchers set it" if limit else "torch's default"
         if config.train.cpu_threads:
@@ -115,14 +115,13 @@ def advise_on_threads(config: RunConfig, processes: int) -> None:
     )
 
 
-def check_card(precision: str) -> None:
-    """Raises `InputError` for bf16 on a card that only emulates it: one before Ampere."""
-    if precision == "bf16" and on_card() and not has_bf16():
-        raise InputError("train.precision: this card has no bf16; set train.precision=fp16")
-
-
 def choose_precision(asked: str) -> str:
-    """The precision of `train.precision: auto` on this process's device; the others stay."""
+    """The precision of `train.precision: auto` on this process's device; the others stay.
+
+    Raises `InputError` for bf16 on a card that only emulates it: one before Ampere.
+    """
+    if asked == "bf16" and on_card() and not has_bf16():
+        raise InputError("train.precision: this card has no bf16; set train.precision=fp16")
     if asked != "auto":
         return asked
     if on_card():
@@ -183,14 +182,8 @@ def from_main_process(value: Any) -> Any:
 def on_main_process(main: bool, act: Callable[[], Any]) -> Any:
     """Calls `act` on the main process, and returns its result on every process. Its `InputError` is raised
     on all."""
-    result = problem = None
-    if main:
-        try:
-            result = act()
-        except InputError as error:
-            problem = error
     # The error travels too: a process that raised alone would leave the others waiting.
-    result, problem = from_main_process((result, problem))
+    result, problem = from_main_process(_attempt(act) if main else None)
     if problem:
         raise problem
     return result
@@ -198,10 +191,13 @@ def on_main_process(main: bool, act: Callable[[], Any]) -> Any:
 
 def on_every_process(act: Callable[[], Any]) -> None:
     """Calls `act` on every process. The `InputError` of one is raised on all."""
-    problem = None
-    try:
-        act()
-    except InputError as error:
-        problem = error
-    if first := next(filter(None, gather_object([problem])), None):
+    if first := next(filter(None, gather_object([_attempt(act)[1]])), None):
         raise first
+
+
+def _attempt(act: Callable[[], Any]) -> tuple[Any, InputError | None]:
+    """The result of `act`, or its `InputError`."""
+    try:
+        return act(), None
+    except InputError as error:
+        return None, error

@@ -3,7 +3,6 @@
 import importlib
 import io
 import json
-import math
 import os
 import secrets
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 from nalanda.common.errors import InputError, first_line
 from nalanda.common.files import stored_recipe, write_atomically
 from nalanda.common.progress import Progress
-from nalanda.common.text import duration, si
+from nalanda.common.text import duration, si, without_infinities
 from nalanda.config.schema import LogConfig
 
 UTILISATION = (0.1, 0.4)
@@ -79,11 +78,7 @@ class RunLog:
         and the tracker."""
         if self.quiet:
             return
-        line = dict(values)
-        for key, value in values.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                line[key] = str(value)  # JSON has no NaN
-        self.stream.write(json.dumps(line) + "\n")
+        self.stream.write(json.dumps(without_infinities(values)) + "\n")
         self.stream.flush()
         os.fsync(self.stream.fileno())
         if "event" in values:

@@ -462,10 +462,8 @@ def check_soundness(run: Run, step: Step) -> str | None:
 
     Returns None if they are sound, or none is due.
     """
-    if not save_is_due(run, step):
-        return None
     # A collective: `save_is_due` is the same on all processes.
-    return run.find_unsound()
+    return run.find_unsound() if save_is_due(run, step) else None
 
 
 def must_roll_back(run: Run, step: Step, unsound: str | None) -> bool:

@@ -22,9 +22,7 @@ def count_labels(batch: dict[str, Tensor], context: Context | None = None) -> in
     The model shifts labels by one: a row's first label is no target. (Masked language models do not shift,
     and their batches have no label there.)
     """
-    # [B, T]: padded at the end as the model pads its targets, so a context cuts both alike
-    counted = F.pad(batch["labels"][:, 1:] != -100, (0, 1))
-    return int((context.part(counted) if context else counted).sum())
+    return _sum_of_part(batch["labels"][:, 1:] != -100, context)
 
 
 def count_bytes(
@@ -32,8 +30,14 @@ def count_bytes(
 ) -> int:
     """Counts the UTF-8 bytes of the text of the tokens of `count_labels`."""
     sizes = torch.from_numpy(text_bytes(batch["input_ids"].numpy()))[:, 1:]  # [B, T − 1]
-    counted = F.pad(sizes * (batch["labels"][:, 1:] != -100), (0, 1))
-    return int((context.part(counted) if context else counted).sum())
+    return _sum_of_part(sizes * (batch["labels"][:, 1:] != -100), context)
+
+
+def _sum_of_part(values: Tensor, context: Context | None) -> int:
+    """The sum of `[B, T − 1]` values of a row's tokens behind the first, in this process's part of the rows."""
+    # [B, T]: padded at the end as the model pads its targets, so a context cuts both alike
+    padded = F.pad(values, (0, 1))
+    return int((context.part(padded) if context else padded).sum())
 
 
 def summed_loss(

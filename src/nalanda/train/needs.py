@@ -16,6 +16,7 @@ from nalanda_kernels import exceeds_card
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from nalanda.common.errors import DiskFull, InputError, OutOfMemory, asked_for, out_of_memory
+from nalanda.common.processes import local_processes
 from nalanda.common.text import size
 from nalanda.config.model import in_one_line
 from nalanda.config.model_folder import check_hub
@@ -73,7 +74,7 @@ class Needs:
     @property
     def machine(self) -> int:
         """Of all processes of this machine."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * self.device
+        return local_processes() * self.device
 
     def describe_memory(self) -> str:
         """`4.2 GiB a device for weights, gradients and moments, at most 1.3 GiB for activations`."""
@@ -120,7 +121,7 @@ def needs_of(
 
 def shards(config: RunConfig, processes: int) -> int:
     """Counts the processes that share one copy of the weights. Without a launcher, a node is taken to have 8."""
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
+    node = local_processes(8)
     shared = {"fsdp": processes, "hybrid": min(processes, config.train.shard_size or node)}
     return shared.get(config.train.parallel, 1)
 
@@ -130,8 +131,6 @@ def held_bytes(model: PreTrainedModel, config: RunConfig, processes: int, shards
 
     DDP adds its gradient buckets. FSDP2 adds the tensors gathered at a time: the root, two blocks, and a
     block's gradient. Where it accumulates, it also adds whole gradients.
-
-    accumulates: default: as the recipe does.
     """
     groups = parameter_groups(model, config.optim)
     # Weight and gradient of a parameter in fp32.
@@ -220,7 +219,7 @@ def check_weights_fit(config: PreTrainedConfig, bytes_each: int) -> None:
     Most systems would grant the allocation, and kill the process when it uses the memory.
     """
     # Processes of one machine share its memory.
-    count, processes = parameters(config), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    count, processes = parameters(config), local_processes()
     needed, free = bytes_each * count * processes, memory.host()
     if needed > free:
         each = f" in {processes} processes" if processes > 1 else ""

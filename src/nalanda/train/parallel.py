@@ -9,7 +9,6 @@ The axes of processes have torchtitan's and accelerate's names: dp_replicate (ea
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -22,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from nalanda.common.errors import InputError
+from nalanda.common.processes import local_processes
 from nalanda.config.schema import TrainConfig
 from nalanda.model.context import Context
 from nalanda.model.layers import Fp32Module
@@ -225,7 +225,7 @@ def mesh(accelerator: Accelerator, train: TrainConfig) -> DeviceMesh:
     processes, device = accelerator.num_processes, accelerator.device.type
     if train.parallel != "hybrid":
         return init_device_mesh(device, (processes,), mesh_dim_names=("dp_shard_cp",))
-    size = train.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(processes)))
+    size = train.shard_size or local_processes(processes)
     if processes % size:
         raise InputError(f"train.shard_size: {processes} processes are not a multiple of {size}")
     # A context reads the same rows, and none may lie in two replicas.
@@ -313,7 +313,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
 
     Returns the norm before, the same on all processes.
     """
-    parameters = [p for p in parameters if p.grad is not None]
+    parameters = list(parameters)
     # Of sharded gradients it is a DTensor whose partial norms are still to be summed.
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):

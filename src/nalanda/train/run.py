@@ -226,7 +226,6 @@ class Run:
         It does not wait for the sums of token sets: a signal leaves little time. The checkpoint says whether
         they were all compared.
         """
-        progress = {"processes": self.accelerator.num_processes, "sums_compared": self.sums.settled}
         self.checkpoint = self.saver.save(
             self.at.step,
             model=self.model,
@@ -237,7 +236,8 @@ class Run:
                 "spikes": self.spikes.state_dict(),
                 "loss_scale": self.scaler.state_dict(),
                 "averages": self.averages.state_dict(),
-                **progress,
+                "processes": self.accelerator.num_processes,
+                "sums_compared": self.sums.settled,
             },
             # Once a context: its processes all have the states behind the whole rows.
             carried_states=self.carried_states.state_tensors()

@@ -37,9 +37,8 @@ from nalanda.train.checkpoint_dir import (
     mark_unsound,
     saved_between_bad_steps,
     step_of,
-    why_unusable,
 )
-from nalanda.train.log import read_facts, read_metrics, write_facts
+from nalanda.train.log import read_facts, write_facts
 
 IDENTITY = ("model", "tokenizer", "data", "seed")
 """Sections of the recipe that identify a run: its checkpoints fit no other values."""
@@ -69,19 +68,16 @@ def last_good(
     suspect: a checkpoint after which no step was good. An older one is preferred; if there is one, the
     suspect is marked unsound, with `reason`.
     """
-    for path in reversed(checkpoint_folders(directory)):
+
+    def passed_over(path: Path) -> bool:
         # Only older ones are of use: the suspect did not help.
-        if suspect is not None and step_of(path) >= step_of(suspect):
-            continue
-        if saved_between_bad_steps(path):
-            continue
-        complete(path)  # as for `latest_checkpoint`
-        if why_unusable(path) is not None:
-            continue
-        if suspect is not None:
-            mark_unsound(suspect, f"no step behind it was good: {reason}")
-        return path
-    return suspect
+        is_newer = suspect is not None and step_of(path) >= step_of(suspect)
+        return is_newer or saved_between_bad_steps(path)
+
+    found = latest_checkpoint(directory, lambda line: None, complete, passed_over)
+    if found and suspect:
+        mark_unsound(suspect, f"no step behind it was good: {reason}")
+    return found or suspect
 
 
 def rollback_message(step: int, why: str, back: Path | None, saved: Path | None) -> str:
@@ -196,8 +192,9 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
         )
     if resume and begun:
         refuse_begun_stages(run_dir, config, changes, step_of(resume))
-    # Starting over would write over a run whose checkpoints are lost or damaged.
-    if resume is None and (saved or ever_saved(run_dir, facts)):
+    # Starting over would write over a run whose checkpoints are lost or damaged. Without run.json one that has logged
+    # may have had some.
+    if resume is None and (saved or facts.get("saved", has_logged(run_dir))):
         raise InputError(no_checkpoint_message(run_dir))
 
     if not saved and any(section_of(key) in IDENTITY for key in changes):
@@ -350,22 +347,6 @@ def has_logged(run_dir: Path) -> bool:
     """Whether metrics.jsonl has a line. It is opened before the first step."""
     metrics = run_dir / "metrics.jsonl"
     return metrics.is_file() and metrics.stat().st_size > 0
-
-
-def ever_saved(run_dir: Path, facts: dict) -> bool:
-    """Whether the run has saved a checkpoint, by run.json or else by the last step in metrics.jsonl."""
-    if "saved" in facts:
-        return facts["saved"] > 0
-    lines = read_metrics(run_dir / "metrics.jsonl")
-    last_step = max((line["step"] for line in lines), default=0)
-    if not last_step:
-        return False
-    config = read_recorded_recipe(run_dir / "config.yaml").checkpoint
-    if not config.every:
-        return False
-    # A line after step N means that the save of step N has returned. An asynchronous save is on the disk
-    # once the next one begins.
-    return last_step > config.every * (1 if config.asynchronous is False else 2)
 
 
 def checkpoint_of(run_dir: Path, config: RunConfig, changes: dict[str, tuple]) -> Path | None:
