@@ -847,7 +847,7 @@ def test_two_runs_never_share_a_folder(recipe, tmp_path, monkeypatch):
     before = content()
     for other in (longer, moved):
         with (
-            lock_run_dir(tmp_path / "run"),
+            lock_run_dir(tmp_path / "run", config),
             pytest.raises(InputError, match="another process is training there"),
         ):
             loop.train(other)

@@ -1,20 +1,23 @@
 """The folders that a run accepts and refuses."""
 
+import contextlib
 import functools
 import hashlib
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
+from filelock import FileLock
 from training import configured, contents, start
 
-from nalanda.common.errors import InputError, OutOfMemory
+from nalanda.common.errors import InputError, OutOfMemory, output_folder
 from nalanda.common.files import manifest_text
 from nalanda.config.load import load_config, read_sections
 from nalanda.config.model import build_model_config
 from nalanda.model import FEATURE_MAPS, NalandaConfig
-from nalanda.train import loop
+from nalanda.train import loop, run_dir
 from nalanda.train.run_dir import refuse_other_data
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -153,6 +156,28 @@ def test_a_failed_start_leaves_no_new_folder(recipe, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="the first step fails"):
         loop.train(configured(recipe, tmp_path / "runs" / "x", f"tokenizer.path={run}/tokenizer"))
     assert not (tmp_path / "runs").exists()
+
+
+def test_of_two_starts_at_once_the_second_leaves_the_folder_of_the_first(
+    recipe, tmp_path, monkeypatch
+):
+    """It saw no folder yet when it began."""
+    run = tmp_path / "run"
+    config, acquire, first = configured(recipe, run), FileLock.acquire, contextlib.ExitStack()
+    monkeypatch.setattr(FileLock, "acquire", lambda lock, timeout: acquire(lock, timeout=0))
+
+    def overtaken(folder: Path, option: str) -> None:
+        monkeypatch.setattr(run_dir, "output_folder", output_folder)
+        first.enter_context(run_dir.lock_run_dir(run, config))
+
+    monkeypatch.setattr(run_dir, "output_folder", overtaken)
+    with first:
+        with (
+            pytest.raises(InputError, match="another process is training there"),
+            run_dir.lock_run_dir(run, config),
+        ):
+            pass
+        assert run.is_dir()
 
 
 def test_bad_data_may_be_corrected_in_the_same_folder(recipe, tmp_path):

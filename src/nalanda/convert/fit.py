@@ -45,7 +45,7 @@ from nalanda.train.log import RunLog
 from nalanda.train.loop import is_due
 from nalanda.train.optim import learning_rate
 from nalanda.train.parallel import Sharing
-from nalanda.train.run_dir import lock_run_dir, record_state, refuse_another_run, removed_if_unused
+from nalanda.train.run_dir import lock_run_dir, record_state, refuse_another_run
 
 IDENTITY = {
     *("model", "tokenizer", "data", "seed", "linearize", "distill"),
@@ -95,8 +95,7 @@ def fit_layers(config: RunConfig, model: str) -> list[Path]:
     accelerator = launch(config)
     if accelerator.num_processes > 1:
         raise InputError("linearize: one process fits all layers; the stages after it take several")
-    unused = removed_if_unused(run_dir, config)
-    with unused, lock_run_dir(run_dir), Interruptions() as signals, ExitStack() as stack:
+    with lock_run_dir(run_dir, config), Interruptions() as signals, ExitStack() as stack:
         claim_folder(run_dir, config)
         facts: dict[str, Any] = {"arms": list(configs)}
         stack.enter_context(record_state(run_dir, facts))

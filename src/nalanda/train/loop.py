@@ -53,7 +53,6 @@ from nalanda.train.run_dir import (
     record_recipe,
     record_state,
     refuse_other_data,
-    removed_if_unused,
     rollback_message,
 )
 from nalanda.train.step import Judgement, Step, apply, forward_backward, judge, received_stop
@@ -93,8 +92,7 @@ def train(config: RunConfig, profile: int = 0) -> Path:
             with contextlib.ExitStack() as stack:
                 # One process locks the folder, or that of its machine.
                 if mirror.copies if mirror else main:
-                    stack.enter_context(removed_if_unused(run_dir, config))
-                    stack.enter_context(lock_run_dir(run_dir))
+                    stack.enter_context(lock_run_dir(run_dir, config))
                 stack.enter_context(mirrored(mirror))
                 # The main process claims it, and sends its claim to the others.
                 claimed = claim(run_dir, recipe) if main else None

@@ -416,29 +416,17 @@ def refuse_other_recipe(run_dir: Path, config: RunConfig) -> None:
 
 
 @contextlib.contextmanager
-def removed_if_unused(run_dir: Path, config: RunConfig) -> Iterator[None]:
-    """Removes the folder of a run that fails before it has made anything. A folder that was there stays.
-
-    A tokenizer that was trained is kept, for the next start with the same data.
-    """
-    missing = missing_folders(run_dir)
-    try:
-        yield
-    except Exception:
-        prepared = config.tokenizer.train and (run_dir / "tokenizer").exists()
-        if not (has_logged(run_dir) or prepared or checkpoint_folders(run_dir / "checkpoints")):
-            remove_new_folders(missing)
-        raise
-
-
-@contextlib.contextmanager
-def lock_run_dir(run_dir: Path) -> Iterator[None]:
+def lock_run_dir(run_dir: Path, config: RunConfig) -> Iterator[None]:
     """Locks the run's folder, and makes it if needed. Only the process with the lock may write there; a
     process that a launcher left behind may still be running.
+
+    A folder that it made is removed if the run fails before it has written anything. A tokenizer that was trained is
+    kept, for the next start with the same data.
 
     Raises:
         InputError: another process has the lock, the folder cannot be made, or it has other files than a run.
     """
+    missing = missing_folders(run_dir)
     refuse_other_files(run_dir)
     output_folder(run_dir, "output_dir")
     taken = f"{run_dir}: another process is training there; stop it or choose another output_dir"
@@ -447,4 +435,11 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
             print(
                 f"{run_dir}: this file system has no locks; start no second run there", flush=True
             )
-        yield
+        # Behind the lock: a start that does not get it removes no folder of another.
+        try:
+            yield
+        except Exception:
+            prepared = config.tokenizer.train and (run_dir / "tokenizer").exists()
+            if not (has_logged(run_dir) or prepared or checkpoint_folders(run_dir / "checkpoints")):
+                remove_new_folders(missing)
+            raise
