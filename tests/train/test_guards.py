@@ -778,7 +778,7 @@ def test_in_set_up_work_is_progress_too(monkeypatch):
         return watch.silence()
 
     watch = guards.Watchdog(None)
-    with watch.setting_up():
+    with watch.long_work():
         watch.beat("opening the data")
         assert silence_after(watch, 100, cpu=6, transferred=0) == 0
         assert silence_after(watch, 100, cpu=0, transferred=2 << 20) == 0
@@ -790,10 +790,23 @@ def test_in_set_up_work_is_progress_too(monkeypatch):
 
     for rank, patience in ((0, 8), (1, 16)):
         watch = guards.Watchdog(8, rank)
-        with watch.setting_up():
+        with watch.long_work():
             assert watch.timeout == patience
         assert watch.timeout == 8
         watch.close()
+
+
+def test_the_export_may_take_as_long_as_it_works(stopped, monkeypatch):
+    _, config = stopped
+    entered, long_work = [], guards.Watchdog.long_work
+
+    def noted(watchdog: guards.Watchdog):
+        entered.append(watchdog.what)
+        return long_work(watchdog)
+
+    monkeypatch.setattr(guards.Watchdog, "long_work", noted)
+    loop.train(config)
+    assert entered == ["starting", "writing the model"]
 
 
 @pytest.mark.slow

@@ -159,7 +159,7 @@ class Watchdog:
         self.timeout, self.rank = timeout, rank
         self.what, self.since = "starting", time.monotonic()
         self.ended = threading.Event()
-        self._is_setting_up = False
+        self._in_long_work = False
         self._work = Work(0.0, 0)
         if timeout is not None:
             threading.Thread(target=self._look, name="nalanda-watch", daemon=True).start()
@@ -167,23 +167,23 @@ class Watchdog:
     def beat(self, what: str) -> None:
         """Notes that the process goes on. what: names its work for the message."""
         self.what, self.since = what, time.monotonic()
-        if self._is_setting_up:
+        if self._in_long_work:
             self._work = work_done()
 
     @contextlib.contextmanager
-    def setting_up(self) -> Iterator[None]:
-        """Set-up, whose steps may take long without a beat: there work is progress, too (`Work`).
+    def long_work(self) -> Iterator[None]:
+        """Set-up, saves and the export, which may take long without a beat: there work is progress, too (`Work`).
 
         The first rank may work alone for long. The others wait as long as collectives do.
         """
-        timeout, self._is_setting_up = self.timeout, True
+        timeout, self._in_long_work = self.timeout, True
         if timeout is not None and self.rank:
             self.timeout = WAIT_FACTOR * timeout
         try:
             yield
         finally:
-            self.beat("set up")
-            self.timeout, self._is_setting_up = timeout, False
+            self.beat(self.what)
+            self.timeout, self._in_long_work = timeout, False
 
     def close(self) -> None:
         self.ended.set()
@@ -191,7 +191,7 @@ class Watchdog:
     def silence(self) -> float:
         """Seconds since the last progress."""
         silent = time.monotonic() - self.since
-        if self._is_setting_up and (now := work_done()).exceeds(self._work, silent):
+        if self._in_long_work and (now := work_done()).exceeds(self._work, silent):
             self.since, self._work = time.monotonic(), now
         return silent
 

@@ -233,7 +233,7 @@ def record_interruption(run_dir: Path, facts: dict, main: bool) -> Iterator[None
 @contextlib.contextmanager
 def show_set_up(watchdog: Watchdog) -> Iterator[Callable[[str], None]]:
     """Surrounds the set-up with progress and the watchdog. Yields a function that takes the current step's name."""
-    with Progress("setting up", stream=sys.stdout) as progress, watchdog.setting_up():
+    with Progress("setting up", stream=sys.stdout) as progress, watchdog.long_work():
 
         def say(what: str) -> None:
             progress.call(what)
@@ -586,7 +586,8 @@ def save_if_due(run: Run, step: Step, unsound: str | None) -> None:
     run.watchdog.beat(f"step {step.number}, saving")
     run.log.doing("saving")
     # A run that ends here has nothing to compute beside the save.
-    run.save(run.batches.state_dict(), wait=bool(step.stop or last))
+    with run.watchdog.long_work():
+        run.save(run.batches.state_dict(), wait=bool(step.stop or last))
     # A collective: `step.stop` is the same on all processes, so all or none call it.
     step.stop = step.stop or received_stop(run)
 
@@ -622,9 +623,10 @@ def finish(run: Run) -> None:
     run.put_together()
     if run.accelerator.is_main_process:
         checkpoint, config = run.saver.directory / f"step-{at.step}", run.model.config
-        run.complete(checkpoint)
-        # `final` comes last: where it is, all are.
-        for name in (*run.averages.tensors(), None):
-            out = run_dir / "-".join(filter(None, ("final", name)))
-            export(checkpoint, out, run.facts, replace=True, config=config, average=name)
+        with run.watchdog.long_work():
+            run.complete(checkpoint)
+            # `final` comes last: where it is, all are.
+            for name in (*run.averages.tensors(), None):
+                out = run_dir / "-".join(filter(None, ("final", name)))
+                export(checkpoint, out, run.facts, replace=True, config=config, average=name)
     run.log.say(f"model: {run_dir / 'final'}")

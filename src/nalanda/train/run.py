@@ -207,7 +207,7 @@ class Run:
         """Waits until the store has the checkpoints of all machines, if each has a part. All processes must call it."""
         if self.mirror is not None:
             # As in a set-up, one process may work alone for long.
-            with self.watchdog.setting_up():
+            with self.watchdog.long_work():
                 self.mirror.put_together()
 
     def find_unsound(self) -> str | None:
