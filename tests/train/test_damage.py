@@ -53,6 +53,18 @@ def test_a_damaged_tokenizer_is_made_again(stopped, whole, harm, name, capsys):
         assert f"tokenizer: damaged, made again: {name}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("key", ["num_hidden_layers", "dtype"])
+def test_a_damaged_config_in_a_checkpoint_is_no_other_model(stopped, key, capsys):
+    run, config = stopped
+    file = run / "checkpoints" / "step-24" / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {key: values[key] * 2}))
+    loop.train(config)
+    out = capsys.readouterr().out
+    assert "step-24: damaged, passed over: config.json" in out
+    assert "resumes from step-20" in out
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_damaged_run_json_blocks_nothing(stopped, whole, harm):

@@ -11,10 +11,11 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Container, Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from nalanda.common.errors import Diverged, InputError, explained, output_folder
+from nalanda.common.errors import Diverged, InputError, explained, first_line, output_folder
 from nalanda.common.files import (
     alone,
     missing_folders,
@@ -143,8 +144,7 @@ def record_state(run_dir: Path, facts: dict) -> Iterator[None]:
         stopped = isinstance(error, SystemExit | KeyboardInterrupt)
         facts |= {"state": "interrupted" if stopped else "failed"}
         if not stopped:
-            lines = str(explained(error) or error).splitlines()
-            facts["reason"] = lines[0] if lines else type(error).__name__
+            facts["reason"] = first_line(explained(error) or error)
             facts["diverged"] = isinstance(error, Diverged)
         raise
     finally:
@@ -307,10 +307,12 @@ def models_of(recorded: RunConfig, config: RunConfig, saved: list[Path]) -> tupl
         return recorded.model, config.model
 
     before = None
-    if saved:
-        with contextlib.suppress(OSError, ValueError):
-            text = (saved[-1] / "config.json").read_text(encoding="utf-8")
-            before = NalandaConfig.from_dict(json.loads(text))
+    for path in saved:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            text = (path / "config.json").read_bytes()
+            files = json.loads((path / "manifest.json").read_bytes())["files"]
+            if files["config.json"]["sha256"] == sha256(text).hexdigest():  # else it is damaged
+                before = NalandaConfig.from_dict(json.loads(text))
     if before is None:
         with contextlib.suppress(InputError):
             before = build_model_config(recorded)
