@@ -677,11 +677,9 @@ class RunConfig:
         # With the fewest processes: only the launch knows how many there are.
         self.accumulation(processes=parts)
         if self.distill.teacher and (parts > 1 or self.data.long_documents == "carry"):
-            key, value = (
-                ("train.context_parallel", 1) if parts > 1 else ("data.long_documents", "cut")
-            )
+            setting = "train.context_parallel=1" if parts > 1 else "data.long_documents=cut"
             raise InputError(
-                f"distill.teacher: it reads whole rows from their start; set {key}={value}"
+                f"distill.teacher: it reads whole rows from their start; set {setting}"
             )
         if self.tokenizer.train and (weights := self.model.get("init_from")):
             raise InputError(

@@ -103,9 +103,9 @@ def advise_on_threads(config: RunConfig, processes: int) -> None:
     divisible = config.train.micro_batch_size % cores == 0
     if processes > 1 or not 1 < cores <= 8 or not divisible:
         return
-    is_script = sys.argv[0].endswith("pretrain.py")
-    command = [sys.argv[0]] if is_script else ["-m", "nalanda_cli"]
-    command += map(redact, sys.argv[1:])
+    script, *arguments = sys.argv
+    command = [script] if script.endswith("pretrain.py") else ["-m", "nalanda_cli"]
+    command += map(redact, arguments)
     program = ["torchrun", "--standalone", "--nproc_per_node", str(cores), *command]
     rows = config.train.micro_batch_size // cores
     print(

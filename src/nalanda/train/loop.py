@@ -489,9 +489,8 @@ def roll_back(run: Run, step: Step, unsound: str | None) -> None:
 
     # If no step after the last rollback was good, an older checkpoint is taken.
     find = partial(last_good, run.saver.directory, complete=run.complete)
-    target = None
-    if run.accelerator.is_main_process:
-        target = find(suspect=run.rolled_back_to, reason=why)
+    main = run.accelerator.is_main_process
+    target = find(suspect=run.rolled_back_to, reason=why) if main else None
     data_state = run.load(target, find)
     go_back_to_stage(run, data_state)
     if run.carried_states:
