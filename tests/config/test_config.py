@@ -143,6 +143,8 @@ def test_overrides_reach_every_depth(recipe):
         ("validation=none", "or validation.every=0 for none?"),
         ("book.txt", "book.txt: expected section.key=value, such as data.source=book.txt"),
         ("train.steps=[1", "line 1: not YAML"),
+        ("train.compile=!!bool x", "train.compile=!!bool x: not YAML"),
+        ("seed=!!timestamp x", "seed=!!timestamp x: not YAML"),
         ("data.seq_len=0", "seq_len"),
         ("train.steps=0", "train.steps: expected 1 or more"),
         ("optim.eps=-1", "optim.eps: expected a positive number, got -1"),

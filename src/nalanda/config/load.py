@@ -337,7 +337,8 @@ def parse_yaml(text: str, source: str) -> Any:
         return yaml.load(text, _Loader)
     except RecursionError:
         raise InputError(f"{source}: nested too deeply for a recipe") from None
-    except ValueError as error:  # an impossible date or number
+    # An impossible date or number; a word that !!bool or !!timestamp calls one.
+    except (ValueError, LookupError, AttributeError) as error:
         raise InputError(f"{source}: not YAML: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
