@@ -1,5 +1,6 @@
 """Records of a run: metrics.jsonl, run.json, TensorBoard, wandb or trackio, and the console."""
 
+import contextlib
 import importlib
 import io
 import json
@@ -216,12 +217,13 @@ class Tracker:
 
     def _read_record(self, run_dir: Path) -> dict[str, Any]:
         """The contents of tracker.json, with the last step sent; new ones for another tracker."""
-        file = run_dir / "tracker.json"
-        record: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+        record: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):  # missing or damaged
+            record = json.loads((run_dir / "tracker.json").read_text())
         if record.get("tracker") != self.kind:
             return {"tracker": self.kind, "id": secrets.token_hex(4), "step": 0}
         # All steps in metrics.jsonl were sent; the resume will cut that file.
-        sent = [line.get("step", 0) for line in read_metrics(run_dir / "metrics.jsonl")]
+        sent = [line["step"] for line in read_metrics(run_dir / "metrics.jsonl")]
         record["step"] = max([record["step"], *sent])
         return record
 
@@ -283,7 +285,7 @@ def with_hours(run_dir: Path) -> Iterator[tuple[dict, float]]:
     """
     hours, before = 0.0, read_facts(run_dir).get(FORKED, 0)
     for line in read_metrics(run_dir / "metrics.jsonl"):
-        if "loss" in line and "event" not in line:
+        if {"loss", "tokens"} <= line.keys() and "event" not in line:
             # The rate of a line holds since the line before.
             if rate := line.get("tokens_per_second"):
                 hours += (line["tokens"] - before) / rate / 3600
@@ -310,7 +312,7 @@ def cut_metrics(file: Path, step: int, keep_events: bool = False) -> int:
                 lines.append(line)
             continue
 
-        beyond = values.get("step", 0) > step
+        beyond = values["step"] > step
         if values.get("event") == "rollback" and not beyond:
             # This rollback stays in the file, and so do the events that led to it.
             removable.clear()
@@ -331,7 +333,7 @@ def _values(line: bytes) -> dict | None:
         if not (
             line.endswith(b"\n")
             and isinstance(values, dict)
-            and isinstance(values.get("step", 0), int)
+            and isinstance(values.get("step"), int)
         ):
             return None
     except ValueError:

@@ -435,7 +435,7 @@ def change_stage(run: Run, stage: Stage) -> None:
 
 def is_validated(file: Path, step: int) -> bool:
     """Whether the metrics.jsonl `file`, whose last lines are those of `step`, has its validation."""
-    newest = itertools.takewhile(lambda line: line.get("step", 0) >= step, last_metrics(file))
+    newest = itertools.takewhile(lambda line: line["step"] >= step, last_metrics(file))
     return any("val_loss" in line for line in newest)
 
 
