@@ -1,9 +1,20 @@
 """Tensors as the kernels of all devices take them: rows, bounds of sequences, states of short convolutions."""
 
+import ctypes
 import itertools
 
 import torch
 from torch import Tensor
+
+
+def pointer(x: Tensor | None) -> ctypes.c_void_p:
+    """The address of x for C++; 0 for None."""
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
+
+
+def threads(most: int) -> int:
+    """The CPU threads of a call that is worth at most so many."""
+    return max(1, min(torch.get_num_threads(), most))
 
 
 def rows_of(x: Tensor, width: int) -> Tensor:

@@ -7,6 +7,7 @@ has more heads of the same size, and a GLU that is wider by the same factor.
 import argparse
 import inspect
 import itertools
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -29,7 +30,6 @@ from nalanda.config.schema import OptimConfig
 from nalanda.model import NalandaConfig, NalandaForCausalLM
 from nalanda.model.projections import FusedLinears
 from nalanda.report.figures import drawing, files, in_panels, log_axis
-from nalanda.train.log import read_metrics
 from nalanda.train.optim import build_optimizer
 from nalanda_lab.estimate import half_width, signed
 from nalanda_lab.track import figures_file, plain_table
@@ -272,7 +272,7 @@ def read_losses(folder: Path) -> tuple[Losses, int]:
 
     tokens = 0
     if records.is_file():
-        for record in read_metrics(records):
+        for record in map(json.loads, records.open()):
             settings = record["settings"]
             loss = math.inf if "failed" in record else record["budgets"][-1]["loss"]
             add(settings["model"], settings["rate"], settings["seed"], loss)

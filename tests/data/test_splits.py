@@ -10,7 +10,7 @@ from corpora import FIELDS, held_out, ragged_texts, read_all, texts_of, write_js
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import Component, DataConfig, TokenizerConfig
-from nalanda.data import corpus, documents
+from nalanda.data import corpus, readers
 from nalanda.data import loader as data
 from nalanda.data.corpus import DocumentStream
 from nalanda.data.documents import hash_text, not_blank
@@ -368,7 +368,7 @@ def test_a_parquet_file_that_is_removed_is_read_to_its_end(tmp_path):
     texts = [str(i) * 200 for i in range(30)]
     path = tmp_path / "a.parquet"
     write_parquet(path, texts)
-    found = documents.read_parquet(path, FIELDS._replace(max_bytes=700), 0)
+    found = readers.read_parquet(path, FIELDS._replace(max_bytes=700), 0)
     read = [next(found)[0].text]
     path.unlink()  # as the cache of downloaded shards may
     assert read + [document.text for document, _ in found] == texts

@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausa
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import InputError
+from nalanda.config.bounds import check_bounds
 from nalanda.config.schema import CheckpointConfig, GroupConfig, OptimConfig, ScheduleConfig
 from nalanda.model import MIXERS
 from nalanda.model.context import Context
@@ -481,6 +482,12 @@ def test_patterns_without_parameters_are_refused(settings, message):
     ],
 )
 def test_settings_are_checked(settings, message):
+    config = OptimConfig(**settings)
+
+    def check() -> None:
+        check_bounds(config, "optim")
+        config.check()
+
     with pytest.raises(InputError, match=message) as caught:
-        OptimConfig(**settings).check()
+        check()
     assert "\n" not in str(caught.value)

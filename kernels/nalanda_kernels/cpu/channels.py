@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nalanda_kernels.cpu.build import library
-from nalanda_kernels.cpu.structures import pointer, threads
+from nalanda_kernels.tensors import pointer, threads
 
 
 def channel_scores(rows: Sequence[Tensor], k: Tensor, g: Tensor) -> tuple[Tensor, ...] | None:

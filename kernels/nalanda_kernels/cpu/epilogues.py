@@ -13,8 +13,8 @@ from torch import Tensor
 from nalanda_kernels.autograd import RMSNorm, ShortConvs, SwiGLU
 from nalanda_kernels.cpu.build import library
 from nalanda_kernels.cpu.feature_maps import DTYPES
-from nalanda_kernels.cpu.structures import MOST_TAPS, SPAN, Array, pointer, threads
-from nalanda_kernels.tensors import bounds_of, last_inputs, rows_of
+from nalanda_kernels.cpu.structures import MOST_TAPS, SPAN, Array
+from nalanda_kernels.tensors import bounds_of, last_inputs, pointer, rows_of, threads
 
 ENTRIES_A_THREAD = 8192  # for fewer a thread costs more than it gains
 

@@ -9,8 +9,9 @@ from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu.build import library
-from nalanda_kernels.cpu.structures import Settings, pointer, threads
+from nalanda_kernels.cpu.structures import Settings
 from nalanda_kernels.maps import Map, describe, exponents_and_units
+from nalanda_kernels.tensors import pointer, threads
 
 DTYPES = {torch.float32, torch.bfloat16}
 NAMES = ("identity", "silu", "relu", "elu", "elu1", "exp", "power")

@@ -10,9 +10,10 @@ from torch import Tensor
 from nalanda_kernels import Unsupported
 from nalanda_kernels.cpu.build import library
 from nalanda_kernels.cpu.feature_maps import DTYPES, settings_of
-from nalanda_kernels.cpu.structures import FP32, Operation, Step, threads
+from nalanda_kernels.cpu.structures import FP32, Operation, Step
 from nalanda_kernels.maps import describe
 from nalanda_kernels.one_token import Token
+from nalanda_kernels.tensors import threads
 
 # Rows of a product, by the dtype of its weights; more are faster in torch.
 ROWS = {torch.float32: 8, torch.bfloat16: 4, torch.int8: 2**31}

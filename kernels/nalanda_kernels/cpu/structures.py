@@ -5,9 +5,6 @@ T is the model's dtype, N the sequences, H the heads of q, HV those of v, F feat
 
 import ctypes
 
-import torch
-from torch import Tensor
-
 SPAN = 256  # rows of a norm whose sums of dweight are one row
 MOST_TAPS = 8  # of a short convolution
 ARRAY = (
@@ -110,15 +107,6 @@ FP32 = {
     name for kind, names in STEP for name in names.split() if kind in ("const float*", "float*")
 }
 """Fields with tensors in fp32 beside any model."""
-
-
-def pointer(x: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if x is None else x.data_ptr())
-
-
-def threads(most: int) -> int:
-    """The threads of a call that is worth at most so many."""
-    return max(1, min(torch.get_num_threads(), most))
 
 
 def header() -> str:
