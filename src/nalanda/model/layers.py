@@ -31,8 +31,10 @@ def no_autocast(x: Tensor):
 
 def on_host():
     """A context in which tensors without a named device are on the host, whatever the default device is."""
-    on_cpu = torch.get_default_device().type == "cpu"
-    return nullcontext() if on_cpu else torch.device("cpu")
+    # torch.compile cannot trace the question.
+    if torch.compiler.is_compiling() or torch.get_default_device().type == "cpu":
+        return nullcontext()
+    return torch.device("cpu")
 
 
 def linear_dtype(x: Tensor) -> torch.dtype:
