@@ -88,7 +88,7 @@ def test_a_run_of_texts(tmp_path, calls):
     source = texts(tmp_path / "a.jsonl")
     short_run(tmp_path, BPE, f"data.source={source}", "data.validation_share=0.1")
     assert calls["_open_corpus"] == calls["_find_files"] == 1  # one listing serves both splits
-    assert calls["is_token_set"] == 2  # once a split
+    assert calls["is_token_set"] == 1
 
 
 def test_a_run_with_texts_of_its_own_for_validation(tmp_path, calls):
