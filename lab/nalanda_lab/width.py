@@ -272,7 +272,7 @@ def read_losses(folder: Path) -> tuple[Losses, int]:
 
     tokens = 0
     if records.is_file():
-        for record in map(json.loads, records.open()):
+        for record in map(json.loads, records.read_text().splitlines()):
             settings = record["settings"]
             loss = math.inf if "failed" in record else record["budgets"][-1]["loss"]
             add(settings["model"], settings["rate"], settings["seed"], loss)

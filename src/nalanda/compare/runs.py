@@ -354,7 +354,7 @@ class Runner:
         for run in self.runs:
             if run in self.workers:
                 file = staging(folder_of(self.study, run)) / "metrics.jsonl"
-                done += next((line["step"] for line in last_metrics(file) if "step" in line), 0)
+                done += next((line["step"] for line in last_metrics(file)), 0)
             else:
                 result = self.result_of(run)
                 done += self.steps_of(run) if result.ended else result.step

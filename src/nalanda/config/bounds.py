@@ -57,9 +57,10 @@ def check_choice(value: Any, choices: Iterable[Any], key: str) -> None:
 
 
 def check_new_name(name: Any, key: str, marks: str = "_-", taken: Container[str] = ()) -> None:
-    """Raises `InputError` for a name of other letters, or of a file that is there in any case.
+    """Raises `InputError` for a name that can be no folder's, or that is taken.
 
-    key: the section of names. marks: what a name has beside letters and digits. taken: names of files.
+    key: the section of names. marks: signs that a name may have beside letters and digits. taken: names in small
+    letters; capitals make no other folder on some systems.
     """
     if not isinstance(name, str):
         raise InputError(f"{key}: the name {name!r} is no text; quote it")

@@ -227,7 +227,8 @@ class DataConfig:
             return {"": self}
         parts: dict[str, DataConfig] = {}
         for component in self.mixture:
-            chosen = {key: x for key in COMPONENT_KEYS if (x := getattr(component, key))}
+            values = {key: getattr(component, key) for key in COMPONENT_KEYS}
+            chosen = {key: value for key, value in values.items() if value}
             name = component.config or self.name
             parts[component.name] = replace(self, mixture=[], name=name, **chosen)
         return parts

@@ -336,9 +336,10 @@ class Preparation:
         # The splits that a document belongs to, each with its part of it.
         parts: list[tuple[Document, str]] = []
         for document, split in itertools.product(documents, writers):
-            text = unless_blank(document.text)
             if self.hold_out:
                 text = self.hold_out.part(document.text, split)
+            else:
+                text = unless_blank(document.text)
             if text is not None:
                 parts.append((document._replace(text=text), split))
 

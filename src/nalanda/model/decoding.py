@@ -301,11 +301,8 @@ class DecoderChoice:
         if decoder is None and (not graphs or self.eager > EAGER_TOKENS):
             build = GraphDecoder if graphs else build_program
             try:
-                with (
-                    torch.inference_mode(False),
-                    torch.no_grad(),
-                    on_host(),
-                ):  # for calls in any mode
+                # Buffers for calls in any mode.
+                with torch.inference_mode(False), torch.no_grad(), on_host():
                     decoder = by_key[key] = build(self.model, cache)
             except NotServed as refusal:
                 self.reason = str(refusal)

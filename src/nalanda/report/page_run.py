@@ -51,7 +51,7 @@ def read_page_run(folder: Path, number: int) -> PageRun:
     config, recipe = run_recipe(folder), folder / "config.yaml"
     colour, dash = line_look(number)
     timed = [*with_hours(folder)]
-    lines = [line for line, _ in timed if "step" in line]
+    lines = [line for line, _ in timed]
 
     return PageRun(
         name=folder.resolve().name,

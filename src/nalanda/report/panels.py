@@ -94,13 +94,7 @@ def draw_panels(runs: Sequence[PageRun]) -> dict[str, Panel]:
 def choose_panels(runs: Sequence[PageRun]) -> dict[str, Panel]:
     """The panels that have values, without their figures. No two have the same curve."""
     found = [
-        {
-            k
-            for line in run.lines
-            for k, v in line.items()
-            if isinstance(v, int | float) and math.isfinite(v)
-        }
-        for run in runs
+        {key for line in run.lines for key, v in line.items() if _is_finite(v)} for run in runs
     ]
     every = set().union(*found)
     validated = [keys for keys in found if "val_loss" in keys]
@@ -134,6 +128,10 @@ def choose_panels(runs: Sequence[PageRun]) -> dict[str, Panel]:
 
 
 _COUNTS = ("step", "tokens")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def step_sizes(run: PageRun) -> set[Any]:

@@ -108,8 +108,9 @@ def read_run(folder: Path, name: str | None = None) -> RunSummary:
         run.model = f"fit of {', '.join(arms)}" if arms else _model_name(config["model"])
         steps = config["linearize" if arms else "train"]["steps"]
         run.parameters, run.steps = facts.get("parameters"), steps
-        for key in ("loss", "val_ppl", "val_bpb", "tokens_per_second", "mfu"):
-            setattr(run, key, last.get(key))
+        run.loss, run.mfu = last.get("loss"), last.get("mfu")
+        run.tokens_per_second = last.get("tokens_per_second")
+        run.val_ppl, run.val_bpb = last.get("val_ppl"), last.get("val_bpb")
         # run.json is not written at every step, so the metrics may be ahead.
         run.step = max(facts.get("step", 0), newest)
         run.problem = facts.get("reason")

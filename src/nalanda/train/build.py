@@ -377,8 +377,9 @@ def describe(run: Run, measured: dict[str, Any]) -> dict[str, Any]:
 def start_sums(config: RunConfig, accelerator: Accelerator, sources: Iterable[Sources]) -> SumCheck:
     """Starts comparing this process's share of the token sets' files with their sums; waits for it if the recipe
     asks for that."""
+    sets = [tokens for each in sources for tokens in each.token_sets()]
     # Once each, in one order on all processes.
-    files = list(dict.fromkeys(f for each in sources for x in each.token_sets() for f in x.files))
+    files = list(dict.fromkeys(file for tokens in sets for file in tokens.files))
     share = files[accelerator.process_index :: accelerator.num_processes]
     record = Path(config.output_dir) / "sums.jsonl"
     sums = SumCheck(share if config.data.verify != "sizes" else [], record)

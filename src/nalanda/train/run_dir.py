@@ -307,12 +307,13 @@ def models_of(recorded: RunConfig, config: RunConfig, saved: list[Path]) -> tupl
         return recorded.model, config.model
 
     before = None
-    for path in saved:
+    for path in reversed(saved):  # the newest that can be read
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             text = (path / "config.json").read_bytes()
             files = json.loads((path / "manifest.json").read_bytes())["files"]
             if files["config.json"]["sha256"] == sha256(text).hexdigest():  # else it is damaged
                 before = NalandaConfig.from_dict(json.loads(text))
+                break
     if before is None:
         with contextlib.suppress(InputError):
             before = build_model_config(recorded)
