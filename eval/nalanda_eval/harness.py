@@ -319,7 +319,9 @@ def _write_samples(directory: Path, model: str, task: str, samples: list[dict[st
         content = without_infinities(line)
         lines.append(json.dumps(content, ensure_ascii=False, default=handle_non_serializable))
 
-    folder = directory / sanitize_model_name(model)
+    # "." and ".." name a model too, but its samples belong below `directory`.
+    name = model if model.strip("./") else _full_path(model)
+    folder = directory / sanitize_model_name(name)
     with _explain_write_errors(directory):
         folder.mkdir(exist_ok=True)
         file = folder / f"samples_{task.replace('/', '_')}.jsonl"

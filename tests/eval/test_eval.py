@@ -745,6 +745,17 @@ def test_what_a_task_draws_is_the_same_each_time(checkpoint, own_tasks, tmp_path
     assert samples[0] == samples[1]
 
 
+def test_samples_of_a_model_named_by_dots_lie_in_the_output(
+    checkpoint, own_tasks, tmp_path, monkeypatch
+):
+    shutil.copytree(checkpoint, tmp_path / "model")
+    (tmp_path / "model" / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "model" / "below")
+    options = EvalOptions(output="scores", log_samples=True, limit=1)
+    evaluate([".."], [str(own_tasks / "write.yaml")], options)
+    assert [file.parent.parent.name for file in tmp_path.rglob("samples_*.jsonl")] == ["scores"]
+
+
 @pytest.mark.parametrize("task", ["arc_easy", "piqa"])
 def test_local_examples_never_have_the_question(adapter, data, tmp_path, task):
     """They are other documents of the file, or all of the file of training documents."""

@@ -9,8 +9,7 @@ from typing import Any
 
 from nalanda.common.errors import InputError
 from nalanda.common.files import write_atomically
-from nalanda.report.plot import validated_of
-from nalanda.report.runs import read_run
+from nalanda.report.runs import read_run, validated_of
 from nalanda.storage.remote import is_store, read_bytes, staging
 from nalanda.train.log import read_facts, with_hours
 

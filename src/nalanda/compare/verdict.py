@@ -18,7 +18,7 @@ from nalanda.compare.results import Result
 from nalanda.compare.study import Study
 from nalanda.config.load import differences
 from nalanda.config.schema import RunConfig
-from nalanda.report.plot import same_amount, validation_of
+from nalanda.report.runs import same_amount, validation_of
 
 Unit = Literal["bits a byte", "nats a token"]
 

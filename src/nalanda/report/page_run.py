@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nalanda.common.errors import InputError
+from nalanda.common.errors import InputError, first_line
 from nalanda.common.scores import Score, find_results, read_scores
 from nalanda.report.figures import COLOURS
 from nalanda.report.runs import read_run, run_recipe
@@ -92,9 +92,13 @@ def read_baselines(folder: Path) -> dict[str, dict[str, float]]:
     """The contents of baselines.json, which the demo writes; {} without it."""
     file = folder / "baselines.json"
     try:
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise InputError(f"{file}: unreadable: {error}") from None
+        text = file.read_text(encoding="utf-8") if file.is_file() else "{}"
+        return {
+            name: {key: float(value) for key, value in values.items()}
+            for name, values in json.loads(text).items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{file}: unreadable: {first_line(error)}") from None
 
 
 def flatten(values: dict, prefix: str = "") -> dict[str, Any]:

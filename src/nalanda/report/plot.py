@@ -11,10 +11,9 @@ from typing import Any
 from nalanda.common.errors import InputError, first_line, output_file
 from nalanda.common.text import si
 from nalanda.config.load import differences
-from nalanda.config.schema import DataConfig
 from nalanda.data.records import field_of
 from nalanda.report.figures import GREY, Look, drawing, files, in_panels, log_axis, look
-from nalanda.report.runs import layers, run_recipe
+from nalanda.report.runs import layers, run_recipe, same_amount, validated_of, validation_of
 from nalanda.train.log import with_hours
 
 Point = tuple[float, float, float, float]
@@ -70,15 +69,6 @@ def curve(folder: str | Path) -> Curve:
     if not train:
         raise InputError(f"{file}: no training loss to draw yet")
     return Curve(folder.resolve().name, config, train, validation, events, stages, last)
-
-
-def validated_of(line: dict[str, Any]) -> tuple[tuple[str, float], ...]:
-    """How much a validation read, by its line of metrics.jsonl: "labels", and "bytes" of their text where it has
-    bits a byte."""
-    labels, bits = line.get("val_tokens"), line.get("val_bpb")
-    if not labels or not bits or not math.isfinite(bits):
-        return (("labels", labels),) if labels else ()
-    return ("labels", labels), ("bytes", labels * line["val_loss"] / math.log(2) / bits)
 
 
 SECTIONS = ("model", "optim", "schedule", "stages", "train", "data", "tokenizer")
@@ -334,35 +324,6 @@ def _tokenizer(config: dict) -> list:
         field_of(config, "tokenizer"),
         *(field_of(config, f"data.{key}") or None for key in texts),
     ]
-
-
-def validation_of(recipe: dict) -> dict[str, Any]:
-    """The keys that say on what a model is validated at the end, with their values."""
-    data = vars(DataConfig()) | (recipe.get("data") or {})
-    for stage in (recipe.get("stages") or {}).values():
-        own = stage.get("data") or {}
-        # A mixture replaces a source, and a source a mixture.
-        if own.get("mixture"):
-            data["source"] = None
-        elif own.get("source"):
-            data["mixture"] = None
-        data |= own
-
-    names = ["validation_source", "validation_split", "name", "revision", "text_field"]
-    if not data["validation_source"]:
-        # A part or a share of the training text.
-        names += ["source", "mixture", "train_split", "validation_share"]
-    names += ["mask_share", "whole_words"]
-    return {f"data.{name}": data[name] or None for name in names}
-
-
-SAME_AMOUNT = 0.01
-"""Validations that differ by more than this share read other texts."""
-
-
-def same_amount(amounts: Sequence[float]) -> bool:
-    """Whether validations read equally much; where an amount is not known, 0, they may have."""
-    return not all(amounts) or max(amounts) - min(amounts) <= SAME_AMOUNT * max(amounts)
 
 
 def _validated_alike(curves: Sequence[Curve]) -> bool:

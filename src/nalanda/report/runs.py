@@ -1,5 +1,6 @@
 """Lists runs, and reads the files in their folders."""
 
+import math
 import os
 import platform
 import time
@@ -17,6 +18,7 @@ from rich.table import Table
 from nalanda.common.errors import InputError
 from nalanda.common.files import alone, read_recipe
 from nalanda.common.text import si
+from nalanda.config.schema import DataConfig
 from nalanda.train.log import last_metrics, read_facts
 
 SILENT = 3600.0
@@ -218,6 +220,44 @@ def layers(mixer: str | list[str] | dict[str, list[str]]) -> str:
     if len(names) == 1:
         return names[0]
     return ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+
+
+def validated_of(line: dict[str, Any]) -> tuple[tuple[str, float], ...]:
+    """How much a validation read, by its line of metrics.jsonl: "labels", and "bytes" of their text where it has
+    bits a byte."""
+    labels, bits = line.get("val_tokens"), line.get("val_bpb")
+    if not labels or not bits or not math.isfinite(bits):
+        return (("labels", labels),) if labels else ()
+    return ("labels", labels), ("bytes", labels * line["val_loss"] / math.log(2) / bits)
+
+
+def validation_of(recipe: dict) -> dict[str, Any]:
+    """The keys that say on what a model is validated at the end, with their values."""
+    data = vars(DataConfig()) | (recipe.get("data") or {})
+    for stage in (recipe.get("stages") or {}).values():
+        own = stage.get("data") or {}
+        # A mixture replaces a source, and a source a mixture.
+        if own.get("mixture"):
+            data["source"] = None
+        elif own.get("source"):
+            data["mixture"] = None
+        data |= own
+
+    names = ["validation_source", "validation_split", "name", "revision", "text_field"]
+    if not data["validation_source"]:
+        # A part or a share of the training text.
+        names += ["source", "mixture", "train_split", "validation_share"]
+    names += ["mask_share", "whole_words"]
+    return {f"data.{name}": data[name] or None for name in names}
+
+
+SAME_AMOUNT = 0.01
+"""Validations that differ by more than this share read other texts."""
+
+
+def same_amount(amounts: Sequence[float]) -> bool:
+    """Whether validations read equally much; where an amount is not known, 0, they may have."""
+    return not all(amounts) or max(amounts) - min(amounts) <= SAME_AMOUNT * max(amounts)
 
 
 def _model_name(model: dict) -> str:
