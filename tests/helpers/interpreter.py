@@ -2,10 +2,11 @@
 
     python -c "import interpreter; ..."
 
-The interpreter of Triton 3.6 and 3.7 has four faults: autotuned kernels ask for a GPU driver; `range` gives
+The interpreter of Triton 3.6 to 3.9 has five faults: autotuned kernels ask for a GPU driver; `range` gives
 Python integers, so `i.to(tl.int64)` fails; bf16 is computed on its raw bits and truncated instead of rounded;
-libdevice returns None. This module fixes them and halves the interpreter's time. Programs run one after
-another, so races never show. It accepts code that the compiler refuses, so other tests compile the kernels.
+a comparison of numbers becomes a mask of integers, which Triton 3.9 refuses; libdevice returns None. This
+module fixes them and halves the interpreter's time. Programs run one after another, so races never show. It
+accepts code that the compiler refuses, so other tests compile the kernels.
 """
 
 import ast
@@ -87,8 +88,9 @@ def _half(*handles) -> bool:
     return any(handle.dtype.scalar == BF16 for handle in handles)
 
 
-def _handle(x: np.ndarray, dtype=BF16):
-    return interpreter.TensorHandle(x if x.dtype == bool else _down(x), dtype)
+def _handle(x: np.ndarray):
+    """Of a result in fp32, or of a comparison."""
+    return interpreter.TensorHandle(*((x, tl.int1) if x.dtype == bool else (_down(x), BF16)))
 
 
 def _float(handle):
@@ -109,11 +111,10 @@ def _mend_bf16(Builder) -> None:
     bitwise = (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
 
     def binary_op(self, a, b, op):
-        return (
-            _handle(op(_up(a), _up(b)))
-            if _half(a, b) and op not in bitwise
-            else binary(self, a, b, op)
-        )
+        if _half(a, b) and op not in bitwise:
+            return _handle(op(_up(a), _up(b)))
+        result = binary(self, a, b, op)
+        return _handle(result.data) if result.data.dtype == bool else result
 
     def unary_op(self, a, op):
         return _handle(op(_up(a))) if _half(a) else unary(self, a, op)
@@ -265,3 +266,22 @@ def _mend_speed() -> None:
 
 
 _mend_speed()
+
+
+# -------------------------------------------------------------------------- options that the interpreter drops
+
+
+def _check_launches() -> None:
+    """Raises AssertionError for a launch of our kernels without `FUSION`."""
+    run = interpreter.InterpretedFunction.run
+
+    @functools.wraps(run)
+    def checked(self, *args, **options):
+        if self.fn.__module__.startswith("nalanda_kernels"):
+            assert options.get("enable_fp_fusion"), f"launch {self.fn.__name__} with **FUSION"
+        return run(self, *args, **options)
+
+    interpreter.InterpretedFunction.run = checked
+
+
+_check_launches()

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported
 from nalanda_kernels.triton.common import (
+    FUSION,
     PRECISION,
     TAGS,
     architecture,
@@ -250,6 +251,7 @@ def _launch(
         PREC=PRECISION,
         num_stages=1,
         **options,
+        **FUSION,
     )
 
 

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from nalanda_kernels.tensors import bounds_of
 
 BLOCKS = "NALANDA_BLOCKS"  # a file like blocks.json, written by `nalanda tune`
+FUSION = {"enable_fp_fusion": True}
+"""The option of every launch: a product and a sum may be one instruction. Triton 3.10 stops doing so by default."""
 
 
 # ------------------------------------------------------------------------------------- where the chunks lie

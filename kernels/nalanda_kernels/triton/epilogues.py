@@ -20,7 +20,7 @@ from torch import Tensor
 from nalanda_kernels import Unsupported
 from nalanda_kernels.autograd import RMSNorm, SwiGLU
 from nalanda_kernels.tensors import rows_of
-from nalanda_kernels.triton.common import name_of, power_of_two
+from nalanda_kernels.triton.common import FUSION, name_of, power_of_two
 from nalanda_kernels.triton.tiles import DTYPES, load
 
 TILE = 2048  # entries of a tile, unless a row has more
@@ -175,7 +175,7 @@ def _swiglu(a: Tensor, b: Tensor, y: Tensor) -> None:
     rows, N = a.shape
     grid, tiles = _swiglu_tile_sizes(rows, N)
     if rows:
-        swiglu_kernel[grid](a, b, y, a.stride(0), b.stride(0), rows, N, **tiles)
+        swiglu_kernel[grid](a, b, y, a.stride(0), b.stride(0), rows, N, **tiles, **FUSION)
 
 
 def _swiglu_backward(a: Tensor, b: Tensor, d_y: Tensor, d_a: Tensor, d_b: Tensor) -> None:
@@ -183,7 +183,7 @@ def _swiglu_backward(a: Tensor, b: Tensor, d_y: Tensor, d_a: Tensor, d_b: Tensor
     grid, tiles = _swiglu_tile_sizes(rows, N)
     if rows:
         strides = a.stride(0), b.stride(0)
-        swiglu_backward_kernel[grid](a, b, d_y, d_a, d_b, *strides, rows, N, **tiles)
+        swiglu_backward_kernel[grid](a, b, d_y, d_a, d_b, *strides, rows, N, **tiles, **FUSION)
 
 
 def swiglu(a: Tensor, b: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def _rms_norm(x, add, weight, gate, total, y, H: int, eps: float) -> None:
     tiles = _norm_tile_sizes(V)
     grid = (triton.cdiv(rows, tiles["BT"]),)
     if rows:
-        norm_kernel[grid](x, add, weight, gate, total, y, stride, rows, eps, H=H, **tiles)
+        norm_kernel[grid](x, add, weight, gate, total, y, stride, rows, eps, H=H, **tiles, **FUSION)
 
 
 def _rms_norm_backward(
@@ -227,7 +227,7 @@ def _rms_norm_backward(
     if rows:
         grads = d_total, d_y, d_x, d_add, d_gate, sums
         norm_backward_kernel[grid](
-            total, weight, gate, *grads, stride, rows, eps, H=H, SPAN=span, **tiles
+            total, weight, gate, *grads, stride, rows, eps, H=H, SPAN=span, **tiles, **FUSION
         )
     return sums
 

@@ -27,7 +27,7 @@ from triton.language.extra import libdevice
 
 from nalanda_kernels import Unsupported
 from nalanda_kernels.maps import Map, describe, exponents_and_units
-from nalanda_kernels.triton.common import name_of, power_of_two
+from nalanda_kernels.triton.common import FUSION, name_of, power_of_two
 from nalanda_kernels.triton.tiles import DTYPES, load
 
 EPS = tl.constexpr(1e-6)  # added in norms; the floor of every base
@@ -509,7 +509,9 @@ def form_features(
     ]
     count, sizes = _grid(q, k)
     if count:
-        forward_kernel[(count * (q.shape[2] + k.shape[2]),)](q, k, *phi, p, unit, MAP=MAP, **sizes)
+        forward_kernel[(count * (q.shape[2] + k.shape[2]),)](
+            q, k, *phi, p, unit, MAP=MAP, **sizes, **FUSION
+        )
     return phi
 
 
@@ -530,7 +532,7 @@ def unform_features(
     partial = [None if x is None else x.new_empty(count, heads, K) for x in (p, unit)]
     if count:
         inputs = q, k, dphi_q.contiguous(), dphi_k.contiguous(), dq, dk, p, unit
-        backward_kernel[(count * heads,)](*inputs, *partial, MAP=MAP, **sizes)
+        backward_kernel[(count * heads,)](*inputs, *partial, MAP=MAP, **sizes, **FUSION)
     # Over blocks, and over q and k.
     sums = (None if x is None else x.view(-1, H, K).sum(0) for x in partial)
     return dq, dk, *sums

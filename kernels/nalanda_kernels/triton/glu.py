@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nalanda_kernels import Unsupported
-from nalanda_kernels.triton.common import PRECISION, name_of
+from nalanda_kernels.triton.common import FUSION, PRECISION, name_of
 from nalanda_kernels.triton.tiles import DTYPES, load
 
 MOST = 16  # rows, the least of a product on tensor cores
@@ -126,5 +126,6 @@ def glu_rows(
         PREC=PRECISION,
         num_warps=4,
         num_stages=4,
+        **FUSION,
     )
     return torch.addmm(total, hidden, down.T).view(x.shape)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nalanda_kernels import Unsupported
-from nalanda_kernels.triton.common import name_of, power_of_two
+from nalanda_kernels.triton.common import FUSION, name_of, power_of_two
 from nalanda_kernels.triton.tiles import DTYPES
 
 WIDEST = 4096  # columns of a tile
@@ -68,5 +68,5 @@ def cross_entropy(
         BV = min(power_of_two(V), WIDEST)
         sizes = {"GRADIENT": gradient, "BV": BV, "num_warps": 8}
         inputs = logits, labels.contiguous(), losses, logits.stride(0), V
-        loss_kernel[(rows,)](*inputs, ignored, float(z_loss), **sizes)
+        loss_kernel[(rows,)](*inputs, ignored, float(z_loss), **sizes, **FUSION)
     return losses

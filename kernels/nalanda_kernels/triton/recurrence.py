@@ -31,6 +31,7 @@ from nalanda_kernels.triton.chunk import (
     states,
 )
 from nalanda_kernels.triton.common import (
+    FUSION,
     PRECISION,
     TAGS,
     Chunks,
@@ -299,7 +300,7 @@ def _launch(
     taken = _arguments_of(kernel)
     tensors = {name: x for name, x in run.named().items() if name in taken}
     if grid[0]:
-        kernel[(grid[0] * tiles, *grid[1:])](**constants | tensors | values)
+        kernel[(grid[0] * tiles, *grid[1:])](**constants | tensors | values, **FUSION)
 
 
 _arguments_of = functools.cache(lambda kernel: frozenset(kernel.arg_names))

@@ -21,7 +21,14 @@ from torch import Tensor
 from nalanda_kernels import Unsupported, interpreting
 from nalanda_kernels.autograd import ShortConvs, in_threes
 from nalanda_kernels.tensors import bounds_of, last_inputs
-from nalanda_kernels.triton.common import TAGS, chunks_between, name_of, on_its_device, power_of_two
+from nalanda_kernels.triton.common import (
+    FUSION,
+    TAGS,
+    chunks_between,
+    name_of,
+    on_its_device,
+    power_of_two,
+)
 from nalanda_kernels.triton.tiles import DTYPES, load
 
 SIZE = 64  # tokens per program; the partial sums of dweight are then 4 % of the traffic
@@ -412,7 +419,9 @@ def _launch(
     blocks = sum(triton.cdiv(D, tiles["BD"]) for D in widths)
 
     grid = (count if name != "state" else triton.cdiv(count, tiles["BT"]), blocks)
-    kernel[grid](**values, weight=tuple(weights), D=widths, W=W, SILU=tuple(silu), **tiles)
+    kernel[grid](
+        **values, weight=tuple(weights), D=widths, W=W, SILU=tuple(silu), **tiles, **FUSION
+    )
 
 
 def _forward(

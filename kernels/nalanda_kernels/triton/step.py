@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nalanda_kernels import Unsupported
 from nalanda_kernels.one_token import Token
 from nalanda_kernels.tensors import rows_of
-from nalanda_kernels.triton.common import name_of, power_of_two
+from nalanda_kernels.triton.common import FUSION, name_of, power_of_two
 from nalanda_kernels.triton.epilogues import WIDEST
 from nalanda_kernels.triton.feature_maps import (
     EPS,
@@ -537,6 +537,7 @@ def step(
         NORMED=normed,
         ALL=power_of_two(normed),
         **blocks,
+        **FUSION,
     )
     return o, new
 
