@@ -1,14 +1,14 @@
 """Recipes: what is refused, in which words, and that what was saved is what was read."""
 
 import typing
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from nalanda.common.errors import InputError
 from nalanda.config.bounds import annotations
-from nalanda.config.load import at_home, differences, find_recipe, is_recipe, load_config
+from nalanda.config.load import differences, find_recipe, is_recipe, load_config
 from nalanda.config.schema import Component, DataConfig, RunConfig, TokenizerConfig
 
 RECIPE = """
@@ -155,6 +155,10 @@ def test_overrides_reach_every_depth(recipe):
         ),
         ("output_dir=~no-such-user/x", "output_dir: ~no-such-user/x: there is no such user"),
         ("data.source=[~no-such-user/x]", "data.source: ~no-such-user/x: there is no such user"),
+        (
+            "stages={a: {after_step: 9, data: {source: ~no-such-user/x}}}",
+            "stages.a.data.source: ~no-such-user/x: there is no such user",
+        ),
         ("tokenizer=~no-such-user/x", "tokenizer.path: ~no-such-user/x: there is no such user"),
         ("schedule.warmup_steps=101", "schedule.warmup_steps: 101 is more than train.steps 100"),
         ("train.tokens_per_step=700", "take 512 or 768"),
@@ -245,7 +249,7 @@ def test_the_home_is_written_out_once_wherever_a_path_may_stand(recipe, tmp_path
     names = ("run", "tokenizer", "model", "a", "b", "c")
     assert found == [str(tmp_path / name) for name in names]
     assert "~" not in config.to_yaml()
-    assert at_home(config) == config
+    assert replace(config) == config
 
     assert load_config(recipe, ["data.source=~/text"]).data.source == str(tmp_path / "text")
     assert load_config(recipe, ["data.source=https://a.b/~c/d.jsonl"]).data.source.endswith(

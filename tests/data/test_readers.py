@@ -626,7 +626,7 @@ def test_a_list_of_local_files(tmp_path):
     "source", ["~no-such-user/x", "~no-such-user/*.jsonl", ["~no-such-user/x.jsonl"]]
 )
 def test_a_user_that_does_not_exist(tmp_path, byte_tokenizer, source):
-    with pytest.raises(InputError, match=r"~no-such-user/.*: there is no such user here"):
+    with pytest.raises(InputError, match=r"~no-such-user/.*: there is no such user;"):
         prepare(DataConfig(source=source), byte_tokenizer, tmp_path / "out")
 
 

@@ -21,10 +21,10 @@ from nalanda.config.bounds import (
     check_bounds,
     check_choice,
     check_new_name,
+    expand_home,
 )
 from nalanda.config.load import (
     differences,
-    expand_home,
     find_recipe,
     load_config,
     parse_yaml,

@@ -1,5 +1,6 @@
 """Bounds of a recipe's values, written beside their types: `Annotated[int, at_least(1)]`."""
 
+import os
 import re
 from collections.abc import Callable, Container, Iterable
 from dataclasses import fields
@@ -77,6 +78,21 @@ def check_seed(seed: int | None, name: str = "seed") -> None:
     """Raises `InputError` for a seed that not all of Python, numpy and torch accept."""
     if seed is not None and not 0 <= seed < 2**32:
         raise InputError(f"{name}: expected 0 to {2**32 - 1}, got {seed}")
+
+
+def expand_home(value: Any, key: str) -> Any:
+    """A path with the user's home in place of `~`, also in a list; other values as they are.
+
+    Raises `InputError` for the home of an unknown user.
+    """
+    if isinstance(value, list):
+        return [expand_home(each, key) for each in value]
+    if not isinstance(value, str) or not value.startswith("~"):
+        return value
+    path = os.path.expanduser(value)
+    if path == value and not os.path.lexists(value):
+        raise InputError(f"{key}: {value}: there is no such user; write the whole path")
+    return path
 
 
 @cache

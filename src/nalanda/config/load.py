@@ -1,8 +1,6 @@
 """Reads a recipe, YAML and `section.key=value` overrides, and checks it."""
 
-import copy
 import math
-import os
 import re
 import shlex
 import types
@@ -18,8 +16,15 @@ from nalanda.common.errors import InputError
 from nalanda.common.number_formats import short_name
 from nalanda.common.plugins import find_plugins, import_plugins
 from nalanda.common.text import closest, redact, suggest
-from nalanda.config.bounds import check_choice
-from nalanda.config.schema import EXPONENT, STAGE_KEYS, RunConfig, StageConfig, TokenizerConfig
+from nalanda.config.bounds import check_choice, expand_home
+from nalanda.config.schema import (
+    EXPONENT,
+    SOURCES,
+    STAGE_KEYS,
+    RunConfig,
+    StageConfig,
+    TokenizerConfig,
+)
 
 
 def load_config(
@@ -44,44 +49,11 @@ def load_config(
 
 def recipe_of(sections: dict, folder: Path, *, training: bool = False) -> RunConfig:
     """The recipe of these sections, whose plugins may lie in `folder`. Raises as `load_config` does."""
-    config = at_home(section(RunConfig, sections, ""))
+    config = section(RunConfig, sections, "")
     config.plugins = find_plugins(config.plugins, Path.cwd(), folder)
     import_plugins(config.plugins, Path.cwd(), folder)
     config.check(training=training)
     return config
-
-
-def at_home(config: RunConfig) -> RunConfig:
-    """`config` with the user's home in place of `~`. Raises `InputError` for the home of an unknown user."""
-    config = copy.deepcopy(config)
-    paths: list[tuple[dict, str, str]] = [
-        (vars(config), "output_dir", ""),
-        (vars(config.tokenizer), "path", "tokenizer."),
-        (vars(config.distill), "teacher", "distill."),
-    ]
-    data = [("data.", vars(config.data))]
-    data += [(f"stages.{name}.data.", stage.data) for name, stage in config.stages.items()]
-    for where, values in data:
-        for component in (values, *map(vars, values.get("mixture", []))):
-            named = {"source", "validation_source"} & component.keys()
-            paths += [(component, key, where) for key in sorted(named)]
-    paths += [(config.model, key, "model.") for key in ("auto", "init_from") if key in config.model]
-
-    for values, key, where in paths:
-        values[key] = expand_home(values[key], f"{where}{key}")
-    return config
-
-
-def expand_home(value: Any, key: str) -> Any:
-    """A path with the user's home in place of `~`, also in a list; other values as they are."""
-    if isinstance(value, list):
-        return [expand_home(each, key) for each in value]
-    if not isinstance(value, str) or not value.startswith("~"):
-        return value
-    path = os.path.expanduser(value)
-    if path == value and not os.path.lexists(value):
-        raise InputError(f"{key}: {value}: there is no such user; write the whole path")
-    return path
 
 
 def read_sections(path: Path, overrides: typing.Sequence[str] = ()) -> dict:
@@ -465,6 +437,8 @@ def _stage(values: Any, where: str) -> StageConfig:
                     f"{where}{name}.{key}: a stage cannot change it; of {name} only {', '.join(allowed)}"
                 )
             keys[key] = _convert(keys[key], kinds[key], f"{where}{name}.{key}")
+            if key in SOURCES:
+                keys[key] = expand_home(keys[key], f"{where}{name}.{key}")
     return stage
 
 

@@ -28,6 +28,7 @@ from nalanda.config.bounds import (
     check_choice,
     check_new_name,
     check_seed,
+    expand_home,
 )
 from nalanda.storage.remote import check_output, check_source
 
@@ -36,6 +37,9 @@ OPTIMIZERS = ["adamw", "muon"]
 
 MAX_DOCUMENT = 64 << 20
 """Default of `data.max_document_bytes`."""
+
+SOURCES = ("source", "validation_source")
+"""Keys of `data`, and of a component of its mixture, that name documents."""
 
 EXPONENT = (
     "tag:yaml.org,2002:float",
@@ -83,7 +87,7 @@ class Component:
     """As `data.validation_split`."""
 
     def __post_init__(self) -> None:
-        _name_local_files(self)
+        _write_out_paths(self)
 
 
 @dataclass
@@ -176,7 +180,7 @@ class DataConfig:
     """0: the training thread reads; 1: a thread reads ahead; 2 or more: as many processes tokenise for it."""
 
     def __post_init__(self) -> None:
-        _name_local_files(self)
+        _write_out_paths(self)
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
@@ -196,7 +200,7 @@ class DataConfig:
 
     def _check_sources(self, key: str, component: Any) -> None:
         """Checks the sources of a component, or of this section. key: of the component."""
-        for name in ("source", "validation_source"):
+        for name in SOURCES:
             sources = getattr(component, name) or []
             for source in sources if isinstance(sources, list) else [sources]:
                 check_source(source, f"{key}.{name}")
@@ -258,6 +262,7 @@ class TokenizerConfig:
     """Whether a trained one has a mask token, which masked language models need."""
 
     def __post_init__(self) -> None:
+        self.path = expand_home(self.path, "tokenizer.path")
         if self.vocab_size is None and self.train != "words":
             self.vocab_size = 4096
 
@@ -612,6 +617,9 @@ class DistillConfig:
     device: str | None = None
     """Device of the teacher, such as cuda:1; null: the model's."""
 
+    def __post_init__(self) -> None:
+        self.teacher = expand_home(self.teacher, "distill.teacher")
+
 
 @dataclass
 class RunConfig:
@@ -645,7 +653,9 @@ class RunConfig:
     the user's own."""
 
     def __post_init__(self) -> None:
-        self.output_dir = local_path(self.output_dir)
+        self.output_dir = expand_home(local_path(self.output_dir), "output_dir")
+        paths = {"auto", "init_from"} & self.model.keys()
+        self.model = self.model | {k: expand_home(self.model[k], f"model.{k}") for k in paths}
 
     def check(self, *, training: bool = False) -> None:
         """Checks every section, then combinations of them. Raises `InputError`.
@@ -788,10 +798,10 @@ def _is_installed(package: str) -> bool:
     return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
-def _name_local_files(section: Any) -> None:
-    """Replaces file:// URLs of a section's sources by the paths they name."""
-    for key in ("source", "validation_source"):
-        setattr(section, key, local_path(getattr(section, key)))
+def _write_out_paths(data: Any) -> None:
+    """Replaces file:// URLs of the sources by the paths they name, and `~` by the user's home."""
+    for key in SOURCES:
+        setattr(data, key, expand_home(local_path(getattr(data, key)), f"data.{key}"))
 
 
 def _plain(value: Any) -> Any:

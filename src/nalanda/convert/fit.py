@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nalanda.common.errors import InputError
 from nalanda.common.files import write_atomically
-from nalanda.config.load import at_home, differences, read_yaml
+from nalanda.config.load import differences, read_yaml
 from nalanda.config.schema import RunConfig
 from nalanda.convert.convert import local_folder
 from nalanda.convert.linearize import (
@@ -80,7 +80,6 @@ def fit_layers(config: RunConfig, model: str) -> list[Path]:
             transformer's weights are read.
         SystemExit: 128 + signal, once the step is finished and saved.
     """
-    config = at_home(config)
     config = replace(config, distill=replace(config.distill, teacher=model))
     config.check()
     if config.stages:

@@ -73,16 +73,7 @@ def is_local(source: str | list[str]) -> bool:
         return not any(map(is_url, source))
     if is_url(source):
         return False
-    return source == "python" or _expand_home(source).exists() or glob.has_magic(source)
-
-
-def _expand_home(source: str) -> Path:
-    try:
-        return Path(source).expanduser()
-    except RuntimeError:
-        raise InputError(
-            f"data.source: {source}: there is no such user here; write the whole path"
-        ) from None
+    return source == "python" or Path(source).exists() or glob.has_magic(source)
 
 
 def refuse_token_set(location: str) -> NoReturn:
@@ -209,7 +200,7 @@ def _open_shards(
         texts = python_splits(data.validation_share)[split]
         return [TextShard(name, text) for name, text in texts.items()], {"validation": 1}
 
-    root = _expand_home(source)
+    root = Path(source)
     if is_local(source) and data.validation_split != DataConfig.validation_split:
         raise InputError(
             "data.validation_split: only Hub datasets take it; leave it out, or give data.validation_source=FILE"
@@ -282,7 +273,7 @@ def _find_listed(
     counts: Counter[str] = Counter()
     listed: dict[str, _File] = {}
     for source in sources:
-        root = _expand_home(source)
+        root = Path(source)
         if not root.exists() and not glob.has_magic(source):
             raise InputError(
                 f"data.source: {source!r} does not exist; a list has files, folders and globs, or URLs"

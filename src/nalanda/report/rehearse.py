@@ -19,7 +19,6 @@ from nalanda.common.files import missing_folders, remove_new_folders
 from nalanda.common.processes import peak_resident
 from nalanda.common.progress import first_process
 from nalanda.common.text import duration, size
-from nalanda.config.load import at_home
 from nalanda.config.schema import RunConfig, Stage
 from nalanda.report.verify import verify
 from nalanda.storage.remote import is_store, staging
@@ -47,7 +46,6 @@ def rehearse(config: RunConfig) -> dict[str, Any]:
     Raises:
         InputError, NothingTrained, SystemExit: as `train`.
     """
-    config = at_home(config)
     config.check()
     local = staging(config.output_dir)
     if not is_store(config.output_dir):

@@ -4,6 +4,7 @@ The functions that they call stand below them, in the order of a run.
 """
 
 import contextlib
+import copy
 import itertools
 import json
 import math
@@ -23,7 +24,6 @@ from nalanda_kernels import watch
 from nalanda.common.errors import Diverged, NothingTrained
 from nalanda.common.progress import Progress
 from nalanda.common.text import size
-from nalanda.config.load import at_home
 from nalanda.config.schema import RunConfig, Stage
 from nalanda.data.stored_sets import with_local_sets
 from nalanda.model.executors import recurrences
@@ -75,8 +75,8 @@ def train(config: RunConfig, profile: int = 0) -> Path:
             checkpoint saved; the same command resumes from it. While the run is set up, it ends at once. So
             does a later signal of the same kind (`guards.Interruptions`).
     """
+    recipe = copy.deepcopy(config)  # a resume gives it the warm-up of the run
     # Callers from Python come without `load_config`. The checks need neither processes nor a folder.
-    recipe = at_home(config)
     launched = parallel.as_launched(recipe.train, os.environ)
     replace(recipe, train=launched).check(training=True)
     transformers.logging.disable_progress_bar()  # saving a few files needs none
