@@ -27,12 +27,12 @@ from nalanda.common.text import without_infinities
 from nalanda.common.versions import versions
 from nalanda.config.bounds import check_seed
 from nalanda.config.load import is_recipe, load_config
-from nalanda.config.model import build_model_config
 from nalanda.config.schema import DataConfig
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda.inference.load import bos_token, choose_device, load_model
 from nalanda.model.sequences import Sequences
 from nalanda.train.build import build_model
+from nalanda.train.estimate import meta_model
 from nalanda.train.needs import check_weights_fit
 from nalanda.train.resolve import find_run, resolve
 from nalanda_lab.plots import draw_analysis, print_analysis
@@ -376,7 +376,7 @@ def open_model(
     with tempfile.TemporaryDirectory() as scratch:
         parent = run if (run / "tokenizer").is_dir() else Path(scratch)
         tokenizer = build_tokenizer(config.tokenizer, config.data, parent / "tokenizer")
-    check_weights_fit(build_model_config(config, tokenizer), 4)
+    check_weights_fit(meta_model(config, tokenizer).num_parameters(), 4)
     set_seed(seed)
     model: Any = build_model(config, tokenizer)
     model = model.eval().to(device)

@@ -177,7 +177,9 @@ def check_machine(
     device, processes = accelerator.device.type, accelerator.num_processes
     model, run_dir = meta_model(config, tokenizer), Path(config.output_dir)
     # Weights, gradients and one moment share a CPU's memory.
-    check_weights_fit(model.config, 12 if device == "cpu" and sharing.kind == "ddp" else 4)
+    check_weights_fit(
+        model.num_parameters(), 12 if device == "cpu" and sharing.kind == "ddp" else 4
+    )
 
     # Newer checkpoints than `resume` are set aside, and no longer the run's.
     last = step_of(resume) if resume else 0

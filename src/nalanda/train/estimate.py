@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from nalanda.common.errors import InputError, first_line
 from nalanda.common.text import duration
@@ -97,10 +97,17 @@ def meta_model(config: RunConfig, tokenizer: Any = None) -> PreTrainedModel:
     keys = config.model
     if tokenizer is None and "vocab_size" not in keys and isinstance(config_source(keys), type):
         keys = {**keys, "vocab_size": padded_vocabulary(vocabulary(config))}
-    model_config = build_model_config(replace(config, model=keys), tokenizer)
-    parameters(model_config)
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return language_model(model_config).from_config(model_config, dtype=torch.float32)
+    return on_meta(build_model_config(replace(config, model=keys), tokenizer))
+
+
+def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model in fp32 without memory. Raises `InputError` for sizes that no tensor can have."""
+    try:
+        # Called before a run's first step, whose random state must not change.
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            return language_model(config).from_config(config, dtype=torch.float32)
+    except (OverflowError, RuntimeError) as error:
+        raise InputError(f"model: {first_line(error)}") from None
 
 
 def tensor_parallel_share(model: Any, seq_len: int, degree: int) -> dict[str, Any]:
@@ -365,19 +372,3 @@ def saved_bytes(block: nn.Module, x: torch.Tensor, seq: Sequences) -> int:
     weights |= {p.untyped_storage()._cdata for p in block.parameters()}
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
     return sum(count for address, count in storages.items() if address not in weights)
-
-
-def parameters(config: PreTrainedConfig) -> int:
-    """Counts the model's parameters without memory. Raises `InputError` for impossible sizes."""
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            if not isinstance(config, NalandaConfig):
-                return AutoModelForCausalLM.from_config(config).num_parameters()
-            names = config.layer_mixers
-            blocks = {name: meta_block(config, name) for name in dict.fromkeys(names)}
-    except (OverflowError, RuntimeError) as error:
-        raise InputError(f"model: {first_line(error)}") from None
-    # One block of each kind was built; layers of one kind have equal sizes.
-    counts = {name: sum(p.numel() for p in block.parameters()) for name, block in blocks.items()}
-    ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    return sum(counts[name] for name in names) + ends

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import psutil
 import torch
 from nalanda_kernels import exceeds_card
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from nalanda.common.errors import DiskFull, InputError, OutOfMemory, asked_for, out_of_memory
 from nalanda.common.processes import local_processes
@@ -24,7 +24,7 @@ from nalanda.config.schema import CheckpointConfig, DistillConfig, RunConfig, St
 from nalanda.model import NalandaConfig, chunk_forward
 from nalanda.train import memory, parallel
 from nalanda.train.checkpoint_dir import checkpoint_folders
-from nalanda.train.estimate import activation_bytes, meta_model, micro_batch_of, parameters
+from nalanda.train.estimate import activation_bytes, meta_model, micro_batch_of, on_meta
 from nalanda.train.flops import DTYPES
 from nalanda.train.optim import parameter_groups
 
@@ -164,7 +164,8 @@ def teacher_bytes(config: DistillConfig) -> int:
         check_hub(config.teacher)
         settings = AutoConfig.from_pretrained(config.teacher)
     head = settings.vocab_size * settings.hidden_size
-    return DTYPES[config.precision].itemsize * (head if config.device else parameters(settings))
+    count = head if config.device else on_meta(settings).num_parameters()
+    return DTYPES[config.precision].itemsize * count
 
 
 def run_files(config: RunConfig, model: PreTrainedModel, saved: Sequence[int] = ()) -> RunFiles:
@@ -213,13 +214,13 @@ def count_kept(saves: list[int], config: CheckpointConfig) -> int:
 # ------------------------------ whether it is there
 
 
-def check_weights_fit(config: PreTrainedConfig, bytes_each: int) -> None:
-    """Raises `InputError` if the host lacks `bytes_each` for every parameter, in each of its processes.
+def check_weights_fit(count: int, bytes_each: int) -> None:
+    """Raises `InputError` if the host lacks `bytes_each` for `count` parameters, in each of its processes.
 
     Most systems would grant the allocation, and kill the process when it uses the memory.
     """
     # Processes of one machine share its memory.
-    count, processes = parameters(config), local_processes()
+    processes = local_processes()
     needed, free = bytes_each * count * processes, memory.host()
     if needed > free:
         each = f" in {processes} processes" if processes > 1 else ""
