@@ -534,6 +534,9 @@ class CheckpointConfig:
     """Writing in a thread, from a copy in host memory. auto: where the copy takes at most half of the free
     memory."""
 
+    def keeps_for_good(self, step: int) -> bool:
+        return bool(self.keep_every) and step % self.keep_every == 0
+
 
 MIN_GOOD_STEPS = 16
 """Good steps before the spike detector starts."""

@@ -91,8 +91,7 @@ def prune(directory: Path, config: CheckpointConfig, step: int) -> None:
     folders = [path for path in checkpoint_folders(directory) if step_of(path) <= step]
     last_good = next((p for p in reversed(folders) if not saved_between_bad_steps(p)), None)
     for path in folders[: -config.keep_last]:
-        for_good = config.keep_every and step_of(path) % config.keep_every == 0
-        if path != last_good and not for_good:
+        if path != last_good and not config.keeps_for_good(step_of(path)):
             # Renamed first: if the process is killed, the rest is not taken for a checkpoint.
             path.rename(directory / f".tmp-{path.name}-old")
     for remains in directory.glob(".tmp-step-*"):

@@ -502,8 +502,7 @@ class Mirror:
         count: how many it has. steps: those of the store.
         """
         for step in sorted(steps):
-            for_good = self.keep.keep_every and step % self.keep.keep_every == 0
-            if count >= self.keep.keep_last and not for_good:
+            if count >= self.keep.keep_last and not self.keep.keeps_for_good(step):
                 self._remove(f"step-{step}", retries)
 
     def _remove(self, checkpoint: str, retries: int) -> None:

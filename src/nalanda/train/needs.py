@@ -192,7 +192,7 @@ def run_files(config: RunConfig, model: PreTrainedModel, saved: Sequence[int] = 
         # Of a long run's, those that stay at its end suffice.
         due.update(planned[-keep.keep_last - 1 :])
         if keep.keep_every:
-            due.update(step for step in planned if step % keep.keep_every == 0)
+            due.update(filter(keep.keeps_for_good, planned))
     new = sorted(due)
     saves = [*sorted(saved), *new]
 
@@ -206,9 +206,8 @@ def run_files(config: RunConfig, model: PreTrainedModel, saved: Sequence[int] = 
 
 def count_kept(saves: list[int], config: CheckpointConfig) -> int:
     """Counts the checkpoints that stay of `saves`, their steps in order."""
-    newest, every = saves[-config.keep_last :], config.keep_every
-    for_good = [step for step in saves[: -config.keep_last] if every and step % every == 0]
-    return len(newest) + len(for_good)
+    newest, older = saves[-config.keep_last :], saves[: -config.keep_last]
+    return len(newest) + len(list(filter(config.keeps_for_good, older)))
 
 
 # ------------------------------ whether it is there
