@@ -141,8 +141,7 @@ class Sharing:
         self.mesh, self.context = None, None
         # Neighbours in rank are one context, so these two count contexts.
         self.rank, self.world_size = accelerator.process_index // parts, processes // parts
-        self.sharded = self.kind != "ddp" and processes > 1
-        if self.sharded:
+        if self.kind != "ddp" and processes > 1:
             self.mesh = mesh(accelerator, train)
         if parts > 1:
             axes = init_device_mesh(
@@ -174,13 +173,12 @@ def parallelize(
         (new or model.gradient_checkpointing_enable)({"use_reentrant": False})  # type: ignore[operator]
     # The blocks' list is taken before sharding changes their classes.
     blocks = units(model)
-    if sharing.sharded:
-        assert sharing.mesh is not None
+    if sharing.mesh is not None:
         dtype = DTYPES[train.precision]
         shard(model, blocks, sharing.mesh, dtype=dtype if dtype.itemsize == 2 else None)
     if compiles(train.compile, accelerator.device):
         compile_blocks(blocks)
-    if not sharing.sharded:
+    if sharing.mesh is None:
         # DDP among several processes, and autocast in any case.
         return accelerator.prepare(model, build())
     if not all(isinstance(p, DTensor) for p in model.parameters()):
