@@ -637,12 +637,9 @@ def find_unsound(tensors: dict[str, torch.Tensor]) -> str | None:
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The state dict, with tied weights under their first name only."""
-    first_names: dict[int, str] = {}
-    repeated = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        # `remove_duplicate=False` lists a tied parameter under each of its names.
-        if first_names.setdefault(id(parameter), name) != name:
-            repeated.add(name)
+    # A tied parameter is listed under each of its names, and without duplicates under the first one.
+    every_name = dict(model.named_parameters(remove_duplicate=False))
+    repeated = every_name.keys() - dict(model.named_parameters()).keys()
     return {name: tensor for name, tensor in model.state_dict().items() if name not in repeated}
 
 
