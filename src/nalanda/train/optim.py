@@ -296,15 +296,9 @@ class Joined(torch.optim.Optimizer):
         super().__setstate__(state)
         self._share()
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:
         for optimizer in self.parts:
             optimizer.step()
-        return loss
 
 
 class Muon(torch.optim.Muon):
