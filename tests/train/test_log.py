@@ -253,12 +253,13 @@ def test_a_tracker_gets_every_step_once(tmp_path, monkeypatch, name):
 
 def test_trackers_that_are_not_there_or_fail(tmp_path, monkeypatch, capsys):
     config = LogConfig(tensorboard=False, tracker="wandb")
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(
-        InputError, match=r"log\.tracker: wandb is not installed: pip install wandb"
-    ):
-        RunLog(tmp_path, config, step=0, steps=5)
-    assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as without:
+        without.delitem(sys.modules, "wandb", raising=False)
+        without.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(
+            InputError, match=r"^log\.tracker: wandb is not installed: pip install wandb"
+        ):
+            config.check_packages()
     RunLog(tmp_path, config, step=0, steps=5, quiet=True).close()
 
     def fail(*arguments, **options):

@@ -81,7 +81,7 @@ def fit_layers(config: RunConfig, model: str) -> list[Path]:
         SystemExit: 128 + signal, once the step is finished and saved.
     """
     config = replace(config, distill=replace(config.distill, teacher=model))
-    config.check()
+    config.check(training=True)
     if config.stages:
         raise InputError("stages: a fit of layers has none; take them out of the recipe")
     run_dir = Path(config.output_dir)

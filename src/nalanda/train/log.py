@@ -186,18 +186,11 @@ class Tracker:
     step twice. Later calls are `Guarded`.
 
     Raises:
-        InputError: the tracker is not installed, or does not start.
+        InputError: the tracker does not start. That it is installed was checked with the recipe.
     """
 
     def __init__(self, config: LogConfig, run_dir: Path, say: Callable[[str], None]):
         self.kind, self.guarded = config.tracker, Guarded(config.tracker, say)
-        try:
-            self.module = importlib.import_module(self.kind)
-        except ImportError:
-            raise InputError(
-                f"log.tracker: {self.kind} is not installed: pip install {self.kind}"
-            ) from None
-
         record = self._read_record(run_dir)
         write_atomically(run_dir / "tracker.json", json.dumps(record) + "\n")
         self.sent = record["step"]
@@ -205,6 +198,7 @@ class Tracker:
         # wandb takes an id; a name alone would not continue its run.
         options = {"id": record["id"], "dir": str(run_dir)} if self.kind == "wandb" else {}
         try:
+            self.module = importlib.import_module(self.kind)
             self.module.init(
                 project=config.project,
                 name=f"{run_dir.resolve().name}-{record['id']}",  # trackio finds a run by its name
