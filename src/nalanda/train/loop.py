@@ -144,28 +144,26 @@ def train_together(
         # Those of earlier starts, which run.json keeps, and those of this one.
         now = [{"step": run.at.step, **changes}] if changes else []
         run.facts["changes"] = [*facts.get("changes", []), *now]
-        forks = resume and resume.parent != run.saver.directory
+        forks = run.checkpoint and run.checkpoint.parent != run.saver.directory
         if before := run.at.tokens if forks else facts.get(FORKED):
             run.facts[FORKED] = before
         run.facts["recipe_warmup"] = config.schedule.recipe_warmup
         run.signals, run.watchdog = signals, watchdog
         if main and accelerator.device.type == "cpu":
             advise_on_threads(config, accelerator.num_processes)
-        train_steps(run, recipe, changes, resume, profile)
+        train_steps(run, recipe, changes, profile)
     accelerator.wait_for_everyone()
     return run_dir
 
 
-def train_steps(
-    run: Run, recipe: RunConfig, changes: dict, resume: Path | None, profile: int
-) -> None:
+def train_steps(run: Run, recipe: RunConfig, changes: dict, profile: int) -> None:
     """Trains a run that is set up, and writes its model.
 
-    changes, resume: as `claim` returns them. profile: of `train`.
+    changes: as `claim` returns them. profile: of `train`.
     """
     generators = random_state()
 
-    with watched(run, recipe, changes, resume), profiled(run, profile) as end_profiled_step:
+    with watched(run, recipe, changes), profiled(run, profile) as end_profiled_step:
         announce(run, changes)
         # Opening the log drew random numbers, as importing rich does.
         set_random_state(generators)
@@ -246,7 +244,7 @@ def show_set_up(watchdog: Watchdog) -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
-def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> Iterator[None]:
+def watched(run: Run, recipe: RunConfig, changes: dict) -> Iterator[None]:
     """Surrounds the steps: opens the log, keeps the run's state in run.json, and lets a signal wait for the end of
     the step."""
     # The end goes from bottom to top: the log closes, a running save ends, run.json gets the state. The
@@ -262,8 +260,8 @@ def watched(run: Run, recipe: RunConfig, changes: dict, resume: Path | None) -> 
         if main:
             chosen = "train.resume" in changes and config.train.resume is not None
             # A checkpoint of another run stays as it is.
-            if chosen and resume and resume.parent == run.saver.directory:
-                make_newest(resume)
+            if chosen and run.checkpoint and run.checkpoint.parent == run.saver.directory:
+                make_newest(run.checkpoint)
             record_recipe(run_dir, recipe, run.model.config)
             stack.enter_context(record_state(run_dir, run.facts))
         if run.mirror is not None:
