@@ -12,8 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
+
+import psutil
 
 from nalanda.common.errors import ExitCode
 from nalanda.common.progress import first_process
@@ -229,8 +230,8 @@ class Work(NamedTuple):
 
 def work_done() -> Work:
     transferred = 0
-    with contextlib.suppress(OSError, ValueError, IndexError):  # Linux alone has the file
-        lines = Path("/proc/self/io").read_text().splitlines()
-        # rchar and wchar: bytes of system calls, from the page cache too
-        transferred = sum(int(line.split()[1]) for line in lines[:2])
+    with contextlib.suppress(Exception):  # Linux alone counts them
+        # bytes of system calls, from the page cache too
+        counters = psutil.Process().io_counters()
+        transferred = counters.read_chars + counters.write_chars
     return Work(time.process_time(), transferred)
