@@ -56,8 +56,8 @@ def set_up(
     stages: list[Stage],
     accelerator: Accelerator,
     resume: Path | None,
-    mirror: Mirror | None = None,
-    say: Callable[[str], None] = lambda what: None,
+    mirror: Mirror | None,
+    say: Callable[[str], None],
 ) -> Run:
     """Builds the run, from the checkpoint `resume` if there is one.
 

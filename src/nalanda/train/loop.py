@@ -94,26 +94,21 @@ def train(config: RunConfig, profile: int = 0) -> Path:
                 if mirror.copies if mirror else main:
                     stack.enter_context(lock_run_dir(run_dir, config))
                 stack.enter_context(mirrored(mirror))
-                # The main process claims it, and sends its claim to the others.
-                claimed = claim(run_dir, recipe) if main else None
-                return train_together(
-                    recipe, config, accelerator, claimed, signals, profile, mirror
-                )
+                return train_together(recipe, config, accelerator, signals, profile, mirror)
 
 
 def train_together(
     recipe: RunConfig,
     config: RunConfig,
     accelerator: Accelerator,
-    claimed: Any,
     signals: Interruptions,
-    profile: int = 0,
-    mirror: Mirror | None = None,
+    profile: int,
+    mirror: Mirror | None,
 ) -> Path:
     """Sets the run up and trains it, on every process of the launch. The folder is locked.
 
-    recipe: as it was written, for config.yaml. config: as it was launched. claimed: the result of `claim` on the main
-    process, None on others. profile: of `train`. mirror: of a run in a store.
+    recipe: as it was written, for config.yaml. config: as it was launched. profile: of `train`. mirror: of a run in a
+    store.
     """
     main, run_dir = accelerator.is_main_process, Path(config.output_dir)
     # Refuses a number of processes that cannot share a step.
@@ -122,8 +117,9 @@ def train_together(
             stage.config.accumulation(accelerator.num_processes)
 
     config = with_precision(config, accelerator)
-    # The settings that changed, the contents of run.json, and the checkpoint to resume from.
-    changes, facts, resume = from_main_process(claimed)
+    # The main process claims the folder. It tells the others the settings that changed, the contents of run.json, and
+    # the checkpoint to resume from.
+    changes, facts, resume = from_main_process(claim(run_dir, recipe) if main else None)
     if resume:
         keep_warmup(config, changes, facts)
         name_precision(config, facts, changes)
