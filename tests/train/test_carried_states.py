@@ -15,13 +15,7 @@ from torch.utils._pytree import tree_leaves
 from nalanda import NalandaCache
 from nalanda.common.errors import InputError
 from nalanda.model import MIXERS, base
-from nalanda.train.carried_states import (
-    CarriedStates,
-    check_carries,
-    read_slots,
-    slot_files,
-    slots_of,
-)
+from nalanda.train.carried_states import CarriedStates, check_carries, slots_of
 
 T = 16
 # Documents of three slots, three rows each: over two borders, ended by one, of a token before or behind one,
@@ -461,14 +455,14 @@ def test_saved_by_two_ranks_loaded_by_one_and_by_two(row, tmp_path):
         zip(made, [(2, 1), (1, 2), (2, 2)], strict=True)
     ):
         if number:
-            files = []
+            folder = tmp_path / f"step-{number}"
+            folder.mkdir()
             for rank, states in enumerate(kept):
-                files.append(tmp_path / f"{number}-{rank}.safetensors")
-                save_file(states.state_tensors(), files[-1])
+                save_file(states.state_tensors(), folder / f"slots-{rank}.safetensors")
             kept = [CarriedStates() for _ in range(world)]
             for rank, states in enumerate(kept):
                 slots = slots_of(rank, world, 4 // (world * rows), rows)
-                states.load(read_slots(files, slots), slots)
+                states.load(folder, slots)
         found.append(step(model, kept, batch, rows))
     close(torch.cat(found, 1), expected)
 
@@ -483,7 +477,7 @@ def test_files_of_lanes_are_read(tmp_path):
     save_file(lanes, tmp_path / "lanes-0.safetensors")
 
     loaded = CarriedStates()
-    loaded.load(read_slots(slot_files(tmp_path), [[0, 1, 2]]), [[0, 1, 2]])
+    loaded.load(tmp_path, [[0, 1, 2]])
 
     assert loaded.state_tensors().keys() == saved.keys()
     assert all(torch.equal(x, saved[key]) for key, x in loaded.state_tensors().items())
@@ -508,12 +502,13 @@ def test_states_that_are_not_there_are_missed(tmp_path):
         states.before(1, made[1])
     with pytest.raises(ValueError, match=r"slot 5 continues .* holds slots"):
         states.before(0, made[1] | {"slots": torch.tensor([5, 6, 7])})
-    saved = states.state_tensors()
-    with pytest.raises(InputError, match="no state for slot 3, only for 3"):
-        CarriedStates().load(saved, [[0, 1], [2, 3]])
     none = CarriedStates()
-    none.load({}, [[0, 1]])
+    none.load(tmp_path, [[0, 1]])
     assert not none.state_tensors()
+    save_file(states.state_tensors(), tmp_path / "slots-0.safetensors")
+    for slots in ([[0, 1], [2, 3]], [[3]]):
+        with pytest.raises(InputError, match="no state for slot 3, only for 3"):
+            CarriedStates().load(tmp_path, slots)
 
 
 def test_forgotten_slots_begin_empty():

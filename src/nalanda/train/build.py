@@ -30,7 +30,7 @@ from nalanda.data.token_set import SumCheck
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary, is_whole, save_tokenizer
 from nalanda.model import chunk_forward
 from nalanda.train import checkpoint, parallel
-from nalanda.train.carried_states import check_carries, read_slots, slot_files, slots_of
+from nalanda.train.carried_states import check_carries, slots_of
 from nalanda.train.checkpoint_dir import (
     checkpoint_folders,
     latest_checkpoint,
@@ -348,8 +348,7 @@ def restore(run: Run, resume: Path, say: Callable[[str], None]) -> None:
         rows, sharing = run.config.train.micro_batch_size, run.sharing
         # This rank's slots of a step; they were perhaps saved by other ranks.
         slots = slots_of(sharing.rank, sharing.world_size, run.accumulation, rows)
-        saved = read_slots(slot_files(run.checkpoint), slots)
-        run.carried_states.load(saved, slots, run.accelerator.device)
+        run.carried_states.load(run.checkpoint, slots, run.accelerator.device)
 
 
 def describe(run: Run, measured: dict[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,8 @@ than a row continues in the same slot at the next step. In batches, `slots` name
 marks the rows that continue a document.
 """
 
-from collections.abc import Iterable, Mapping
-from os import PathLike
+from collections.abc import Container, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -107,23 +107,16 @@ class CarriedStates:
         return tensors
 
     def load(
-        self,
-        tensors: Mapping[str, Tensor],
-        slots: list[list[int]],
-        device: torch.device | str = "cpu",
+        self, checkpoint: Path, slots: list[list[int]], device: torch.device | str = "cpu"
     ) -> None:
-        """Restores `state_tensors` of any number of ranks. slots: those of this rank, by micro-batch.
+        """Restores the `state_tensors` that any number of ranks saved in a checkpoint.
 
-        Raises InputError if a slot has no state.
+        slots: those of this rank, by micro-batch. Raises InputError if a slot has no state.
         """
         self._caches = {}
-        if not tensors:
+        saved = read_slots(checkpoint, set(chain(*slots)))
+        if not saved:
             return  # saved before the first step
-
-        saved: dict[int, dict[str, Tensor]] = {}  # by slot, then `LAYER.NAME` or `length`
-        for key, tensor in tensors.items():
-            _, slot, name = key.split(".", 2)
-            saved.setdefault(int(slot), {})[name] = tensor
 
         for i, slots_of_batch in enumerate(slots):
             for slot in slots_of_batch:
@@ -152,19 +145,15 @@ def _stacked(rows: list[dict[str, Tensor]], device: torch.device | str) -> Nalan
     return cache
 
 
-def slot_files(checkpoint: Path) -> list[Path]:
-    """The files of all ranks' `state_tensors` in a checkpoint; `lanes-R` is their earlier name."""
-    return sorted([*checkpoint.glob("slots-*"), *checkpoint.glob("lanes-*")])
-
-
-def read_slots(files: Iterable[str | PathLike], slots: list[list[int]]) -> dict[str, Tensor]:
-    """The states of `slots`, by micro-batch, from the ranks' saved `state_tensors`."""
-    wanted = {slot for slots_of_batch in slots for slot in slots_of_batch}
-    tensors = {}
-    for file in files:
+def read_slots(checkpoint: Path, wanted: Container[int]) -> dict[int, dict[str, Tensor]]:
+    """The slots that all ranks saved in a checkpoint, those `wanted` with their tensors by `LAYER.NAME` or `length`."""
+    saved: dict[int, dict[str, Tensor]] = {}
+    # `lanes-R` is the earlier name.
+    for file in (*checkpoint.glob("slots-*"), *checkpoint.glob("lanes-*")):
         with safe_open(file, "pt") as opened:
             for key in opened.keys():  # noqa: SIM118
                 _, slot, name = key.split(".", 2)  # the first is "slot", in `lanes-R` it is "lane"
+                tensors = saved.setdefault(int(slot), {})
                 if int(slot) in wanted:
-                    tensors[f"slot.{slot}.{name}"] = opened.get_tensor(key)
-    return tensors
+                    tensors[name] = opened.get_tensor(key)
+    return saved

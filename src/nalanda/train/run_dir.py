@@ -378,9 +378,8 @@ def choose_checkpoint(directory: Path, name: str | int) -> Path:
     if len(path.parts) > 1:
         directory = path.parent
     folders = checkpoint_folders(directory)
-    wanted = f"step-{path.name.removeprefix('step-')}"
-    chosen = next((path for path in folders if path.name == wanted), None)
-    if chosen is None:
+    chosen = directory / f"step-{path.name.removeprefix('step-')}"
+    if chosen not in folders:
         names = ", ".join(path.name for path in folders) or "none"
         raise InputError(f"train.resume: {directory} has no {path.name}; there are {names}")
     if (problem := verify_manifest(chosen)) is not None:
