@@ -9,7 +9,7 @@ communicates while it writes, and hides the disk's errors.
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +45,18 @@ def tensor_source(path: Path, name: str) -> Path:
 def shapes(source: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Names, unsharded shapes and dtypes of the tensors of a safetensors file or a folder of parts."""
     kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
-    for file in list_files(source):
-        for name, offsets, values in open_parts(file):
-            # A part ends at most where the tensor does.
-            ends = [o + n for o, n in zip(offsets, values.get_shape(), strict=True)]
-            before = kinds[name][0] if name in kinds else ends
-            kinds[name] = torch.Size(map(max, ends, before)), DTYPES[values.get_dtype()]
+    for name, offsets, values in open_parts(source):
+        # A part ends at most where the tensor does.
+        ends = [o + n for o, n in zip(offsets, values.get_shape(), strict=True)]
+        before = kinds[name][0] if name in kinds else ends
+        kinds[name] = torch.Size(map(max, ends, before)), DTYPES[values.get_dtype()]
     return kinds
 
 
-def iterate_tensors(source: Path) -> Iterable[tuple[str, torch.Tensor]]:
+def iterate_tensors(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, values) of every tensor of a safetensors file or part of a folder."""
-    for file in list_files(source):
-        for name, _, values in open_parts(file):
-            yield name, values[...]
+    for name, _, values in open_parts(source):
+        yield name, values[...]
 
 
 def read_weights(path: Path, name: str = "model") -> dict[str, torch.Tensor]:
@@ -79,10 +77,9 @@ def read_tensors(source: Path, targets: dict[str, torch.Tensor]) -> None:
     """
     # Values still to come. Saved parts do not overlap, so counting suffices.
     missing = {name: local_part(target)[0].numel() for name, target in targets.items()}
-    for file in list_files(source):
-        for name, offsets, saved in open_parts(file):
-            if name in targets:
-                missing[name] -= copy_overlap(saved, offsets, *local_part(targets[name]))
+    for name, offsets, saved in open_parts(source):
+        if name in targets:
+            missing[name] -= copy_overlap(saved, offsets, *local_part(targets[name]))
     if short := [name for name, count in missing.items() if count]:
         raise InputError(f"{source}: it lacks parts of {short[0]}")
 
@@ -109,27 +106,24 @@ def copy_overlap(saved: Any, saved_start: list[int], local: torch.Tensor, start:
     return values.numel()
 
 
-def list_files(source: Path) -> list[Path]:
-    """The files of a folder of parts, or the file itself."""
-    return sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
-
-
-def open_parts(file: Path) -> Iterable[tuple[str, list[int], Any]]:
-    """Yields (name, offset of the part in each dimension, safetensors slice) for each tensor of a file."""
-    try:
-        with safe_open(file, framework="pt") as stream:
-            offsets = json.loads((stream.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
-            for name in stream.keys():  # noqa: SIM118  not a dict
-                values = stream.get_slice(name)
-                start = [0] * len(values.get_shape())
-                # Without offsets the file holds whole tensors.
-                if offsets:
-                    start = offsets[name]["saved_offsets"]
-                yield name, start, values
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise InputError(
-            f"{file}: not a safetensors file of a checkpoint, and was not loaded: {error}"
-        ) from None
+def open_parts(source: Path) -> Iterator[tuple[str, list[int], Any]]:
+    """Yields (name, offset of the part in each dimension, safetensors slice) for each tensor of a safetensors file
+    or part of a folder."""
+    for file in sorted(source.glob("*.safetensors")) if source.is_dir() else [source]:
+        try:
+            with safe_open(file, framework="pt") as stream:
+                offsets = json.loads((stream.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+                for name in stream.keys():  # noqa: SIM118  not a dict
+                    values = stream.get_slice(name)
+                    start = [0] * len(values.get_shape())
+                    # Without offsets the file holds whole tensors.
+                    if offsets:
+                        start = offsets[name]["saved_offsets"]
+                    yield name, start, values
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise InputError(
+                f"{file}: not a safetensors file of a checkpoint, and was not loaded: {error}"
+            ) from None
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
