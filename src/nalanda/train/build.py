@@ -400,7 +400,7 @@ def finish_sums(
     sums.settled = True
 
 
-def refuse_damage(sums: SumCheck, checkpoints: Path | None = None) -> None:
+def refuse_damage(sums: SumCheck, checkpoints: Path | None) -> None:
     """Raises `InputError` on all processes if one of them has read a damaged file.
 
     The error names the checkpoints of the folder that were saved before all files were compared.

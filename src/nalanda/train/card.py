@@ -39,9 +39,9 @@ def model_card(
     path: Path,
     facts: dict[str, Any],
     title: str,
-    scores: Sequence[Score] = (),
-    source: str = ".",
-    average: str | None = None,
+    scores: Sequence[Score],
+    source: str,
+    average: str | None,
 ) -> str:
     """Returns the model card of the checkpoint `path`, or of an average in it.
 

@@ -213,7 +213,7 @@ class Commit:
         files: dict[str, Content],
         rank: int,
         exchange: Exchange,
-        first: int = 0,
+        first: int,
     ):
         self.directory, self.step, self.files = directory, step, files
         self.makes_folder, self.exchange = rank == first, exchange

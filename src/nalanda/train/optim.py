@@ -134,11 +134,7 @@ def width_factor(growth: Growth, weight: nn.Parameter, blocks: int | None) -> fl
 
 
 def group_settings(
-    kind: str,
-    config: OptimConfig,
-    rule: GroupConfig | None,
-    blocks: int | None,
-    width_rate: float = 1.0,
+    kind: str, config: OptimConfig, rule: GroupConfig | None, blocks: int | None, width_rate: float
 ) -> dict[str, Any]:
     """An empty group of a kind.
 
