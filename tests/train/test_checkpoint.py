@@ -354,9 +354,10 @@ def test_a_process_without_the_memory_makes_all_save_in_the_loop(tmp_path, monke
     model, _ = made(updates=1)
     monkeypatch.setattr(checkpoint.memory, "host", lambda: 1 << 40)
     saver = checkpoint.Saver(tmp_path, CheckpointConfig())
-    assert saver._copies([checkpoint.model_tensors(model)], sharded=False)
+    files = checkpoint.tensor_contents({"model": checkpoint.model_tensors(model)}, False, rank=0)
+    assert saver._copies(files, sharded=False)
     saver._exchange = lambda value: [value, False]
-    assert not saver._copies([checkpoint.model_tensors(model)], sharded=False)
+    assert not saver._copies(files, sharded=False)
 
 
 def test_a_save_under_way_ends_when_the_run_fails_and_not_at_a_second_ctrl_c(tmp_path, monkeypatch):
@@ -466,10 +467,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
         "ü.ß": drawn[1:, 1],
     }
     file = tmp_path / "some.safetensors"
-    tensor_files.write_file(
-        file,
-        tensor_files.safetensors_content({name: (t, []) for name, t in parts.items()}, copy=True),
-    )
+    tensor_files.write_file(file, tensor_files.copied(tensor_files.safetensors_content(parts)))
     theirs = safetensors.torch.load_file(file)
     ours = {name: torch.zeros_like(t) for name, t in parts.items()}
     tensor_files.read_tensors(file, ours)

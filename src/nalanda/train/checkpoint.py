@@ -48,6 +48,8 @@ from nalanda.train import memory
 from nalanda.train.checkpoint_dir import checkpoint_folders, prune, step_of
 from nalanda.train.tensor_files import (
     Content,
+    bytes_of,
+    copied,
     is_sharded,
     is_writer,
     local_part,
@@ -123,17 +125,18 @@ class Saver:
             "optimizer": optimizer_tensors(model, optimizer),
             **(averages or {}),
         }
-        # An asynchronous save writes copies: training changes the tensors meanwhile.
-        copy = self._copies([*tensors.values()], is_sharded(model))
-        files = tensor_contents(tensors, is_sharded(model), self.rank, copy)
+        files = tensor_contents(tensors, is_sharded(model), self.rank)
+        copies = self._copies(files, is_sharded(model))
         if carried_states is not None:
-            parts = {name: (tensor, []) for name, tensor in carried_states.items()}
-            files[f"slots-{self.rank}.safetensors"] = safetensors_content(parts, copy)
+            files[f"slots-{self.rank}.safetensors"] = safetensors_content(carried_states)
         files[f"rank-{self.rank}.pt"] = [rank_content(data_state)]
         if self.rank == 0:
             files |= shared_contents(step, model, optimizer, trainer_state)
-        if not copy:
+        if not copies:
             return self._commit(step, files)
+
+        # Training changes the tensors meanwhile.
+        files = {name: copied(content) for name, content in files.items()}
 
         def run() -> None:
             try:
@@ -161,19 +164,13 @@ class Saver:
         if self._thread is not None and error is not None and issubclass(error, Exception):
             self._thread.join(LAST_SAVE)
 
-    def _copies(self, files: list[dict[str, torch.Tensor]], sharded: bool) -> bool:
-        """Whether a save of these tensors is asynchronous. All processes agree: each must have the memory."""
+    def _copies(self, files: dict[str, Content], sharded: bool) -> bool:
+        """Whether a save of these files is asynchronous. All processes agree: each must have the memory."""
         if self.config.asynchronous != "auto":
             return self.config.asynchronous
-        bytes_here = sum(
-            local_part(tensor)[0].nbytes
-            for tensors in files
-            for tensor in tensors.values()
-            if is_writer(tensor, self.rank)
-        )
         # Without shards only one process of a machine writes.
         writers = local_processes() if sharded else 1
-        fits = bytes_here * writers <= memory.host() // 2
+        fits = bytes_of(files) * writers <= memory.host() // 2
         return all(self._exchange(fits))
 
     def unsound(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
@@ -219,11 +216,7 @@ class Commit:
         self.makes_folder, self.exchange = rank == first, exchange
         self.final = directory / f"step-{step}"
         self.temporary = directory / f".tmp-step-{step}"
-        pieces = [piece for content in files.values() for piece in content]
-        bytes_here = sum(
-            len(piece) if isinstance(piece, bytes) else piece.nbytes for piece in pieces
-        )
-        plans = exchange((first, bytes_here, versions()))
+        plans = exchange((first, bytes_of(files), versions()))
         self.bytes_needed = sum(count for _, count, _ in plans)
         self.bytes_in_folder = sum(count for folder, count, _ in plans if folder == first)
         # Those of the first process, so that all folders have the same manifest.
@@ -351,27 +344,19 @@ def exchange(processes: int, timeout: timedelta | None = None) -> Exchange:
 
 @torch.no_grad()
 def tensor_contents(
-    tensors_of: dict[str, dict[str, torch.Tensor]], sharded: bool, rank: int, copy: bool
+    tensors_of: dict[str, dict[str, torch.Tensor]], sharded: bool, rank: int
 ) -> dict[str, Content]:
-    """The files of tensors that this process writes.
-
-    tensors_of: by the name of the file. copy: copies tensors to host memory.
-    """
+    """The files of tensors that this process writes. tensors_of: by the name of the file."""
     files: dict[str, Content] = {}
     for name, tensors in tensors_of.items():
+        written = {key: tensor for key, tensor in tensors.items() if is_writer(tensor, rank)}
         if sharded:
             # The file name of torch.distributed.checkpoint.
             file = f"{name}/shard-{rank + 1:05}-model-00001-of-00001.safetensors"
-            parts = {
-                key: local_part(tensor)
-                for key, tensor in tensors.items()
-                if is_writer(tensor, rank)
-            }
-            files[file] = safetensors_content(parts, copy, sharded=True)
+            files[file] = safetensors_content(written, sharded=True)
         # Whole tensors are the same on all processes.
         elif rank == 0:
-            parts = {key: (tensor, []) for key, tensor in tensors.items()}
-            files[f"{name}.safetensors"] = safetensors_content(parts, copy)
+            files[f"{name}.safetensors"] = safetensors_content(written)
     return files
 
 

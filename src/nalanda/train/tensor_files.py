@@ -153,13 +153,9 @@ def is_writer(tensor: torch.Tensor, rank: int) -> bool:
     return first and (tensor.to_local().numel() > 0 or rank == 0)
 
 
-def safetensors_content(
-    parts: dict[str, tuple[torch.Tensor, list[int]]], copy: bool, sharded: bool = False
-) -> Content:
-    """A safetensors file. parts: name → (tensor, its offset in the unsharded one).
-
-    copy: copies the tensors to host memory.
-    """
+def safetensors_content(tensors: dict[str, torch.Tensor], sharded: bool = False) -> Content:
+    """A safetensors file of this process's parts of the tensors. sharded: whether it says where each part begins."""
+    parts = {name: local_part(tensor) for name, tensor in tensors.items()}
     metadata = {"format": "pt"}
     if sharded:
         starts = {name: {"saved_offsets": offsets} for name, (_, offsets) in sorted(parts.items())}
@@ -178,13 +174,24 @@ def safetensors_content(
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
-        # copy=True: a tensor on the CPU would not be copied otherwise.
-        values.append(tensor.detach().to("cpu", copy=True) if copy else tensor.detach())
+        values.append(tensor.detach())
 
     text = json.dumps(header, separators=(",", ":")).encode()
     # Blanks behind the JSON align the first value to 8 bytes.
     text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little") + text, *values]
+
+
+def copied(content: Content) -> Content:
+    """The same file, with its tensors in host memory of their own."""
+    # copy=True: a tensor on the CPU would not be copied otherwise.
+    return [x.to("cpu", copy=True) if isinstance(x, torch.Tensor) else x for x in content]
+
+
+def bytes_of(files: dict[str, Content]) -> int:
+    """The size of files with these contents."""
+    pieces = [piece for content in files.values() for piece in content]
+    return sum(piece.nbytes if isinstance(piece, torch.Tensor) else len(piece) for piece in pieces)
 
 
 def write_file(file: Path, content: Content) -> dict[str, Any]:
