@@ -93,6 +93,23 @@ def configured(recipe: Path, output_dir: Path, *overrides: str) -> "RunConfig":
     return load_config(recipe, [f"output_dir={output_dir}", *overrides])
 
 
+def of_rows(
+    rows: int, seq_len: int, precision: str = "fp32", checkpointing: bool = False, parts: int = 1
+) -> "RunConfig":
+    """A recipe whose micro-batches have these rows, for estimates."""
+    from nalanda.config.schema import DataConfig, RunConfig, TokenizerConfig, TrainConfig
+
+    train = TrainConfig(
+        steps=1,
+        tokens_per_step=rows * seq_len,
+        micro_batch_size=rows,
+        precision=precision,
+        gradient_checkpointing=checkpointing,
+        context_parallel=parts,
+    )
+    return RunConfig("run", {}, TokenizerConfig(path="x"), DataConfig(seq_len=seq_len), train)
+
+
 # ------------------------------ processes
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.cells import cell_len
 from rich.console import Console
-from training import one_a_mixer
+from training import of_rows, one_a_mixer
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import InputError
@@ -185,22 +185,22 @@ def test_attention_keeps_no_matrix_of_probabilities():
     config = NalandaConfig(
         vocab_size=16, hidden_size=32, num_hidden_layers=1, num_heads=2, mixer="softmax"
     )
-    counts = [activation_bytes(config, 1, T, torch.float32, False) for T in (512, 1024, 2048)]
+    counts = [activation_bytes(of_rows(1, T), config) for T in (512, 1024, 2048)]
     assert counts[2] - counts[1] == 2 * (counts[1] - counts[0])
 
 
 def test_activations_grow_with_rows_and_shrink_with_checkpointing():
     config = NalandaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=4, num_heads=2)
-    counts = [activation_bytes(config, rows, 128, torch.float32, False) for rows in (1, 2, 3)]
+    counts = [activation_bytes(of_rows(rows, 128), config) for rows in (1, 2, 3)]
     assert counts[1] - counts[0] == pytest.approx(counts[2] - counts[1], rel=0.01)
-    assert activation_bytes(config, 2, 128, torch.float32, True) < counts[1]
+    assert activation_bytes(of_rows(2, 128, checkpointing=True), config) < counts[1]
 
 
 def test_the_block_of_logits_is_no_larger_than_all_logits():
     config = NalandaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=4, num_heads=2)
     assert logits_bytes(config, 128) == 2 * 4 * 128 * 64
     assert logits_bytes(config, 2**30) == 2 * 4 * 2**26
-    assert activation_bytes(config, 1, 128, torch.float32, False) < 2 * 4 * 2**26
+    assert activation_bytes(of_rows(1, 128), config) < 2 * 4 * 2**26
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def test_a_context_divides_activations_and_sends_states():
     HV, F, V = 2, 32, 32
 
     def sent(T: int, parts: int, checkpointing: bool = False) -> int:
-        return exchanged_bytes(config, 1, T, torch.float32, checkpointing, parts)
+        return exchanged_bytes(of_rows(1, T, "fp32", checkpointing, parts), config)
 
     halo = 3 * 3 * HV * F * 4
     assert sent(512, 1) == 0
@@ -219,7 +219,7 @@ def test_a_context_divides_activations_and_sends_states():
     assert sent(512, 4) == 2 * 2 * 3 * (HV * F * (F + V) * 4 + halo)
     assert sent(512, 4, True) == 1.5 * sent(512, 4)
     whole, half, fourth = (
-        activation_bytes(config, 1, 4096, torch.float32, False, parts) for parts in (1, 2, 4)
+        activation_bytes(of_rows(1, 4096, parts=parts), config) for parts in (1, 2, 4)
     )
     assert whole / 2 < half < 0.65 * whole
     assert whole / 4 < fourth < 0.4 * whole
@@ -232,7 +232,7 @@ def test_a_recurrence_sends_as_much_for_any_length(mixer):
     config = NalandaConfig(
         vocab_size=64, hidden_size=64, num_hidden_layers=1, num_heads=2, mixer=mixer
     )
-    short, long = (exchanged_bytes(config, 1, T, torch.float32, False, 4) for T in (512, 1024))
+    short, long = (exchanged_bytes(of_rows(1, T, parts=4), config) for T in (512, 1024))
     assert 0 < short == long
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tiny_models import VARIANTS, main_rows, rows
+from training import of_rows
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.text import size
@@ -66,10 +67,12 @@ def kept(
     return count
 
 
-def said(config: NalandaConfig, batch: int, length: int, *options, **more) -> int:
+def said(
+    config: NalandaConfig, batch: int, length: int, precision: str, checkpointing: bool = False
+) -> int:
+    recipe = of_rows(batch, length, precision, checkpointing)
     # A training in this process may have set it, by its free memory.
-    more = {"saved_tokens": chunk_forward.SAVED_TOKENS} | more
-    whole = activation_bytes(config, batch, length, *options, **more)
+    whole = activation_bytes(recipe, config, saved_tokens=chunk_forward.SAVED_TOKENS)
     return whole - logits_bytes(config, batch * length, "cpu")
 
 
@@ -93,14 +96,14 @@ SOME = [
 def test_the_estimate_is_what_a_model_keeps(options, checkpointing):
     config = configured(**options)
     found = kept(config, 2, 384, torch.bfloat16, checkpointing)
-    assert said(config, 2, 384, torch.bfloat16, checkpointing) == pytest.approx(found, rel=0.1)
+    assert said(config, 2, 384, "bf16", checkpointing) == pytest.approx(found, rel=0.1)
 
 
 def test_a_row_of_the_head_is_a_row_of_its_gradient():
     """The loss keeps the gradient of the head in fp32."""
     small, large = configured(), configured()
     large.vocab_size += 1000
-    sizes = [said(config, 2, 128, torch.float32, False) for config in (small, large)]
+    sizes = [said(config, 2, 128, "fp32") for config in (small, large)]
     assert sizes[1] - sizes[0] == 4 * 1000 * small.hidden_size
 
 
@@ -115,7 +118,7 @@ def test_the_estimate_is_what_every_model_keeps(number, row):
     """Every other model with checkpointing."""
     config, checkpointing = configured(**row.values[0]), bool(number % 2)
     found = kept(config, 2, 1024, torch.bfloat16, checkpointing)
-    assert said(config, 2, 1024, torch.bfloat16, checkpointing) == pytest.approx(found, rel=0.1)
+    assert said(config, 2, 1024, "bf16", checkpointing) == pytest.approx(found, rel=0.1)
 
 
 def peak_of_a_step(config: NalandaConfig, batch: int, length: int) -> int:
@@ -148,7 +151,7 @@ MIXERS = {
 def test_a_step_takes_as_much_memory_as_the_estimate(mixer):
     """The estimate is of all tensors that live at a step's peak, whether autograd or Python holds them."""
     config = configured(num_heads=1, intermediate_size=384, **MIXERS[mixer])
-    estimated = activation_bytes(config, 1, 1024, torch.float32, False)
+    estimated = activation_bytes(of_rows(1, 1024), config)
     gradients = 4 * estimate.on_meta(config).num_parameters()
     assert peak_of_a_step(config, 1, 1024) == pytest.approx(estimated + gradients, rel=0.1)
 
@@ -164,7 +167,7 @@ def test_the_estimate_knows_the_precision_and_what_the_chunk_form_keeps(
     config = configured(num_heads=heads, mixer="gated_deltanet", feature_map="nala")
     assert (heads * 3 * 448 <= chunk_forward.SAVED_TOKENS) is (heads == 2)
     found = kept(config, 3, 448, TYPES[precision], False)
-    assert said(config, 3, 448, TYPES[precision], False) == pytest.approx(found, rel=0.02)
+    assert said(config, 3, 448, precision) == pytest.approx(found, rel=0.02)
 
 
 def test_a_cpu_saves_all_chunks_where_memory_is_free(monkeypatch):
@@ -295,14 +298,12 @@ def test_what_was_measured_is_freed():
 def test_the_estimate_of_short_rows(length):
     config = configured(mixer="gated_deltanet", feature_map="nala")
     found = kept(config, 6, length, torch.bfloat16, False)
-    assert said(config, 6, length, torch.bfloat16, False) == pytest.approx(found, rel=0.1)
+    assert said(config, 6, length, "bf16") == pytest.approx(found, rel=0.1)
 
 
 def test_a_gpus_rules_make_maps_again():
     config = configured(mixer="gated_deltanet", feature_map="nala")
-    here, there = (
-        activation_bytes(config, 2, 512, torch.bfloat16, False, device=d) for d in ("cpu", "cuda")
-    )
+    here, there = (activation_bytes(of_rows(2, 512, "bf16"), config, d) for d in ("cpu", "cuda"))
     assert there - logits_bytes(config, 1024) < 0.7 * here
     assert not estimate.ops._scarce_memory(torch.empty(1))  # the rules end with the estimate
 
@@ -312,12 +313,12 @@ def test_the_estimate_draws_no_numbers_and_measures_once(monkeypatch):
         configured(mixer="deltanet", feature_map="silu", hidden_size=64),
         torch.get_rng_state(),
     )
-    activation_bytes(config, 2, 512, torch.bfloat16, False)
+    two = of_rows(2, 512, "bf16")
+    activation_bytes(two, config)
     assert torch.equal(before, torch.get_rng_state())
     monkeypatch.setattr(estimate, "saved_bytes", None)
-    assert activation_bytes(config, 1, 512, torch.bfloat16, False) < activation_bytes(
-        config, 2, 512, torch.bfloat16, False
-    )
+    one = of_rows(1, 512, "bf16")
+    assert activation_bytes(one, config) < activation_bytes(two, config)
 
 
 @pytest.mark.sampled
@@ -326,7 +327,5 @@ def test_the_estimate_draws_no_numbers_and_measures_once(monkeypatch):
 def test_rows_that_are_cut_over_processes_take_a_part_of_the_memory(mixer, precision):
     """A process in the middle of a row also joins states: under autocast too they keep their precision."""
     config = configured(mixer=mixer)
-    whole, part = (
-        activation_bytes(config, 1, 4096, TYPES[precision], False, parts=n) for n in (1, 4)
-    )
+    whole, part = (activation_bytes(of_rows(1, 4096, precision, parts=n), config) for n in (1, 4))
     assert part < whole / 2

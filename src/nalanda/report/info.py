@@ -17,7 +17,6 @@ from nalanda.report.runs import layers
 from nalanda.train.estimate import (
     exchanged_bytes,
     meta_model,
-    micro_batch_of,
     run_time,
     stage_figures,
     tensor_parallel_share,
@@ -70,7 +69,7 @@ def info(
     exchanged = None
     if ours and memory:
         # Each micro-batch of a step exchanges as much.
-        exchanged = accumulation * exchanged_bytes(*micro_batch_of(config, model_config))
+        exchanged = accumulation * exchanged_bytes(config, model_config)
 
     share = None
     if tp is not None:

@@ -67,21 +67,6 @@ def stage_figures(stage: Stage, model: Any) -> dict[str, Any]:
     }
 
 
-def micro_batch_of(
-    config: RunConfig, model_config: NalandaConfig
-) -> tuple[NalandaConfig, int, int, torch.dtype, bool, int]:
-    """A recipe's arguments of `activation_bytes` and `exchanged_bytes`, up to the device."""
-    train = config.train
-    return (
-        model_config,
-        train.micro_batch_size,
-        config.data.seq_len,
-        DTYPES[train.precision],
-        train.gradient_checkpointing,
-        train.context_parallel,
-    )
-
-
 def time_range(seconds: Sequence[float]) -> str:
     """`3 h 05 min to 6 h 10 min, assuming 20 to 40 % of the peak`."""
     low, high = (round(100 * share) for share in UTILISATION)
@@ -186,72 +171,64 @@ def _sequences(
     return Sequences(parts.cu_seqlens, parts.past, parts.rows, target, False, parts)
 
 
-def exchanged_bytes(
-    config: NalandaConfig,
-    rows: int,
-    seq_len: int,
-    dtype: torch.dtype,
-    checkpointing: bool,
-    parts: int,
-) -> int:
+def exchanged_bytes(config: RunConfig, model: NalandaConfig) -> int:
     """Bytes that one process sends to the others of its context for a micro-batch, forward and backward.
 
-    Every row is one document. It runs a block of each kind on the meta device.
+    Every row is one document. It runs a block of each kind on the meta device. model: the recipe's.
     """
+    train, parts = config.train, config.train.context_parallel
     if parts == 1:
         return 0
+    dtype, length = DTYPES[train.precision], config.data.seq_len // parts
     # Once for each kind of mixer, times the layers that have it.
     context, sent = _Counted(parts), 0
-    seq = _sequences(config, rows, seq_len // parts, context, "meta")
-    for name in dict.fromkeys(config.layer_mixers):
-        block = meta_block(config, name).to(dtype)
+    seq = _sequences(model, train.micro_batch_size, length, context, "meta")
+    for name in dict.fromkeys(model.layer_mixers):
+        block = meta_block(model, name).to(dtype)
         # [1, B·T/N, D], this process's part of all rows
-        shape = 1, rows * seq_len // parts, config.hidden_size
+        shape = 1, train.micro_batch_size * length, model.hidden_size
         x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         context.sent = 0
         y, _ = block(x, seq)
         # A checkpointed block runs its forward twice, and exchanges twice.
-        again = context.sent if checkpointing else 0
+        again = context.sent if train.gradient_checkpointing else 0
         y.sum().backward()
-        sent += (context.sent + again) * config.layer_mixers.count(name)
+        sent += (context.sent + again) * model.layer_mixers.count(name)
     return sent
 
 
 def activation_bytes(
-    config: NalandaConfig,
-    rows: int,
-    seq_len: int,
-    dtype: torch.dtype,
-    checkpointing: bool,
-    parts: int = 1,
+    config: RunConfig,
+    model: NalandaConfig,
     device: str = "cpu",
     saved_tokens: int = chunk_forward.FEW_TOKENS,
 ) -> int:
     """Bytes that one micro-batch keeps for the backward pass, and the loss's block of logits, on one process
-    of a context of `parts`. Rows are one document each.
+    of a context. Rows are one document each.
 
-    saved_tokens: `chunk_forward.SAVED_TOKENS` of the run.
+    model: the recipe's. saved_tokens: `chunk_forward.SAVED_TOKENS` of the run.
 
-    dtype: of autocast; fp32 for none. device: "cpu", or "cuda" for the torch path under a GPU's rules: maps
-    are computed again in the backward, and no chunk is kept. The Triton kernels keep other tensors than the
-    torch path (of a chunk: scores, states and values in 16 bits); nothing here has measured those.
+    device: "cpu", or "cuda" for the torch path under a GPU's rules: maps are computed again in the backward, and no
+    chunk is kept. The Triton kernels keep other tensors than the torch path (of a chunk: scores, states and values in
+    16 bits); nothing here has measured those.
     """
-    length, tokens = seq_len // parts, rows * seq_len // parts
-    names = config.layer_mixers
+    train, parts = config.train, config.train.context_parallel
+    dtype, length = DTYPES[train.precision], config.data.seq_len // parts
+    tokens, names = train.micro_batch_size * length, model.layer_mixers
     blocks = {
-        name: _extrapolated(config, name, length, tokens, dtype, parts, device, saved_tokens)
+        name: _extrapolated(model, name, length, tokens, dtype, parts, device, saved_tokens)
         for name in dict.fromkeys(names)
     }
-    ends = _extrapolated(config, None, length, tokens, dtype, 1, device, saved_tokens)
-    if checkpointing:
-        stream = 4 * tokens * config.hidden_size  # the residual stream is fp32
+    ends = _extrapolated(model, None, length, tokens, dtype, 1, device, saved_tokens)
+    if train.gradient_checkpointing:
+        stream = 4 * tokens * model.hidden_size  # the residual stream is fp32
         # The block that is computed again has its own input.
         in_blocks = stream * (len(names) - 1) + max(blocks.values())
     else:
         in_blocks = sum(blocks[name] for name in names)
     # `_End` was measured with 64 of these rows.
-    head = 4 * (config.vocab_size - 64) * config.hidden_size  # the loss keeps its gradient in fp32
-    return in_blocks + ends + head + logits_bytes(config, tokens, device)
+    head = 4 * (model.vocab_size - 64) * model.hidden_size  # the loss keeps its gradient in fp32
+    return in_blocks + ends + head + logits_bytes(model, tokens, device)
 
 
 _measured: dict[tuple, tuple[float, float]] = {}

@@ -24,7 +24,7 @@ from nalanda.config.schema import CheckpointConfig, DistillConfig, RunConfig, St
 from nalanda.model import NalandaConfig, chunk_forward
 from nalanda.train import memory, parallel
 from nalanda.train.checkpoint_dir import checkpoint_folders
-from nalanda.train.estimate import activation_bytes, meta_model, micro_batch_of, on_meta
+from nalanda.train.estimate import activation_bytes, meta_model, on_meta
 from nalanda.train.flops import DTYPES
 from nalanda.train.optim import parameter_groups
 
@@ -107,8 +107,7 @@ def needs_of(
         activations = None
         if device and isinstance(model.config, NalandaConfig):
             activations = max(
-                activation_bytes(*micro_batch_of(each, model.config), device, tokens)
-                for each in configs
+                activation_bytes(each, model.config, device, tokens) for each in configs
             )
         return Needs(held + teacher, teacher, activations, files, tokens)
 
