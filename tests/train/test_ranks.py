@@ -126,7 +126,7 @@ def test_a_run_that_ends_within_the_traced_steps_leaves_no_trace(tmp_path, ends)
     """Steps 4 and 5 are traced, which torch counts from 0."""
     said: list[str] = []
     run = SimpleNamespace(
-        config=SimpleNamespace(train=SimpleNamespace(steps=9), output_dir=tmp_path),
+        config=SimpleNamespace(train=SimpleNamespace(steps=9), run_dir=tmp_path),
         at=SimpleNamespace(step=0),
         accelerator=SimpleNamespace(process_index=1, device=torch.device("cpu")),
         watchdog=SimpleNamespace(beat=lambda what: None),

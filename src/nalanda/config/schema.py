@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import yaml
@@ -592,16 +593,14 @@ class LinearizeConfig:
     """Steps of the fit, of `train.tokens_per_step` tokens."""
     lr: Annotated[float, POSITIVE] = 3e-3
     """Peak learning rate of the fit; its shape is that of `schedule`."""
-    arms: dict[str, Any] = field(default_factory=dict)
+    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Hybrids that are fitted in one pass of the teacher: name to the keys of `model` that it has in place of the
     recipe's. {}: one, of `model` itself."""
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
-        for name, keys in self.arms.items():
+        for name in self.arms:
             check_new_name(name, "linearize.arms", taken=("checkpoints", "tokenizer"))
-            if not isinstance(keys, dict):
-                raise InputError(f"linearize.arms.{name}: expected keys of `model`, got {keys!r}")
 
 
 @dataclass
@@ -659,6 +658,11 @@ class RunConfig:
         self.output_dir = expand_home(local_path(self.output_dir), "output_dir")
         paths = {"auto", "init_from"} & self.model.keys()
         self.model = self.model | {k: expand_home(self.model[k], f"model.{k}") for k in paths}
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of the run on this machine."""
+        return Path(self.output_dir)
 
     def check(self, *, training: bool = False) -> None:
         """Checks every section, then combinations of them. Raises `InputError`.

@@ -84,7 +84,7 @@ def fit_layers(config: RunConfig, model: str) -> list[Path]:
     config.check(training=True)
     if config.stages:
         raise InputError("stages: a fit of layers has none; take them out of the recipe")
-    run_dir = Path(config.output_dir)
+    run_dir = config.run_dir
     if "://" in config.output_dir:
         raise InputError(f"output_dir: {config.output_dir}: fits are written to a local folder")
     teacher = open_transformer(local_folder(model))
@@ -156,7 +156,7 @@ def start_fit(
     model.to(device, DTYPES[config.distill.precision])
 
     fit = Fit(config, model, arms, optimizer, batches, accelerator)
-    newest = latest_checkpoint(Path(config.output_dir) / "checkpoints")
+    newest = latest_checkpoint(config.run_dir / "checkpoints")
     if newest:
         state, data_state = checkpoint.load(newest, model=arms, optimizer=optimizer)
         fit.step = state["step"]
@@ -190,7 +190,7 @@ def empty_arms(config: RunConfig) -> tuple[Any, Any]:
 
 def run_steps(fit: Fit, signals: Interruptions, stack: ExitStack) -> None:
     """Makes the steps that are left. Raises SystemExit after a signal, when the step is saved."""
-    config, run_dir = fit.config, Path(fit.config.output_dir)
+    config, run_dir = fit.config, fit.config.run_dir
     steps = config.linearize.steps
     # The schedule's shape over these steps, with a warm-up that is no longer than a tenth.
     schedule = config.schedule

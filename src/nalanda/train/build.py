@@ -71,7 +71,7 @@ def set_up(
     stage = stage_at(stages, step_of(resume) if resume else 0)
     config = stage.config
     if mirror is None:
-        check_shared(Path(config.output_dir), accelerator)
+        check_shared(config.run_dir, accelerator)
     check_blocks()
     sources = Sources(config.data, validation=config.validation.every != 0)
     sharing = parallel.Sharing(accelerator, config.train)
@@ -127,7 +127,7 @@ def set_up(
         spikes=SpikeDetector(config.guard),
         averages=Averages(model, config.train.ema),
         saver=checkpoint.Saver(
-            Path(config.output_dir) / "checkpoints",
+            config.run_dir / "checkpoints",
             config.checkpoint,
             rank=accelerator.process_index,
             processes=accelerator.num_processes,
@@ -148,7 +148,7 @@ def prepare_tokenizer(
     config: RunConfig, accelerator: Accelerator, sources: Sources, mirror: Mirror | None = None
 ) -> Any:
     """Loads or trains the tokenizer. The main process does it first, and leaves it in the run's folder."""
-    folder = Path(config.output_dir) / "tokenizer"
+    folder = config.run_dir / "tokenizer"
     build = partial(build_tokenizer, config.tokenizer, config.data, folder, sources.texts)
     tokenizer = build() if accelerator.is_main_process else None
     if tokenizer is not None and not is_whole(folder):
@@ -175,7 +175,7 @@ def check_machine(
         DiskFull: the disk of the run's folder is.
     """
     device, processes = accelerator.device.type, accelerator.num_processes
-    model, run_dir = meta_model(config, tokenizer), Path(config.output_dir)
+    model, run_dir = meta_model(config, tokenizer), config.run_dir
     # Weights, gradients and one moment share a CPU's memory.
     check_weights_fit(
         model.num_parameters(), 12 if device == "cpu" and sharing.kind == "ddp" else 4
@@ -235,7 +235,7 @@ class StageOpener:
         sharing = self.sharings[parts]
         sources = next((each for each in self.sources if each.data == config.data), None)
         if self.accelerator.is_main_process and self.hashes is None:
-            self.hashes = FileHashes(Path(config.output_dir) / "hashes.jsonl")
+            self.hashes = FileHashes(config.run_dir / "hashes.jsonl")
         batches, validation, sources = open_data(
             config,
             self.accelerator,
@@ -274,7 +274,7 @@ def open_data(
     if opened.data == sources.data:  # else this node keeps its copies of token sets elsewhere
         sources = opened
     if main and hashes is None:
-        hashes = FileHashes(Path(config.output_dir) / "hashes.jsonl")
+        hashes = FileHashes(config.run_dir / "hashes.jsonl")
     # The rows of this process, or of its context, for training and validation.
     batches, validation = open_batches(
         config,
@@ -329,7 +329,7 @@ def restore(run: Run, resume: Path, say: Callable[[str], None]) -> None:
     find_older = partial(latest_checkpoint, run.saver.directory, complete=run.complete)
     data_state = run.load(resume, find_older)
     if run.checkpoint is None or data_state is None:
-        raise InputError(no_checkpoint_message(Path(run.config.output_dir)))
+        raise InputError(no_checkpoint_message(run.config.run_dir))
     # An unsound checkpoint was passed over, and the one before it is of an earlier stage.
     if run.at.step <= run.stage.begin and run.stage.begin:
         run.enter(stage_at(run.stages, run.at.step))
@@ -382,7 +382,7 @@ def start_sums(config: RunConfig, accelerator: Accelerator, sources: Iterable[So
     # Once each, in one order on all processes.
     files = list(dict.fromkeys(file for tokens in sets for file in tokens.files))
     share = files[accelerator.process_index :: accelerator.num_processes]
-    record = Path(config.output_dir) / "sums.jsonl"
+    record = config.run_dir / "sums.jsonl"
     sums = SumCheck(share if config.data.verify != "sizes" else [], record)
     if config.data.verify == "sums":
         finish_sums(sums)

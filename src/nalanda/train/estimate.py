@@ -120,7 +120,7 @@ def vocabulary(config: RunConfig) -> int:
     If it is not trained yet: `tokenizer.vocab_size`, or without one the number of words in the training
     documents.
     """
-    trained = Path(config.output_dir) / "tokenizer"
+    trained = config.run_dir / "tokenizer"
     if config.tokenizer.train and config.tokenizer.vocab_size:
         return config.tokenizer.vocab_size
     with tempfile.TemporaryDirectory() as unused:  # only `nalanda train` may make the run's folder

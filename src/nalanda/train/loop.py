@@ -86,7 +86,7 @@ def train(config: RunConfig, profile: int = 0) -> Path:
     with explain_out_of_memory(config):
         accelerator = launch(config)
         with Interruptions() as signals:
-            run_dir, main = Path(config.output_dir), accelerator.is_main_process
+            run_dir, main = config.run_dir, accelerator.is_main_process
             if mirror:
                 mirror.meet(accelerator)
             with contextlib.ExitStack() as stack:
@@ -110,7 +110,7 @@ def train_together(
     recipe: as it was written, for config.yaml. config: as it was launched. profile: of `train`. mirror: of a run in a
     store.
     """
-    main, run_dir = accelerator.is_main_process, Path(config.output_dir)
+    main, run_dir = accelerator.is_main_process, config.run_dir
     # Refuses a number of processes that cannot share a step.
     for stage in config.in_stages():
         with stage.named_in_errors():
@@ -207,7 +207,7 @@ def is_finished(config: RunConfig, facts: dict, resume: Path | None) -> bool:
         facts.get("state") == "finished"
         and resume is not None
         and step_of(resume) >= config.train.steps
-        and is_exported(Path(config.output_dir) / "final")
+        and is_exported(config.run_dir / "final")
     )
 
 
@@ -246,7 +246,7 @@ def watched(run: Run, recipe: RunConfig, changes: dict) -> Iterator[None]:
     # The end goes from bottom to top: the log closes, a running save ends, run.json gets the state. The
     # watchdog stays on, since a save may hang.
     config, main = run.config, run.accelerator.is_main_process
-    run_dir = Path(config.output_dir)
+    run_dir = config.run_dir
     run.speed, run.reading = TrainingSpeed(run.at.tokens), ReadingLog(run.batches)
     run.rank_times = RankTimes(parallel.units(run.model), run.accelerator)
     with contextlib.ExitStack() as stack:
@@ -284,7 +284,7 @@ def note_stop(run: Run) -> None:
         return  # only the model is still to be written
     run.facts["state"] = "interrupted"
     if run.accelerator.is_main_process:
-        file = Path(run.config.output_dir) / "run.json"
+        file = run.config.run_dir / "run.json"
         temporary = file.with_name(".tmp-interrupted")
         with contextlib.suppress(OSError):  # the signal counts, whatever the disk does
             temporary.write_text(json.dumps(run.facts, indent=1) + "\n")
@@ -294,7 +294,7 @@ def note_stop(run: Run) -> None:
 def open_log(run: Run, keep_events: bool = False) -> RunLog:
     """Opens the log at the run's step. keep_events: of `RunLog`."""
     return RunLog(
-        Path(run.config.output_dir),
+        run.config.run_dir,
         run.config.log,
         step=run.at.step,
         steps=run.config.train.steps,
@@ -340,7 +340,7 @@ def announce(run: Run, changes: dict) -> None:
     say(f"FLOPs      {facts['training_flops_per_token']:.3g} a token ({facts['flops']})")
     if not run.log.quiet:
         say(f"memory     {run.needs.describe_memory()}")
-        free = shutil.disk_usage(checkpoint_disk(Path(config.output_dir))).free
+        free = shutil.disk_usage(checkpoint_disk(config.run_dir)).free
         say(f"disk       {run.needs.files.describe()}; {size(free)} free")
         shortest = time_left(run.stages, facts)[0]
         behind_next = time_left(run.stages, facts | {"step": facts["step"] + 1})[0]
@@ -382,7 +382,7 @@ def validate_if_due(run: Run) -> None:
     if not run.validation or not step or not (step >= run.stage.end or is_due(step, every)):
         return
     # Only the main process has the log; all must agree, since validation is a collective.
-    file = Path(run.config.output_dir) / "metrics.jsonl"
+    file = run.config.run_dir / "metrics.jsonl"
     if from_main_process(run.accelerator.is_main_process and is_validated(file, step)):
         return
 
@@ -605,7 +605,7 @@ def leave_if_asked(run: Run, step: Step, unsound: str | None) -> None:
 
 def finish(run: Run) -> None:
     """Exports the final model. Raises `NothingTrained` if every step was skipped."""
-    at, run_dir = run.at, Path(run.config.output_dir)
+    at, run_dir = run.at, run.config.run_dir
     run.watchdog.beat("writing the model")
     run.log.doing("writing the model")
     if at.skipped + at.overflows >= at.step:

@@ -286,7 +286,7 @@ def explain_out_of_memory(config: RunConfig) -> Iterator[None]:
             advice = would_fit(config) or advice
         if (rows := config.validation.batch_size or 0) > config.train.micro_batch_size:
             advice += f", or lower validation.batch_size, {rows} now"
-        saved = checkpoint_folders(Path(config.output_dir) / "checkpoints")
+        saved = checkpoint_folders(config.run_dir / "checkpoints")
         start = "no checkpoint was saved yet"
         if saved:
             start = f"the same command resumes from {saved[-1].name}"

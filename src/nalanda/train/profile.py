@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -40,7 +39,7 @@ def profiled(run: Run, steps: int) -> Iterator[Callable[[], None]]:
         )
     first = run.at.step + WARM_UP + 1
     name = f"steps-{first}-{first + steps - 1}/rank-{run.accelerator.process_index}.json.gz"
-    file = Path(run.config.output_dir) / "profile" / name
+    file = run.config.run_dir / "profile" / name
     on_card = run.accelerator.device.type == "cuda"
 
     def write(profiler: torch.profiler.profile) -> None:

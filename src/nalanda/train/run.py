@@ -259,6 +259,6 @@ class Run:
         if self.facts["saved"] != self.saver.saved:
             self.facts["saved"] = self.saver.saved
             if self.accelerator.is_main_process:
-                write_facts(Path(self.config.output_dir), self.facts)
+                write_facts(self.config.run_dir, self.facts)
         if self.mirror is not None:
             self.mirror.start_copy()
