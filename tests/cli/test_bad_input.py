@@ -21,7 +21,7 @@ import pytest
 import torch
 import yaml
 from nalanda_kernels.triton import common
-from training import PRETRAIN, configured, environment, torchrun
+from training import PRETRAIN, configured, environment, of_rows, torchrun
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import DiskFull, OutOfMemory
@@ -587,8 +587,8 @@ def test_too_little_memory_while_training_says_what_would_fit(
         from nalanda.train.needs import held_bytes
 
         config, model = configured(recipe, run), arguments[0]
-        kept = [activation_bytes(model.config, rows, 32, torch.float32, False) for rows in (2, 4)]
-        held[:] = [held_bytes(model, config, 1, 1) + sum(kept) // 2]
+        kept = [activation_bytes(of_rows(rows, 32), model.config) for rows in (2, 4)]
+        held[:] = [held_bytes(model, config, 1) + sum(kept) // 2]
         monkeypatch.setattr(memory, "host", scarce)
         asks_for_too_much()
 

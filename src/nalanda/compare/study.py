@@ -28,6 +28,7 @@ from nalanda.config.load import (
     find_recipe,
     load_config,
     parse_yaml,
+    parts_of,
     read_yaml,
     section,
 )
@@ -292,8 +293,7 @@ def check_fork(study: Study, arm: str, configs: Mapping[str, RunConfig]) -> None
             "part; set more"
         )
     first = configs[study.first]
-    stages = [*first.stages.items(), *config.stages.items()]
-    begun = {name for name, stage in stages if stage.after_step < fork}
+    begun = first.begun_stages(fork) | config.begun_stages(fork)
 
     def is_fixed(key: str) -> bool:
         section, name, inner = parts_of(key)
@@ -307,12 +307,6 @@ def check_fork(study: Study, arm: str, configs: Mapping[str, RunConfig]) -> None
             raise InputError(
                 f"arm {arm}: {key}: a checkpoint of {study.first}, whose run --from leaves, has no other; leave it out"
             )
-
-
-def parts_of(key: str) -> tuple[str, str, str]:
-    """Section, name and the rest of a key such as `stages.long.data.source`; "" for what it lacks."""
-    section, name, inner = (*key.split(".", 2), "", "")[:3]
-    return section, name, inner
 
 
 def fork_of(study: Study, configs: Mapping[str, RunConfig]) -> int:

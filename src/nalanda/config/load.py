@@ -197,6 +197,12 @@ def differences(old: dict, new: dict, where: str = "") -> dict[str, tuple[Any, A
     return changes
 
 
+def parts_of(key: str) -> tuple[str, str, str]:
+    """Section, name and the rest of a key such as `stages.long.data.source`; "" for what it lacks."""
+    section, name, inner = (*key.split(".", 2), "", "")[:3]
+    return section, name, inner
+
+
 def _override(values: dict, override: str) -> None:
     """Applies `section.key=value` to a recipe's sections."""
     key, equals, text = override.partition("=")

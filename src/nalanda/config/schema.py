@@ -770,6 +770,10 @@ class RunConfig:
             for stage in stages
         ]
 
+    def begun_stages(self, step: int) -> set[str]:
+        """The names of the stages that begin before `step`."""
+        return {name for name, stage in self.stages.items() if stage.after_step < step}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain YAML values, which `load_config` reads as an equal config."""
         return _plain(asdict(self))

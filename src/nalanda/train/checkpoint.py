@@ -48,6 +48,7 @@ from nalanda.train import memory
 from nalanda.train.checkpoint_dir import checkpoint_folders, prune, step_of
 from nalanda.train.tensor_files import (
     Content,
+    Shapes,
     bytes_of,
     copied,
     is_sharded,
@@ -470,9 +471,7 @@ def load_weights(source: Path, model: torch.nn.Module) -> None:
     read_tensors(source, {name: weights[name] for name in saved})
 
 
-def check_weights(
-    source: Path, saved: dict[str, tuple[torch.Size, torch.dtype]], model: torch.nn.Module
-) -> None:
+def check_weights(source: Path, saved: Shapes, model: torch.nn.Module) -> None:
     """Raises `InputError` unless `saved` has the names and shapes of the weights of `model`."""
     weights = model.state_dict()
     for name, (shape, _) in saved.items():
@@ -491,7 +490,7 @@ def check_weights(
 
 def check_moments(
     source: Path,
-    saved: dict[str, tuple[torch.Size, torch.dtype]],
+    saved: Shapes,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     without_moments: list[str] | None,
@@ -509,7 +508,7 @@ def check_moments(
         )
 
     # parameter → moment → (shape, dtype), as saved
-    remaining: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}
+    remaining: dict[str, Shapes] = {}
     for key, kind in saved.items():
         name, _, moment = key.rpartition(".")
         remaining.setdefault(name, {})[moment] = kind

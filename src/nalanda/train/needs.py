@@ -99,8 +99,7 @@ def needs_of(
     seconds. saved: of `run_files`.
     """
     teacher, configs = teacher_bytes(config.distill), [x.config for x in config.in_stages()]
-    sharers = shards(config, processes)
-    held = max(held_bytes(model, each, processes, sharers) for each in configs)
+    held = max(held_bytes(model, each, processes) for each in configs)
     files = run_files(config, model, saved)
 
     def with_chunks(tokens: int) -> Needs:
@@ -125,7 +124,7 @@ def shards(config: RunConfig, processes: int) -> int:
     return shared.get(config.train.parallel, 1)
 
 
-def held_bytes(model: PreTrainedModel, config: RunConfig, processes: int, shards: int) -> int:
+def held_bytes(model: PreTrainedModel, config: RunConfig, processes: int) -> int:
     """Bytes of fp32 weights, their averages, gradients and moments on one device.
 
     DDP adds its gradient buckets. FSDP2 adds the tensors gathered at a time: the root, two blocks, and a
@@ -136,14 +135,15 @@ def held_bytes(model: PreTrainedModel, config: RunConfig, processes: int, shards
     total = moment_bytes(groups) + sum(8 * p.numel() for g in groups for p in g["params"])
     parameters = model.num_parameters()
     total += len(config.train.ema) * 4 * parameters
-    if shards == 1:
+    parts = shards(config, processes)
+    if parts == 1:
         return total + (4 * parameters if processes > 1 else 0)
     blocks = [sum(p.numel() for p in block.parameters()) for block in parallel.units(model)]
     if config.accumulation(processes) > 1:
         # Until the last micro-batch they are summed on each device.
-        total += shards * 4 * parameters
+        total += parts * 4 * parameters
     # Whole in fp32: the root's parameters, and three times the largest block (two gathered, one gradient).
-    return total // shards + 4 * (parameters - sum(blocks)) + 3 * 4 * max(blocks, default=0)
+    return total // parts + 4 * (parameters - sum(blocks)) + 3 * 4 * max(blocks, default=0)
 
 
 def moment_bytes(groups: list[dict]) -> int:

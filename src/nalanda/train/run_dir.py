@@ -25,7 +25,7 @@ from nalanda.common.files import (
 )
 from nalanda.common.text import redact
 from nalanda.common.versions import versions
-from nalanda.config.load import differences, read_sections, recipe_of
+from nalanda.config.load import differences, parts_of, read_sections, recipe_of
 from nalanda.config.model import build_model_config, config_source, recorded_model, written_out
 from nalanda.config.schema import RunConfig
 from nalanda.model import NalandaConfig
@@ -270,12 +270,11 @@ def refuse_begun_stages(
 ) -> None:
     """Raises `InputError` if `changes` have a setting that identifies a run, of a stage that began before `step`."""
     recorded = read_recorded_recipe(run_dir / "config.yaml")
-    stages = [*recorded.stages.items(), *config.stages.items()]
-    begun = {name for name, stage in stages if stage.after_step < step}
+    begun = recorded.begun_stages(step) | config.begun_stages(step)
 
     judged = set()
     for key in changes:
-        section, name, inner = (*key.split(".", 2), "", "")[:3]
+        section, name, inner = parts_of(key)
         # "": a stage that was added or removed.
         identifies = section_of(inner) in ("", "after_step", *IDENTITY) and inner not in MOVABLE
         if section == "stages" and name in begun and identifies:

@@ -36,15 +36,18 @@ DTYPES = {
 Content = list[bytes | torch.Tensor]
 """A file's contents, in pieces."""
 
+Shapes = dict[str, tuple[torch.Size, torch.dtype]]
+"""Unsharded shapes and dtypes of tensors, by their names."""
+
 
 def tensor_source(path: Path, name: str) -> Path:
     """The folder of parts, or the file, of a checkpoint's `model`, `optimizer` or `ema-D`."""
     return folder if (folder := path / name).is_dir() else path / f"{name}.safetensors"
 
 
-def shapes(source: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Names, unsharded shapes and dtypes of the tensors of a safetensors file or a folder of parts."""
-    kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
+def shapes(source: Path) -> Shapes:
+    """The tensors of a safetensors file or a folder of parts."""
+    kinds: Shapes = {}
     for name, offsets, values in open_parts(source):
         # A part ends at most where the tensor does.
         ends = [o + n for o, n in zip(offsets, values.get_shape(), strict=True)]
