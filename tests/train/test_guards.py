@@ -31,6 +31,7 @@ from nalanda.train.checkpoint_dir import (
     checkpoint_folders,
     latest_checkpoint,
     step_of,
+    unsound_reason,
     why_unusable,
 )
 from nalanda.train.guards import SpikeDetector
@@ -334,7 +335,10 @@ def test_spoilt_weights_and_moments_are_never_saved(recipe, tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_spoilt_checkpoint_is_marked_and_passed_over(recipe, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("chosen", [(), ("train.resume=10",)], ids=("newest", "chosen"))
+def test_a_spoilt_checkpoint_is_marked_and_passed_over(
+    recipe, tmp_path, monkeypatch, capsys, chosen
+):
     """One that an older version saved, or that went bad on its way to the disk: its sums fit."""
     run, save = tmp_path / "run", checkpoint.Saver.save
 
@@ -351,15 +355,14 @@ def test_a_spoilt_checkpoint_is_marked_and_passed_over(recipe, tmp_path, monkeyp
         )
     assert why_unusable(run / "checkpoints" / "step-10") is None
     capsys.readouterr()
-    loop.train(configured(recipe, run, "train.steps=12", "schedule.name=constant", *NO_VALIDATION))
+    settings = ("train.steps=12", "schedule.name=constant", *NO_VALIDATION)
+    loop.train(configured(recipe, run, *settings, *chosen))
     out = capsys.readouterr().out
     assert re.search(r"step-10: unsound, passed over: .*exp_avg_sq has values of inf", out)
     assert "resumes from step-5" in out
-    loop.train(
-        configured(
-            recipe, tmp_path / "other", "train.steps=12", "schedule.name=constant", *NO_VALIDATION
-        )
-    )
+    if chosen:  # it is later than the one that the run goes on from
+        assert unsound_reason(run / "checkpoints" / "later-step-10") is not None
+    loop.train(configured(recipe, tmp_path / "other", *settings))
     assert outcome(run) == outcome(tmp_path / "other")
 
 
