@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from nalanda.common.errors import InputError
 from nalanda.common.text import is_url
@@ -27,7 +26,15 @@ from nalanda.config.schema import DataConfig
 from nalanda.data.corpus import check_apart, describe_files, is_local, source_of
 from nalanda.data.documents import take_documents
 from nalanda.data.hashes import FileHashes
-from nalanda.data.packing import STREAM_GROUP, Mixture, StreamRows, TokenSetRows, batched, pack
+from nalanda.data.packing import (
+    STREAM_GROUP,
+    Batch,
+    Mixture,
+    StreamRows,
+    TokenSetRows,
+    batched,
+    pack,
+)
 from nalanda.data.peers import Peers
 from nalanda.data.records import describe_left, left_out
 from nalanda.data.resume import (
@@ -199,7 +206,7 @@ class PackedBatches:
             self._state, self._ended = self.source.start, False
         return self
 
-    def __next__(self) -> dict[str, torch.Tensor]:
+    def __next__(self) -> Batch:
         if self._ended:
             raise StopIteration
         if self._reader is None:
@@ -216,7 +223,7 @@ class PackedBatches:
             raise
         return batch
 
-    def _start_reading(self) -> Iterator[tuple[dict[str, torch.Tensor], dict]] | ReadAhead:
+    def _start_reading(self) -> Iterator[tuple[Batch, dict]] | ReadAhead:
         """Batches from the state on, each with the state after it."""
         tokenisers = Tokenisers(self.encode, self.data.workers, self._peers)
         self._peers = None  # they do not wait for a second reading
@@ -377,7 +384,7 @@ def validation_batches(
     world_size: int = 1,
     say: Callable[[str], None] = lambda line: None,
     sources: Sources | None = None,
-) -> dict[str, list[dict[str, torch.Tensor]]]:
+) -> dict[str, list[Batch]]:
     """One rank's batches of the validation documents by source; "" for documents that name none.
 
     Documents are taken in order until they fill `data.max_validation_rows`. Each component of a mixture fills

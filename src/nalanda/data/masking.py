@@ -9,13 +9,11 @@ import torch
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
-from nalanda.data.packing import IGNORED
+from nalanda.data.packing import IGNORED, Batch
 from nalanda.data.tokenizer import vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Batch = dict[str, torch.Tensor]
 
 
 class Masking:

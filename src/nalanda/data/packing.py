@@ -30,6 +30,9 @@ from nalanda.data.workers import Tokenisers
 IGNORED = -100
 """transformers' label of positions without loss."""
 
+Batch = dict[str, torch.Tensor]
+"""The tensors of some rows, by the names in `PackedBatches`."""
+
 STREAM_GROUP = 1 << 19
 """Characters tokenised, and their rows shuffled, at a time. To resume, a group is tokenised again."""
 
@@ -318,7 +321,7 @@ def batched(
     world_size: int,
     padding: int,
     training: bool,
-) -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
+) -> Iterator[tuple[Batch, dict]]:
     """A rank's batches, each with the state after it.
 
     In training, rows at the end that fill no step are dropped. In validation, rows of padding are added until
@@ -336,7 +339,7 @@ def batched(
         yield collate(own_rows, seq_len, padding), state
 
 
-def collate(rows: list[Row], seq_len: int, padding: int) -> dict[str, torch.Tensor]:
+def collate(rows: list[Row], seq_len: int, padding: int) -> Batch:
     """The batch of these rows, as `PackedBatches` documents it. Padding is a piece of its own."""
     input_ids = torch.full((len(rows), seq_len), padding)  # [B, T]
     labels = torch.full_like(input_ids, IGNORED)  # [B, T]

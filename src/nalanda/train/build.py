@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 from nalanda_kernels import check_blocks, keep_fla_off_cpus
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from nalanda.common.errors import InputError
@@ -23,6 +23,7 @@ from nalanda.config.schema import RunConfig, Stage
 from nalanda.data.hashes import FileHashes
 from nalanda.data.loader import PackedBatches, validation_batches, validation_files
 from nalanda.data.masking import Masking
+from nalanda.data.packing import Batch
 from nalanda.data.peers import Peers, meet
 from nalanda.data.sources import Sources
 from nalanda.data.text_bytes import text_bytes
@@ -263,7 +264,7 @@ def open_data(
     sources: Sources,
     order: str = "",
     hashes: FileHashes | None = None,
-) -> tuple[PackedBatches, dict[str, list[dict[str, Tensor]]], Sources]:
+) -> tuple[PackedBatches, dict[str, list[Batch]], Sources]:
     """Opens this process's training batches and its validation batches. Returns the open sources too.
 
     order: of `Stage`. hashes: of the main process; without, they are read from the run's folder.
@@ -426,7 +427,7 @@ def open_batches(
     hashes: FileHashes | None = None,
     sources: Sources | None = None,
     order: str = "",
-) -> tuple[PackedBatches, dict[str, list[dict[str, Tensor]]]]:
+) -> tuple[PackedBatches, dict[str, list[Batch]]]:
     """One process's training batches, and its validation batches by source; {} without validation.
 
     hashes, sources: of `PackedBatches`. order: of `Stage`."""

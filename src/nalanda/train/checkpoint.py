@@ -49,6 +49,7 @@ from nalanda.train.checkpoint_dir import checkpoint_folders, prune, step_of
 from nalanda.train.tensor_files import (
     Content,
     Shapes,
+    Tensors,
     bytes_of,
     copied,
     is_sharded,
@@ -111,8 +112,8 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         data_state: dict,
         trainer_state: dict,
-        carried_states: dict[str, torch.Tensor] | None = None,
-        averages: dict[str, dict[str, torch.Tensor]] | None = None,
+        carried_states: Tensors | None = None,
+        averages: dict[str, Tensors] | None = None,
     ) -> Path:
         """Writes `directory/step-N`, or starts to if asynchronous.
 
@@ -344,9 +345,7 @@ def exchange(processes: int, timeout: timedelta | None = None) -> Exchange:
 
 
 @torch.no_grad()
-def tensor_contents(
-    tensors_of: dict[str, dict[str, torch.Tensor]], sharded: bool, rank: int
-) -> dict[str, Content]:
+def tensor_contents(tensors_of: dict[str, Tensors], sharded: bool, rank: int) -> dict[str, Content]:
     """The files of tensors that this process writes. tensors_of: by the name of the file."""
     files: dict[str, Content] = {}
     for name, tensors in tensors_of.items():
@@ -433,7 +432,7 @@ def load_moments(
     parameters = dict(model.named_parameters())
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
-    targets: dict[str, torch.Tensor] = {}
+    targets: Tensors = {}
     optimizer.state.clear()
     for key, (shape, dtype) in saved.items():
         name, _, moment = key.rpartition(".")
@@ -603,7 +602,7 @@ def set_random_state(state: dict) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def find_unsound(tensors: dict[str, torch.Tensor]) -> str | None:
+def find_unsound(tensors: Tensors) -> str | None:
     """Describes a tensor with a value on this process that is not finite or is beyond `LARGEST`, or None."""
     values = {name: local_part(tensor)[0].detach() for name, tensor in tensors.items()}
     values = {name: t for name, t in values.items() if t.is_floating_point() and t.numel()}
@@ -619,7 +618,7 @@ def find_unsound(tensors: dict[str, torch.Tensor]) -> str | None:
     return None
 
 
-def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def model_tensors(model: torch.nn.Module) -> Tensors:
     """The state dict, with tied weights under their first name only."""
     # A tied parameter is listed under each of its names, and without duplicates under the first one.
     every_name = dict(model.named_parameters(remove_duplicate=False))
@@ -627,9 +626,7 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in repeated}
 
 
-def optimizer_tensors(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, torch.Tensor]:
+def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     """The moments, by `<parameter name>.<moment>`."""
     return {
         f"{name}.{key}": tensor

@@ -11,6 +11,7 @@ from nalanda.common.errors import InputError
 from nalanda.config.model import in_one_line, is_encoder
 from nalanda.config.model_folder import check_hub
 from nalanda.config.schema import DistillConfig
+from nalanda.data.packing import Batch
 from nalanda.data.tokenizer import tokenizer_fingerprint
 from nalanda.model.loss import Distillation
 from nalanda.train.flops import DTYPES
@@ -30,7 +31,7 @@ class Teacher:
         """Σ KL and the number of labels on this process, since the last mean."""
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, batch: dict[str, Tensor]) -> Distillation:
+    def __call__(self, tokens: Tensor, batch: Batch) -> Distillation:
         described = {"cu_seqlens": batch["cu_seqlens"]}
         if self.model.config.model_type != "nalanda":
             # Positions that restart at 0 are packed documents to transformers.

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from nalanda.common.errors import InputError
-from nalanda.train.tensor_files import local_part, read_tensors, shapes, tensor_source
+from nalanda.train.tensor_files import Tensors, local_part, read_tensors, shapes, tensor_source
 
 
 def name_of(decay: float) -> str:
@@ -31,7 +31,7 @@ class Averages:
         self.averages = {decay: self._copy() for decay in decays}
         self.updates = dict.fromkeys(decays, 0)
 
-    def _copy(self) -> dict[str, torch.Tensor]:
+    def _copy(self) -> Tensors:
         return {name: weight.clone() for name, weight in self.weights.items()}
 
     def update(self) -> None:
@@ -46,7 +46,7 @@ class Averages:
             update([local_part(tensor)[0] for tensor in average.values()], weights, None)
             self.updates[decay] = n + 1
 
-    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+    def tensors(self) -> dict[str, Tensors]:
         """The averages by the names of their files in a checkpoint."""
         return {name_of(decay): average for decay, average in self.averages.items()}
 

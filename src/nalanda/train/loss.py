@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from nalanda.data.packing import Batch
 from nalanda.data.text_bytes import TextBytes
 from nalanda.model import Mixer
 from nalanda.model.context import Context
@@ -16,7 +17,7 @@ from nalanda.train.carried_states import CarriedStates
 from nalanda.train.distill import Teacher
 
 
-def count_labels(batch: dict[str, Tensor], context: Context | None = None) -> int:
+def count_labels(batch: Batch, context: Context | None = None) -> int:
     """Counts the tokens of the loss, in this process's part of the rows.
 
     The model shifts labels by one: a row's first label is no target. (Masked language models do not shift,
@@ -25,9 +26,7 @@ def count_labels(batch: dict[str, Tensor], context: Context | None = None) -> in
     return _sum_of_part(batch["labels"][:, 1:] != -100, context)
 
 
-def count_bytes(
-    batch: dict[str, Tensor], text_bytes: TextBytes, context: Context | None = None
-) -> int:
+def count_bytes(batch: Batch, text_bytes: TextBytes, context: Context | None = None) -> int:
     """Counts the UTF-8 bytes of the text of the tokens of `count_labels`."""
     sizes = torch.from_numpy(text_bytes(batch["input_ids"].numpy()))[:, 1:]  # [B, T − 1]
     return _sum_of_part(sizes * (batch["labels"][:, 1:] != -100), context)
@@ -42,7 +41,7 @@ def _sum_of_part(values: Tensor, context: Context | None) -> int:
 
 def summed_loss(
     model: nn.Module,
-    batch: dict[str, Tensor],
+    batch: Batch,
     device: torch.device,
     z_loss: float = 0.0,
     carried_states: CarriedStates | None = None,
@@ -106,7 +105,7 @@ def packed_logits(model: Any, tokens: Tensor, positions: Tensor, cu_seqlens: Ten
 def validate(
     accelerator: Accelerator,
     model: nn.Module,
-    batches: dict[str, list[dict[str, Tensor]]],
+    batches: dict[str, list[Batch]],
     text_bytes: TextBytes | None = None,
     context: Context | None = None,
     beat: Callable[[], None] = lambda: None,
@@ -157,7 +156,7 @@ def bits_per_byte(total: float, size: float) -> float:
 @torch.no_grad()
 def loss_sums(
     model: Any,
-    batches: Iterable[dict[str, Tensor]],
+    batches: Iterable[Batch],
     context: Context | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> tuple[float, int]:

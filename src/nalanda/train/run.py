@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from nalanda.config.schema import RunConfig, Stage
 from nalanda.data.loader import PackedBatches
 from nalanda.data.masking import Masking
+from nalanda.data.packing import Batch
 from nalanda.data.sources import Sources
 from nalanda.data.text_bytes import TextBytes
 from nalanda.data.token_set import SumCheck
@@ -58,7 +58,7 @@ class StageData:
 
     sources: Sources
     batches: PackedBatches
-    validation: dict[str, list[dict[str, Tensor]]]
+    validation: dict[str, list[Batch]]
     """Batches by source; {} without validation."""
     masking: Masking | None
     """Makes the batches of a masked language model."""
@@ -108,7 +108,7 @@ class Run:
     # Of the stage under way, from `take`.
     config: RunConfig = field(init=False)
     batches: PackedBatches = field(init=False)
-    validation: dict[str, list[dict[str, Tensor]]] = field(init=False)
+    validation: dict[str, list[Batch]] = field(init=False)
     masking: Masking | None = field(init=False)
     sharing: parallel.Sharing = field(init=False)
     carried_states: CarriedStates | None = field(init=False)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nalanda.common.errors import InputError
+from nalanda.data.packing import Batch
 from nalanda.train import parallel
 from nalanda.train.build import refuse_damage
 from nalanda.train.checkpoint_dir import step_of
@@ -99,7 +100,7 @@ def forward_backward(run: Run) -> Step:
     )
 
 
-def next_step(run: Run) -> tuple[list[dict[str, Tensor]], int]:
+def next_step(run: Run) -> tuple[list[Batch], int]:
     """The micro-batches of the next step, and the step's label tokens on all processes.
 
     If the data fails on one process, all processes save. That one raises its `InputError`, the others
@@ -140,9 +141,7 @@ def next_step(run: Run) -> tuple[list[dict[str, Tensor]], int]:
     raise failure or SystemExit(code // failed)
 
 
-def take_batches(
-    batches: Iterator[dict[str, Tensor]], count: int
-) -> tuple[list[dict[str, Tensor]], InputError | None]:
+def take_batches(batches: Iterator[Batch], count: int) -> tuple[list[Batch], InputError | None]:
     """Takes the next `count` micro-batches; if the data fails, those before that, and the error."""
     taken = []
     try:

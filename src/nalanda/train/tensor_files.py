@@ -36,6 +36,9 @@ DTYPES = {
 Content = list[bytes | torch.Tensor]
 """A file's contents, in pieces."""
 
+Tensors = dict[str, torch.Tensor]
+"""Tensors by their names."""
+
 Shapes = dict[str, tuple[torch.Size, torch.dtype]]
 """Unsharded shapes and dtypes of tensors, by their names."""
 
@@ -62,7 +65,7 @@ def iterate_tensors(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, values[...]
 
 
-def read_weights(path: Path, name: str = "model") -> dict[str, torch.Tensor]:
+def read_weights(path: Path, name: str = "model") -> Tensors:
     """A checkpoint's unsharded weights, in host memory. name: of `tensor_source`, for averages of them."""
     source = tensor_source(path, name)
     weights = {
@@ -73,7 +76,7 @@ def read_weights(path: Path, name: str = "model") -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def read_tensors(source: Path, targets: dict[str, torch.Tensor]) -> None:
+def read_tensors(source: Path, targets: Tensors) -> None:
     """Fills `targets` from a safetensors file or a folder of parts. Of a DTensor it fills this process's part.
 
     Raises `InputError` if values are missing.
@@ -156,7 +159,7 @@ def is_writer(tensor: torch.Tensor, rank: int) -> bool:
     return first and (tensor.to_local().numel() > 0 or rank == 0)
 
 
-def safetensors_content(tensors: dict[str, torch.Tensor], sharded: bool = False) -> Content:
+def safetensors_content(tensors: Tensors, sharded: bool = False) -> Content:
     """A safetensors file of this process's parts of the tensors. sharded: whether it says where each part begins."""
     parts = {name: local_part(tensor) for name, tensor in tensors.items()}
     metadata = {"format": "pt"}
