@@ -289,8 +289,11 @@ TABLE = [
         "train r.yaml model.hidden_size=500000",
         r"model: .* parameters take .*, .* of memory is free: lower .*",
     ),
-    ("train r.yaml model.hidden_size=1000000000", r"model: .*overflow.*"),
-    ("info r.yaml model.hidden_size=1000000000", r"model: .*overflow.*"),
+    (
+        "train r.yaml model.hidden_size=1000000000",
+        r"model: intermediate_size=.* must be at most .*",
+    ),
+    ("info r.yaml model.hidden_size=1000000000", r"model: intermediate_size=.* must be at most .*"),
     (
         "train r.yaml model.hidden_size=1000000000000",
         r"model: hidden_size=.* must be at most 2147483647",

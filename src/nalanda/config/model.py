@@ -200,6 +200,7 @@ def in_one_line(where: str) -> Iterator[None]:
     except (
         ImportError,
         OSError,
+        OverflowError,
         TypeError,
         ValueError,
         RuntimeError,

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nalanda.common.errors import InputError, first_line
 from nalanda.common.text import duration
 from nalanda.config.model import (
     build_model_config,
     config_source,
+    in_one_line,
     language_model,
     padded_vocabulary,
 )
@@ -87,12 +87,9 @@ def meta_model(config: RunConfig, tokenizer: Any = None) -> PreTrainedModel:
 
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     """A model in fp32 without memory. Raises `InputError` for sizes that no tensor can have."""
-    try:
-        # Called before a run's first step, whose random state must not change.
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            return language_model(config).from_config(config, dtype=torch.float32)
-    except (OverflowError, RuntimeError) as error:
-        raise InputError(f"model: {first_line(error)}") from None
+    # Called before a run's first step, whose random state must not change.
+    with in_one_line("model"), torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return language_model(config).from_config(config, dtype=torch.float32)
 
 
 def tensor_parallel_share(model: Any, seq_len: int, degree: int) -> dict[str, Any]:
