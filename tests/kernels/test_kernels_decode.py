@@ -237,8 +237,8 @@ def test_the_model_takes_the_convolution(served, copies):
     x, state = (torch.randn(*n, 6 * copies, device=DEVICE) for n in ((1, 9), (3, 3)))
 
     def run():
-        (y,), (final,) = convolve([conv], [x], Sequences(cu), [state], carry=True, silu=True)
-        return y, final, *torch.autograd.grad(y.square().sum(), conv.weight)
+        (y,), new = convolve({"conv_v": conv}, [x], Sequences(cu), {"conv_v": state}, silu=True)
+        return y, new["conv_v"], *torch.autograd.grad(y.square().sum(), conv.weight)
 
     run()
     assert served == ([] if INTERPRETED else ["short_convs"])  # no call names the interpreter

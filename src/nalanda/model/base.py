@@ -104,45 +104,49 @@ class CarriedState:
 
 
 def convolve(
-    convs: list[ShortConv] | list[PreviousToken],
+    convs: dict[str, ShortConv] | dict[str, PreviousToken],
     xs: list[Tensor],
     seq: Sequences,
-    states: list[Tensor] | None,
-    carry: bool,
+    state: LayerState | None,
     silu: bool = False,
-) -> tuple[list[Tensor], list[Tensor] | None]:
-    """`conv(x, seq, state, carry)` for each; SiLU follows the last one if `silu`. By a kernel if one serves.
+) -> tuple[list[Tensor], LayerState]:
+    """`conv(x, seq, past, carry)` for each; SiLU follows the last one if `silu`. By a kernel if one serves.
 
-    states: None for none. Returns their outputs and, with `carry`, their states.
+    convs: by the names of their states. state: as `Mixer.mix` takes it. Returns their outputs, and with a state those
+    behind the last token.
     """
+    layers, carry = [*convs.values()], state is not None
     if seq.bidirectional:
         # Centred convolutions carry no state.
-        *outputs, last = [conv(x, seq)[0] for conv, x in zip(convs, xs, strict=True)]
-        return [*outputs, F.silu(last) if silu else last], None
-    if seq.parts is not None:
-        xs, states = seq.parts.conv_states(xs, convs[0].width - 1, states)
+        *outputs, last = [conv(x, seq)[0] for conv, x in zip(layers, xs, strict=True)]
+        return [*outputs, F.silu(last) if silu else last], {}
 
-    filters = [conv.filters(x) for conv, x in zip(convs, xs, strict=True)]
+    past = [state[name] for name in convs] if state else None
+    if seq.parts is not None:
+        xs, past = seq.parts.conv_states(xs, layers[0].width - 1, past)
+
+    filters = [conv.filters(x) for conv, x in zip(layers, xs, strict=True)]
     # An offloaded one is in memory only while its own module runs.
-    if not (filters[0].is_meta or any(map(altered, convs)) or any(map(overrides, convs))):
+    if not (filters[0].is_meta or any(map(altered, layers)) or any(map(overrides, layers))):
         served = by_kernel(
             "short_convs",
             "auto",
             xs[0],  # its device
-            *(xs, filters, states),
+            *(xs, filters, past),
             cu_seqlens=seq.cu_seqlens,
             activations=[None] * (len(xs) - 1) + ["silu" if silu else None],
             output_final_state=carry,
         )
         if served is not None:
-            return served
+            outputs, ends = served
+            return outputs, dict(zip(convs, ends, strict=True)) if carry else {}
 
-    past = states or [None] * len(xs)
-    results = [conv(x, seq, state, carry) for conv, x, state in zip(convs, xs, past, strict=True)]
-    outputs = [y for y, _ in results]
+    before = past or [None] * len(xs)
+    results = [conv(x, seq, y, carry) for conv, x, y in zip(layers, xs, before, strict=True)]
+    outputs, ends = [y for y, _ in results], [end for _, end in results]
     if silu:
         outputs[-1] = F.silu(outputs[-1])
-    return outputs, [state for _, state in results] if carry else None
+    return outputs, dict(zip(convs, ends, strict=True)) if carry else {}
 
 
 def mix_ways(
@@ -361,23 +365,18 @@ class Mixer(FusedLinears):
 
         state: as `mix` takes it.
         """
-        rule, carries, past = self.rule, state is not None, state or {}
+        rule = self.rule
         outputs, new = self.project_tokens(x, seq, state)
         outputs = own_outputs(self, outputs)
         heads, local = [outputs[name] for name in rule.projected], None
         if rule.conv:
-            convs = [getattr(self, f"{name}_conv1d") for name in rule.projected]
-            names = [f"conv_{name}" for name in rule.projected]
-            before = [past[name] for name in names] if "conv_v" in past else None
-            heads, after = convolve(convs, heads, seq, before, carries, silu=rule.value_silu)
-            if carries and after is not None:
-                new |= zip(names, after, strict=True)
+            convs = {f"conv_{name}": getattr(self, f"{name}_conv1d") for name in rule.projected}
+            heads, ends = convolve(convs, heads, seq, state, silu=rule.value_silu)
+            new |= ends
         if rule.value_conv:
             # Of v behind its short convolution, where there is one.
-            before = [past["conv_local"]] if "conv_local" in past else None
-            (local,), after = convolve([self.dwc], heads[-1:], seq, before, carries)
-            if carries and after is not None:
-                (new["conv_local"],) = after
+            (local,), ends = convolve({"conv_local": self.dwc}, heads[-1:], seq, state)
+            new |= ends
             local = local.unflatten(-1, (-1, self.V))
 
         # k is q where one projection has both: [B, T, H, K], [B, T, HK, K] and [B, T, HV, V].

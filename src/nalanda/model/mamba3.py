@@ -143,9 +143,9 @@ class Mamba3(Mixer):
 
         # fp32 but for v: in an angle's gradient those of all later tokens cancel.
         step = torch.cat([own, angles.flatten(2)], -1)
-        in_fp32 = {"conv_k": k_turned.flatten(2), "conv_step": step}
-        (k_before, step_before), new = self.before(in_fp32, seq, state)
-        (v_before,), of_values = self.before({"conv_v": v.flatten(2)}, seq, state)
+        in_fp32 = dict.fromkeys(("conv_k", "conv_step"), self.previous)
+        (k_before, step_before), new = convolve(in_fp32, [k_turned.flatten(2), step], seq, state)
+        (v_before,), of_values = convolve({"conv_v": self.previous}, [v.flatten(2)], seq, state)
         weight = g.exp() * (step_before[..., : own.shape[-1]] + (1 - share) * dt)
 
         v = at_least_fp32(v)
@@ -162,15 +162,6 @@ class Mamba3(Mixer):
             held = seq.of_rows(state["conv_step"])[:, 0, inputs.angles.shape[2] :]
             held = held.view(-1, *inputs.angles.shape[2:])
         return seq.sums(inputs.angles, held).remainder(2 * math.pi).to(wide_dtype(inputs.v))
-
-    def before(
-        self, named: dict[str, Tensor], seq: Sequences, state: LayerState | None
-    ) -> tuple[list[Tensor], LayerState]:
-        """The token before of each `[B, T, D]`, and their states by name."""
-        past = [state[name].to(x.dtype) for name, x in named.items()] if state else None
-        previous = [self.previous] * len(named)
-        outputs, after = convolve(previous, [*named.values()], seq, past, state is not None)
-        return outputs, dict(zip(named, after or (), strict=False))
 
     def state_spec(self, T: int) -> StateSpec:
         HV, K, V = self.num_v_heads, self.K, self.V

@@ -221,14 +221,10 @@ class RWKV7(Mixer):
         self, x: Tensor, seq: Sequences, state: LayerState | None
     ) -> tuple[dict[str, Tensor], LayerState]:
         """Each projection reads its mixture of x and the token before; gates then pass their second one."""
-        new: LayerState = {}
         if self.shift is None:
-            outputs, _ = super().project_tokens(x, seq, state)
+            outputs, new = super().project_tokens(x, seq, state)
         else:
-            past = [state["conv_x"]] if state else None
-            (previous,), after = convolve([self.previous], [x], seq, past, state is not None)
-            if after is not None:
-                (new["conv_x"],) = after
+            (previous,), new = convolve({"conv_x": self.previous}, [x], seq, state)
             layers, shifted = self.linears(), self.shift(x, previous)
             outputs = {
                 name: seq.in_columns(partial(apply_linear, layer), y)
