@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .call import Call, Inputs, Options
 from .delta import GatedDeltaNet
-from .layers import Fp32Module, at_least_fp32, excess, no_autocast
+from .layers import Fp32Module, at_least_fp32, excess, fp32_parameter, no_autocast
 from .ops import map_features
 from .recurrent import LayerState, per_value, recurrence
 from .sequences import Sequences
@@ -23,8 +23,8 @@ class Correction(Fp32Module):
         """first: the initial D."""
         super().__init__()
         self.first = first
-        self.D = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
-        self.decay = nn.Parameter(torch.empty_like(self.D)) if inner_decay else None
+        self.D = fp32_parameter(num_heads)
+        self.decay = fp32_parameter(num_heads) if inner_decay else None
 
     def initial(self) -> dict[str, Tensor]:
         """Those of flash-linear-attention: σ(1) is 0.73."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .base import Mixer
 from .feature_maps import Elementwise
-from .layers import Fp32Module, at_least_fp32
+from .layers import Fp32Module, at_least_fp32, fp32_parameter
 from .rule import Rule
 
 
@@ -20,8 +20,8 @@ class Decay(Fp32Module):
 
     def __init__(self, num_heads: int):
         super().__init__()
-        self.A_log = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
-        self.dt_bias = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+        self.A_log = fp32_parameter(num_heads)
+        self.dt_bias = fp32_parameter(num_heads)
 
     def forward(self, a: Tensor) -> Tensor:  # [B, T, H]
         return -self.A_log.exp() * F.softplus(at_least_fp32(a) + self.dt_bias)
@@ -50,7 +50,7 @@ class ChannelDecay(Decay):
 
     def __init__(self, num_heads: int, channels: int):
         super().__init__(num_heads)
-        self.dt_bias = nn.Parameter(torch.empty(num_heads * channels, dtype=torch.float32))
+        self.dt_bias = fp32_parameter(num_heads * channels)
 
     def forward(self, a: Tensor) -> Tensor:  # [B, T, H·F] to [B, T, H, F]
         dt = F.softplus(at_least_fp32(a) + self.dt_bias)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .layers import Fp32Module, altered, at_least_fp32, direction, no_autocast, run
+from .layers import Fp32Module, altered, at_least_fp32, direction, fp32_parameter, no_autocast, run
 from .options import check_names, check_types, did_you_mean
 from .plugins import register
 from .soft import INVERSES, gaussian_kernel, landmark_weights
@@ -420,8 +420,8 @@ class LearnedNaLa(Fp32Module, Angle):
         super().__init__(num_heads=num_heads, head_dim=head_dim, angle=angle)
         powers = self.equation.replace("d(q)|", "d(q)|^p").replace("|k|", "|k|^r")
         self.equation = f"{powers}, r = 1 + softplus(a), p = r + b tanh(‖q‖/√K)"
-        self.a = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
-        self.b = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+        self.a = fp32_parameter(num_heads)
+        self.b = fp32_parameter(num_heads)
 
     def initial(self) -> dict[str, Tensor]:
         return {"a": torch.full_like(self.a, -4), "b": torch.zeros_like(self.b)}
@@ -449,7 +449,7 @@ class ShiftedSiLU(Fp32Module, OneFunction):
     def __init__(self, *, num_heads: int, head_dim: int, shift: float = 0.22):
         super().__init__()
         self.shift, self.feature_dim = float(shift), head_dim
-        self.b = nn.Parameter(torch.empty(num_heads, head_dim, dtype=torch.float32))
+        self.b = fp32_parameter(num_heads, head_dim)
 
     def initial(self) -> dict[str, Tensor]:
         return {"b": torch.full_like(self.b, self.shift)}
@@ -485,10 +485,8 @@ class Pola(Fp32Module, OneFunction):
             raise ValueError(f"pola: alpha={alpha} must be positive")
         self.alpha = float(alpha)
         self.feature_dim = 2 * head_dim
-        self.w = nn.Parameter(torch.empty(num_heads, head_dim, dtype=torch.float32))
-        self.s = (
-            nn.Parameter(torch.empty(num_heads, head_dim, dtype=torch.float32)) if scale else None
-        )
+        self.w = fp32_parameter(num_heads, head_dim)
+        self.s = fp32_parameter(num_heads, head_dim) if scale else None
 
     def initial(self) -> dict[str, Tensor]:
         values = {"w": torch.zeros_like(self.w)}
@@ -531,7 +529,7 @@ class PolaPP(Fp32Module, FeatureMap):
     def __init__(self, *, num_heads: int, head_dim: int):
         super().__init__()
         self.feature_dim = 2 * head_dim
-        self.a = nn.Parameter(torch.empty(num_heads, 2 * head_dim, dtype=torch.float32))
+        self.a = fp32_parameter(num_heads, 2 * head_dim)
 
     def initial(self) -> dict[str, Tensor]:
         return {"a": torch.zeros_like(self.a)}
@@ -583,9 +581,7 @@ class Soft(Fp32Module, FeatureMap):
         self.ridge, self.inverse, self.iterations = float(ridge), inverse, iterations
         self.feature_dim = landmarks
         self.flops = 2.0 * landmarks * (2 * head_dim + landmarks)
-        self.landmarks = nn.Parameter(
-            torch.empty(num_heads, landmarks, head_dim, dtype=torch.float32)
-        )
+        self.landmarks = fp32_parameter(num_heads, landmarks, head_dim)
 
     def initial(self) -> dict[str, Tensor]:
         return {"landmarks": torch.randn_like(self.landmarks) * self.landmarks.shape[-1] ** -0.25}

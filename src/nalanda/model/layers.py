@@ -161,11 +161,17 @@ def excess(k: Tensor) -> Tensor:
     return at_least_fp32(k).square().sum(-1).clamp_min(1)
 
 
+def fp32_parameter(*sizes: int) -> nn.Parameter:
+    """A parameter of an `Fp32Module`, whose `initial()` fills it."""
+    return nn.Parameter(torch.empty(*sizes, dtype=torch.float32))
+
+
 class Fp32Module(nn.Module):
     """A module whose parameters stay fp32 when the model is cast, and have no weight decay.
 
-    It is a module of its own so that sharding wrappers can keep its dtype too. Create its parameters with an
-    explicit `dtype=torch.float32`: transformers changes the default dtype while it builds a model.
+    It is a module of its own so that sharding wrappers can keep its dtype too. Create its parameters by
+    `fp32_parameter`, or with an explicit `dtype=torch.float32`: transformers changes the default dtype while it
+    builds a model.
     """
 
     tp_style: str | None = LOCAL

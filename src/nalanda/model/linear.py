@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .base import Mixer
 from .call import Inputs
 from .delta import Decay
-from .layers import RMSNorm, at_least_fp32
+from .layers import RMSNorm, at_least_fp32, fp32_parameter
 from .options import check_names, check_types
 from .recurrent import LayerState, stream_width
 from .rule import Rule
@@ -293,7 +293,7 @@ class Discretization(Decay):
 
     def __init__(self, num_heads: int):
         super().__init__(num_heads)
-        self.D = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+        self.D = fp32_parameter(num_heads)
 
     def forward(self, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [B, T, H]; D: [H]
         dt = F.softplus(at_least_fp32(a) + self.dt_bias)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .base import Mixer, StateSpec, convolve
 from .call import Inputs, wide_dtype
 from .delta import Decay
-from .layers import Fp32Module, PreviousToken, RMSNorm, at_least_fp32, rotate
+from .layers import Fp32Module, PreviousToken, RMSNorm, at_least_fp32, fp32_parameter, rotate
 from .ops import linear_attention_flops
 from .plans import own_heads, own_outputs
 from .recurrent import LayerState, mix_sum
@@ -26,10 +26,10 @@ class HeadNumbers(Fp32Module):
 
     def __init__(self, num_heads: int, width: int):
         super().__init__()
-        self.dt_bias = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
-        self.D = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
-        self.q_bias = nn.Parameter(torch.empty(num_heads, width, dtype=torch.float32))
-        self.k_bias = nn.Parameter(torch.empty(num_heads, width, dtype=torch.float32))
+        self.dt_bias = fp32_parameter(num_heads)
+        self.D = fp32_parameter(num_heads)
+        self.q_bias = fp32_parameter(num_heads, width)
+        self.k_bias = fp32_parameter(num_heads, width)
 
     def initial(self) -> dict[str, Tensor]:
         """softplus(dt_bias) log-uniform in [1e-3, 0.1]; the others are 1."""

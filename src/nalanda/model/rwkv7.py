@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .base import Mixer, StateSpec, convolve
 from .call import Call, Inputs, Options
-from .layers import Fp32Module, PreviousToken, at_least_fp32
+from .layers import Fp32Module, PreviousToken, at_least_fp32, fp32_parameter
 from .ops import delta_rule_flops, l2norm
 from .plans import LOCAL
 from .projections import apply_linear
@@ -50,7 +50,7 @@ class TokenShift(Fp32Module):
         super().__init__()
         self.names, self.size, self.depth = names, size, depth
         for name in names:
-            setattr(self, f"x_{name}", nn.Parameter(torch.empty(size, dtype=torch.float32)))
+            setattr(self, f"x_{name}", fp32_parameter(size))
 
     def initial(self) -> dict[str, Tensor]:
         """μ falls from 1 in the first channel to almost 0 in the last, and faster in later layers."""
@@ -77,8 +77,7 @@ class Rates(Fp32Module):
         self.heads = num_heads, head_dim
         self.depth = layer_idx / max(num_layers - 1, 1)
         for name in self.names:
-            x = torch.empty(num_heads * head_dim, dtype=torch.float32)
-            setattr(self, name, nn.Parameter(x))
+            setattr(self, name, fp32_parameter(num_heads * head_dim))
 
     def initial(self) -> dict[str, Tensor]:
         """Those of flash-linear-attention: a layer begins with decays of all strengths."""

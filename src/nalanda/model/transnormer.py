@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Mixer
-from .layers import Fp32Module, at_least_fp32, rotate
+from .layers import Fp32Module, at_least_fp32, fp32_parameter, rotate
 from .plans import SHARED
 from .rule import Rule
 
@@ -32,7 +32,7 @@ class LRPE(Fp32Module):
                 f"lrpe rotates pairs of features, and a head has {size}: use an even number, or set "
                 "mixer_options positions=none"
             )
-        self.theta = nn.Parameter(torch.empty(size // 2, dtype=torch.float32))
+        self.theta = fp32_parameter(size // 2)
         self.register_buffer("u", torch.empty(size, dtype=torch.float32))
         self.u: Tensor
 
