@@ -24,14 +24,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .call import Call, Options, group_of, wide_dtype
 from .layers import at_least_fp32, no_autocast
 from .ops import map_features, run_recurrence
-from .sequences import Rows, Sequences, bounds_on_host
+from .sequences import Rows, Sequences, bounds_of_lengths, bounds_on_host, shaped_like
 
 SCAN_FROM = 9
 """Processes from which a scan in ⌈log₂ N⌉ rounds replaces one all-gather. It sends less from N = 5 on, but in
@@ -295,7 +294,7 @@ class Parts:
             pieces=taken[here],
             received=received,
             rest=fresh.repeat_interleave(lengths).nonzero().squeeze(1),
-            sequences=Sequences(F.pad(lengths[fresh].cumsum(0), (1, 0))),
+            sequences=Sequences(bounds_of_lengths(lengths[fresh])),
         )
         return self._shares
 
@@ -359,22 +358,17 @@ class Parts:
         begins = self.cu_seqlens[self.rows.last] - torch.arange(self.B) * self.size
         of_last = torch.arange(self.size) >= begins[:, None]
         x, ends = _Gather.apply(
-            x, self.context, rows.double().where(_like(of_last, rows), 0).sum(1)
+            x, self.context, rows.double().where(shaped_like(of_last, rows), 0).sum(1)
         )
 
         # Parts that the document of this part's first token reaches back to, and the row's carried sum.
         past, before = self.past[self.rows.first], self.context.rank
         reached = past > torch.arange(before - 1, -1, -1)[:, None] * self.size  # bool [before, B]
-        total = ends[:before].where(_like(reached, ends), 0).sum(0)  # [B, …]
+        total = ends[:before].where(shaped_like(reached, ends), 0).sum(0)  # [B, …]
         if held is not None:
-            total = total + held.double().where(_like(past > before * self.size, held), 0)
+            total = total + held.double().where(shaped_like(past > before * self.size, held), 0)
         first = self.rows.first.to(x.device)
         return x, total.new_zeros(len(self.past), *total.shape[1:]).index_copy(0, first, total)
-
-
-def _like(mask: Tensor, x: Tensor) -> Tensor:
-    """A mask of x's first dimensions, on its device."""
-    return mask.to(x.device).view(*mask.shape, *(1,) * (x.dim() - mask.dim()))
 
 
 def _document_bounds(cu_seqlens: Tensor | None, B: int, T: int) -> Tensor:

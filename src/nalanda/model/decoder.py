@@ -605,7 +605,7 @@ class Decoder(NalandaPreTrainedModel):
         ended = NalandaCache(len(self.layers))
         ended.states = [state.tensors for state in states]
         if seq.parts is None:
-            lengths = (seq.lengths if seq.past is None else seq.lengths + seq.past)[seq.rows.last]
+            lengths = seq.ends[seq.rows.last]
         else:
             lengths = seq.parts.lengths  # of whole rows, which no part sees
         ended.seen(int(lengths.max()), lengths)

@@ -106,6 +106,11 @@ class Sequences:
         assert self.cu_seqlens is not None, "a dense batch has no packed lengths"
         return self.cu_seqlens.diff()
 
+    @property
+    def ends(self) -> Tensor:
+        """Tokens of each sequence up to the end of this call, int64 `[N]`, on the host."""
+        return self.lengths if self.past is None else self.lengths + self.past
+
     def on_device(self, device: torch.device) -> DevicePacking:
         """The packed batch on `device`."""
         if device not in self._on_device:
@@ -218,7 +223,7 @@ class Sequences:
         """Length of the longest sequence of a batch of T columns, including earlier calls."""
         if self.cu_seqlens is None:
             return T if self.past is None else T + int(self.past.max())
-        return int((self.lengths if self.past is None else self.lengths + self.past).max())
+        return int(self.ends.max())
 
     @kept
     def last_positions(self, T: int, width: int, device: torch.device) -> Tensor:
@@ -228,8 +233,7 @@ class Sequences:
         """
         if self.cu_seqlens is None:
             return self.positions(1, device) + torch.arange(T - width, T, device=device)
-        ends = self.lengths if self.past is None else self.lengths + self.past
-        return (ends[:, None] + torch.arange(-width, 0)).to(device, non_blocking=True)
+        return (self.ends[:, None] + torch.arange(-width, 0)).to(device, non_blocking=True)
 
     def pad(self, x: Tensor, kept: Tensor | None = None, grows: bool = False) -> Tensor:
         """Each sequence's kept tokens, then its tokens of this call, padded on the left.
@@ -306,7 +310,7 @@ class Sequences:
         cu, _, _, rows = self.on_device(state.device)
         assert rows is not None
         # Selected, not multiplied by 0: a row that does not continue may hold NaN.
-        held = state.where(rows.carried.view(-1, *(1,) * (state.dim() - 1)), 0)
+        held = state.where(shaped_like(rows.carried, state), 0)
         return state.new_zeros(cu.shape[0] - 1, *state.shape[1:]).index_copy(0, rows.first, held)
 
     def of_rows(self, state: Tensor) -> Tensor:
@@ -339,9 +343,9 @@ class Sequences:
         assert self.cu_seqlens is not None
         assert self.rows is not None
         lengths = self.lengths + self.lengths.new_tensor(wanted)
-        ends = lengths.cumsum(0)
+        bounds = bounds_of_lengths(lengths)
         # Columns counted from a sequence's first new token, [ΣT']: kept tokens are negative.
-        begins = ends - self.lengths
+        begins = bounds[1:] - self.lengths
         column = torch.arange(int(lengths.sum())) - begins.repeat_interleave(lengths)
         # A row's other sequences want nothing, so their 0 here is never read.
         row = torch.zeros_like(lengths)
@@ -351,7 +355,7 @@ class Sequences:
         end = (int(self.cu_seqlens[-1]) + (row + 1) * rows).repeat_interleave(lengths)
         source = torch.where(column < 0, end, start) + column
         tokens = (column >= 0).nonzero().squeeze(1)
-        longer = Sequences(torch.cat([ends.new_zeros(1), ends]), rows=self.rows)
+        longer = Sequences(bounds, rows=self.rows)
         return longer, source.to(device, non_blocking=True), tokens.to(device, non_blocking=True)
 
     def tails(self, x: Tensor, width: int) -> Tensor:
@@ -361,7 +365,7 @@ class Sequences:
         index = cu[1:][rows.last, None] + torch.arange(-width, 0, device=x.device)
         missing = index < cu[rows.last, None]  # bool [B, width], before the sequence
         tails = x[0, index.clamp_min(0)]
-        return tails.masked_fill(missing.view(*missing.shape, *(1,) * (x.dim() - 2)), 0)
+        return tails.masked_fill(shaped_like(missing, tails), 0)
 
 
 @dataclass
@@ -405,7 +409,7 @@ class Layout:
         self.cu_seqlens: Tensor | None = None
         self.mask: Tensor | None = None
         self.real: Tensor | None = None  # int64 `[ΣT]`, the tokens among the B·T columns
-        self.order: Tensor | None = None  # int64 `[B, T, 1]`, each row's columns with padding last
+        self.order: Tensor | None = None  # int64 `[B, T]`, each row's columns with padding last
 
         # position_ids that restart are transformers' way to mark where packed documents begin.
         restart = None
@@ -449,7 +453,7 @@ class Layout:
             )
         self.mask = mask
         self.real = mask.flatten().nonzero().squeeze(1).to(x.device)
-        self.cu_seqlens = offsets(mask.sum(1).cpu())
+        self.cu_seqlens = bounds_of_lengths(mask.sum(1).cpu())
 
     @classmethod
     def padding_last(cls, x: Tensor, attention_mask: Tensor) -> "Layout":
@@ -460,7 +464,7 @@ class Layout:
         layout = cls(x, Packing())
         layout.mask = last_columns(attention_mask, *x.shape[:2]).to(x.device)
         # Stable: tokens keep their order, and so does padding behind them.
-        layout.order = (~layout.mask).to(torch.uint8).argsort(dim=1, stable=True)[..., None]
+        layout.order = (~layout.mask).to(torch.uint8).argsort(dim=1, stable=True)
         return layout
 
     @classmethod
@@ -503,14 +507,13 @@ class Layout:
     def _order_of(self, x: Tensor) -> Tensor:
         """`order` for each number of a token of x `[B, T, …]`."""
         assert self.order is not None
-        return self.order.view(self.B, self.T, *(1,) * (x.dim() - 2)).expand_as(x)
+        return shaped_like(self.order, x).expand_as(x)
 
     def without_padding(self, x: Tensor) -> Tensor:
         """x `[B, T, …]` with zeros in the place of padding."""
         if self.mask is None:
             return x
-        padding = ~self.mask.to(x.device).view(self.B, self.T, *(1,) * (x.dim() - 2))
-        return x.masked_fill(padding, 0)
+        return x.masked_fill(~shaped_like(self.mask, x), 0)
 
     def rows(self, carried: Tensor | None, lengths: Tensor | None) -> tuple[Rows, Tensor | None]:
         """Each row's first and last nonempty sequence, and how many tokens earlier calls read of each one.
@@ -646,5 +649,11 @@ def last_columns(attention_mask: Tensor, B: int, T: int) -> Tensor:
     return attention_mask[:, attention_mask.shape[1] - T :].bool()
 
 
-def offsets(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+def bounds_of_lengths(lengths: Tensor) -> Tensor:
+    """The bounds `[N + 1]` of sequences of these lengths `[N]`, one behind another."""
+    return F.pad(lengths.cumsum(0), (1, 0))
+
+
+def shaped_like(mask: Tensor, x: Tensor) -> Tensor:
+    """A mask of x's first dimensions, on its device, with as many dimensions as x."""
+    return mask.to(x.device).view(*mask.shape, *(1,) * (x.dim() - mask.dim()))
