@@ -236,9 +236,9 @@ class NalandaCache(Cache):
     def _map(self, function) -> None:
         self.states = [{name: function(t) for name, t in state.items()} for state in self.states]
         self.lengths = None if self.lengths is None else function(self.lengths)
-        self.unread = (
-            None if self.unread is None else (function(self.unread[0]), function(self.unread[1]))
-        )
+        if self.unread is not None:
+            embeddings, mask = self.unread
+            self.unread = function(embeddings), function(mask)
         self._forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -274,8 +274,7 @@ class StateBuffers:
 
     def fill(self, states: list[dict[str, Tensor]]) -> None:
         """Copies states that fit into the buffers."""
-        pairs = zip(self.newest, states, strict=True)
-        copy_all([(buffers[name], state[name]) for buffers, state in pairs for name in buffers])
+        copy_all(self.newest, states)
 
     def give_back(self, cache: NalandaCache) -> None:
         """Copies the newest states into `cache`, if they are its own."""
@@ -313,7 +312,13 @@ def alike(a: list[dict[str, Tensor]], b: list[dict[str, Tensor]], dtypes: bool =
     )
 
 
-def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copies each second tensor into the first, in few launches."""
+def copy_all(targets: list[dict[str, Tensor]], sources: list[dict[str, Tensor]]) -> None:
+    """Copies into the targets the tensors that the sources have under their names, in few launches."""
+    pairs = [
+        (target[name], source[name])
+        for target, source in zip(targets, sources, strict=True)
+        for name in target
+        if target[name] is not source[name]
+    ]
     if pairs:
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

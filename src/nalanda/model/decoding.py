@@ -161,10 +161,10 @@ class GraphDecoder(StateBuffers):
         # Two buffers with copies of the cache's states; `take` fills the newest one again.
         self.states = [
             [
-                {name: x.clone(memory_format=torch.contiguous_format) for name, x in s.items()}
-                for s in states
+                {name: x.clone(memory_format=torch.contiguous_format) for name, x in state.items()}
+                for state in cache.states
             ]
-            for states in (cache.states, cache.states)
+            for _ in range(2)
         ]
         self.turn = 0  # which states are the newest
         steps = [functools.partial(self._step, model, turn) for turn in range(2)]
@@ -186,13 +186,7 @@ class GraphDecoder(StateBuffers):
         if not alike(cache.states, new, dtypes=True):
             raise RuntimeError("the states change their shapes or precision")
         # Where no kernel wrote to the buffers.
-        pairs = [
-            (buffers[name], state[name])
-            for buffers, state in zip(new, cache.states, strict=True)
-            for name in buffers
-            if buffers[name] is not state[name]
-        ]
-        copy_all(pairs)
+        copy_all(new, cache.states)
         return logits
 
     @property
@@ -245,10 +239,6 @@ class DecoderChoice:
             self.reason = str(refusal)
             return None
 
-    @functools.cached_property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
     def decode(
         self, model: nn.Module, tokens: Tensor, cache: NalandaCache, mask: Tensor | None = None
     ) -> Tensor | None:
@@ -286,7 +276,7 @@ class DecoderChoice:
         if torch.is_autocast_enabled(tokens.device.type):
             return None
         if not cache.live:
-            cache.follow(self.dtype)
+            cache.follow(self.model.dtype)
         decoder = self.decoders.get(len(tokens)) or self._make(cache, (len(tokens), *self.key))
         if decoder is None or decoder.most < T or not decoder.take(cache):
             return None

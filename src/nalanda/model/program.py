@@ -181,11 +181,9 @@ class ProgramDecoder(StateBuffers):
         return alike(in_place, self.in_place)
 
     def fill(self, states: list[dict[str, Tensor]]) -> None:
-        pairs = []
-        for in_place, replaced, state in zip(self.in_place, self.replaced, states, strict=True):
-            pairs += [(x, state[name]) for name, x in in_place.items()]
+        copy_all(self.in_place, states)
+        for replaced, state in zip(self.replaced, states, strict=True):
             replaced |= {name: state[name] for name in replaced}
-        copy_all(pairs)
         self._make_room()
 
     def _make_room(self, more: int = 1) -> None:
