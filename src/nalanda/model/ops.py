@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .call import Call, FeatureMap, Options, bounds_of, dtype_of, group_of, wide_dtype
+from .call import Call, FeatureMap, Options, bounds_of, dtype_of, group_of
 from .chunk import run_chunkwise
 from .kernels import by_kernel
 from .layers import at_least_fp32, direction, no_autocast
@@ -270,8 +270,7 @@ def _scarce_memory(x: Tensor) -> bool:
 
 
 def _map(q: Tensor, k: Tensor, feature_map: FeatureMap | None, qk_norm: str | None):
-    dtype, wide = q.dtype, wide_dtype(q)
-    q, k = q.to(wide), k.to(wide)
+    dtype, q, k = q.dtype, at_least_fp32(q), at_least_fp32(k)
     if feature_map is not None:
         q, k = feature_map(q, k)
     if qk_norm == "l2":
@@ -373,24 +372,20 @@ def _run_stepwise(call: Call, scale: float, mode: str) -> tuple[Tensor, Tensor]:
     else:
         state = call.initial_state.to(dtype)
 
-    outputs: list[Tensor] = []  # [B, HV, V] each
-
-    def run(start: int, stop: int, state: Tensor) -> Tensor:
+    outputs, states = [], []
+    for n, (start, stop) in enumerate(itertools.pairwise(bounds or (0, q.shape[1]))):
+        # The rows of a batch run together. Where they are packed B is 1, and each sequence has its own state.
+        S = state if bounds is None else state[n : n + 1]
         for t in range(start, stop):
             of_token: Any = (None if x is None else x[:, t] for x in tokens)
-            o, state = step(TokenInputs(*of_token), state)
-            outputs.append(o)
-        return state
+            o, S = step(TokenInputs(*of_token), S)
+            outputs.append(o)  # [B, HV, V]
+        states.append(S)
 
-    if bounds is None:
-        state = run(0, q.shape[1], state)
-    else:
-        # B is 1 here: each sequence runs from its own state, [1, HV, K, V].
-        spans = enumerate(itertools.pairwise(bounds))
-        states = [run(start, stop, state[n : n + 1]) for n, (start, stop) in spans]
-        state = torch.cat(states) if states else state  # [N, HV, K, V]
     o = torch.stack(outputs, 1) if outputs else v  # without tokens o is empty, like v
-    return o.to(v.dtype), state
+    # Without any sequence there is no state to join; one needs no copy.
+    final = states[0] if len(states) == 1 else torch.cat([state[:0], *states])  # [N, HV, K, V]
+    return o.to(v.dtype), final
 
 
 def _tokens_of(call: Call, scale: float, dtype: torch.dtype) -> TokenInputs:
