@@ -25,6 +25,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .kernels import by_kernel
+from .layers import linear_dtype
 
 METHOD = "nalanda_int8"
 LARGEST = 127
@@ -57,18 +58,15 @@ class Int8Linear(nn.Linear):
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        autocast, dtype = torch.is_autocast_enabled(x.device.type), x.dtype
-        in_torch = torch.is_grad_enabled() or autocast
+        in_torch = torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
         if not (in_torch or torch.compiler.is_compiling()):
             weights = self.weight, self.weight_scale, self.bias
             served = by_kernel("linear_rows", "auto", x, x, *weights)
             if served is not None:
                 return served
-        if autocast:
-            dtype = torch.get_autocast_dtype(x.device.type)
-        if dtype == torch.float16:
+        if linear_dtype(x) == torch.float16:
             # Sums of codes exceed its range.
-            weight = self.weight.to(dtype) * self.weight_scale[:, None].to(dtype)
+            weight = self.weight.half() * self.weight_scale[:, None].half()
             return F.linear(x, weight, self.bias)
         y = F.linear(x, self.weight.to(x.dtype)) * self.weight_scale.to(x.dtype)
         return y if self.bias is None else y + self.bias

@@ -52,10 +52,7 @@ def altered(module: nn.Module) -> bool:
     """
     fields = module.__dict__
     return bool(
-        fields["_forward_hooks"]
-        or fields["_forward_pre_hooks"]
-        or fields["_backward_hooks"]
-        or fields["_backward_pre_hooks"]
+        _hooked(fields)
         or "parametrizations" in fields["_modules"]
         or _patched(fields)
         or _has_any_global_hook()
@@ -77,16 +74,21 @@ def any_observed(modules: Iterable[nn.Module]) -> bool:
     remaining = [*modules]
     while remaining:
         fields = remaining.pop().__dict__
-        hooks = (
-            fields["_forward_hooks"]
-            or fields["_forward_pre_hooks"]
-            or fields["_backward_hooks"]
-            or fields["_backward_pre_hooks"]
-        )
-        if (hooks and _foreign_hooks(fields)) or _patched(fields):
+        if (_hooked(fields) and _foreign_hooks(fields)) or _patched(fields):
             return True
         remaining += [child for child in fields["_modules"].values() if child is not None]
     return False
+
+
+def _hooked(fields: dict[str, Any]) -> bool:
+    """Whether a module with these fields has hooks."""
+    # Read one by one, because this runs for every layer of every token.
+    return bool(
+        fields["_forward_hooks"]
+        or fields["_forward_pre_hooks"]
+        or fields["_backward_hooks"]
+        or fields["_backward_pre_hooks"]
+    )
 
 
 def _patched(fields: dict[str, Any]) -> bool:
