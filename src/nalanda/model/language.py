@@ -292,12 +292,13 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             if piece.shape[1]:
                 # bool [B], the same for all rows: only the first piece may have no text before it.
                 carried = torch.full((len(piece),), states is not None)
-                rows: Any = {
-                    "carried_cache": states,
-                    "carried": carried,
-                    "return_carried_cache": True,
-                }
-                states = self.model(input_ids=piece, context=context, **rows).carried_cache
+                states = self.model(
+                    input_ids=piece,
+                    context=context,
+                    carried_cache=states,
+                    carried=carried,
+                    return_carried_cache=True,
+                ).carried_cache
         return (cache if states is None else states).convert(state_dtype)
 
     def load_state(self, path: str | Path, tokenizer: str | None = None) -> State:

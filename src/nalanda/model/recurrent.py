@@ -226,11 +226,6 @@ def _by_one_kernel(
     if q.shape[1] == 1 or seq.parts is not None or seq.bidirectional:
         return None
 
-    options: dict[str, Any] = {}
-    if rule.read == "mala":
-        options["magnitude"] = rule.magnitude
-    elif rule.read == "pola":
-        options["mirrored"] = True
     served = by_kernel(
         "normalized_attention",
         "auto",
@@ -242,7 +237,8 @@ def _by_one_kernel(
         initial_sum=past.get("value_sum"),
         output_final_state=state is not None,
         cu_seqlens=seq.cu_seqlens,
-        **options,
+        magnitude=rule.magnitude if rule.read == "mala" else None,
+        mirrored=rule.read == "pola",
     )
     if served is None:
         return None
