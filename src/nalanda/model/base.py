@@ -24,6 +24,7 @@ With `rule.write` "own" it defines
 It may define
 
 - `inputs` and `read_out`, before and after `mix`; `linears`, the Linear layers that read x, one product;
+- `up_projections`, Linear layers that read outputs of these;
 - `project_tokens(x, seq, state)`: the outputs of `linears`, where they read more than x or are not all;
 - `gates(projected, inputs)`: the inputs with g and beta, from the outputs of `linears`;
 - `tp_plan`, how tensor parallelism splits its heads (`plans.py`). A class from outside has no plan without it;
@@ -76,17 +77,8 @@ from .layers import (
 from .one_token import decode_token
 from .ops import map_features
 from .plans import COLUMNS, FIRST, GATHERED, LOCAL, ROWS, SHARED, all_heads, own_heads, own_outputs
-from .projections import FusedLinears
-from .recurrent import (
-    LayerState,
-    form_gates,
-    per_value,
-    project_inputs,
-    recurrence_of,
-    rule_flops,
-    state_shape,
-    up_projections,
-)
+from .projections import FusedLinears, apply_linear
+from .recurrent import LayerState, form_gates, per_value, recurrence_of, rule_flops, state_shape
 from .rule import Rule
 from .sequences import Sequences
 
@@ -401,12 +393,17 @@ class Mixer(FusedLinears):
         self, x: Tensor, seq: Sequences, state: LayerState | None
     ) -> tuple[dict[str, Tensor], LayerState]:
         """x `[B, T, D]` to the outputs of `linears`, by name, and states that they need of earlier tokens: none."""
-        layout = seq.layout
-        if layout is None:
-            return project_inputs(self, x), {}
-        # The Linear layers see the batch's columns, where layers do.
-        of_columns = project_inputs(self, layout.unpack(x))
-        return {name: layout.pack(y) for name, y in of_columns.items()}, {}
+        return seq.in_columns(self.project_inputs, x), {}
+
+    def project_inputs(self, x: Tensor) -> dict[str, Tensor]:
+        """x `[…, D]` to the outputs of `linears` and `up_projections`, by name."""
+        return self.project_up(self.project(x))
+
+    def project_up(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The outputs of `linears`, of which some pass their second layer."""
+        for name, up in self.up_projections().items():
+            outputs[name] = apply_linear(up, outputs[name])
+        return outputs
 
     def gates(self, projected: dict[str, Tensor], inputs: Inputs) -> Inputs:
         """The inputs with the gates of the state: g, the log-decay, `[B, T, HV]` or `[B, T, HV, F]`, and beta."""
@@ -460,7 +457,11 @@ class Mixer(FusedLinears):
 
     def columns(self) -> dict[str, nn.Linear]:
         """The Linear layers with columns of heads, by the names of their outputs: of two in turn, the second."""
-        return self.linears() | up_projections(self)
+        return self.linears() | self.up_projections()
+
+    def up_projections(self) -> dict[str, nn.Linear]:
+        """The second of two Linear layers, by the name of their output: gates by channel have a low rank."""
+        return {}
 
     def own_steps(self, y: Tensor) -> Tensor:
         """y `[B, T, steps·n]`, in a tensor-parallel process with the columns of its own heads in each step."""
@@ -510,7 +511,7 @@ class Mixer(FusedLinears):
         beside those of q, k, v and the output gate."""
         rows = self.rule.steps * max(self.num_heads, self.num_v_heads)
         yield from (p for p in self.parameters() if p.ndim == 2 and len(p) <= rows)
-        for name, layer in (*self.linears().items(), *up_projections(self).items()):
+        for name, layer in (*self.linears().items(), *self.up_projections().items()):
             if name not in (*self.rule.projected, "gate"):
                 yield from layer.parameters()
 

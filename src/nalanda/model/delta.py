@@ -155,6 +155,11 @@ class DeltaNet(Mixer):
         named = {name: getattr(self, f"{name}_proj", None) for name in ("b", "a", "w")}
         return super().linears() | {name: x for name, x in named.items() if x is not None}
 
+    def up_projections(self) -> dict[str, nn.Linear]:
+        if self.rule.decay != "channel":
+            return {}
+        return {"a": self.a_up_proj} | ({"gate": self.g_up_proj} if self.rule.gated else {})
+
 
 class GatedDeltaNet(DeltaNet):
     """Gated DeltaNet (Yang et al. 2025): DeltaNet with a decay of the state by exp(g_t) before each write.

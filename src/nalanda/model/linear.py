@@ -285,6 +285,9 @@ class GLA(Mixer):
     def linears(self) -> dict[str, nn.Linear]:
         return super().linears() | {"a": self.gk_proj[0]}
 
+    def up_projections(self) -> dict[str, nn.Linear]:
+        return {"a": self.gk_proj[1]}
+
 
 class Discretization(Decay):
     """Mamba 2's step Δ = softplus(a + dt_bias) and log-decay −exp(A_log)·Δ per head; and D, of the skip."""

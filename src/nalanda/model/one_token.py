@@ -14,7 +14,7 @@ from .call import Inputs
 from .kernels import by_kernel, has_kernel
 from .layers import LayerNorm, RMSNorm, altered, overrides, rotary_frequencies
 from .projections import apply_linear, matrix_of
-from .recurrent import LayerState, project_inputs, up_projections
+from .recurrent import LayerState
 from .sequences import Sequences
 
 MOST_READ = 2**20
@@ -141,7 +141,7 @@ def step_on_cpu(
             whole, _ = layer.inputs(x, seq, None)
             heads = {name: y for name, y in whole._asdict().items() if y is not None}
         else:
-            heads = project_inputs(layer, x)
+            heads = layer.project_inputs(x)
         if rule.read != "plain":
             heads["positions"] = seq.positions(1, x.device)
         if rule.gated and not rule.by_head:
@@ -180,7 +180,7 @@ def fused_step(
 
     def inputs() -> dict[str, Tensor]:
         heads = layer.project(x)
-        for name, second in up_projections(layer).items():
+        for name, second in layer.up_projections().items():
             weight = matrix_of(second, biased=True)
             # Each program reads its rows of the matrix: with many, a product of its own is faster.
             if weight is None or len(x) * weight.numel() > MOST_READ:

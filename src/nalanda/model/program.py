@@ -19,7 +19,7 @@ from .growing import Memory, claim_room
 from .kernels import by_kernel
 from .layers import LayerNorm, RMSNorm
 from .one_token import kernel_token
-from .recurrent import retention_decays, up_projections
+from .recurrent import retention_decays
 from .sequences import Sequences
 from .transnormer import SimpleRMSNorm
 
@@ -133,7 +133,7 @@ class ProgramDecoder(StateBuffers):
         width = mixer.o_proj.in_features
         o = program.array("o", width, token["dtype"])
         inputs = program.linears(self.h, mixer.linears())
-        for name, layer in up_projections(mixer).items():
+        for name, layer in mixer.up_projections().items():
             inputs[name] = program.linear(inputs[name], layer, f"{name}_second")
         if rule.decay == "retention":
             g = inputs["g"] = program.array("retention", mixer.num_heads, torch.float32)

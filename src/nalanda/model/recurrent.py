@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .call import Call, Inputs, Options, wide_dtype
 from .context import cut_recurrence
@@ -22,7 +22,6 @@ from .kernels import by_kernel
 from .layers import at_least_fp32, excess, no_autocast, place_angles, rotate
 from .ops import delta_rule_flops, linear_attention_flops, map_features, run_recurrence
 from .plans import own_heads
-from .projections import apply_linear
 from .rule import Rule
 from .sequences import Sequences
 
@@ -330,24 +329,6 @@ def _sum_packed(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float) -
 
 
 # ----------------------------------------------------------------------------- gates, states and FLOPs
-
-
-def up_projections(layer: Any) -> dict[str, nn.Linear]:
-    """The second of two Linear layers, by the name of their output: gates by channel have a low rank."""
-    rule = layer.rule
-    if rule.decay == "sigmoid":
-        return {"a": layer.gk_proj[1]}
-    if rule.decay != "channel":
-        return {}
-    return {"a": layer.a_up_proj} | ({"gate": layer.g_up_proj} if rule.gated else {})
-
-
-def project_inputs(layer: Any, x: Tensor) -> dict[str, Tensor]:
-    """x `[…, D]` to the outputs of the layer's `linears` and `up_projections`, by name."""
-    outputs = layer.project(x)
-    for name, up in up_projections(layer).items():
-        outputs[name] = apply_linear(up, outputs[name])
-    return outputs
 
 
 def form_gates(layer: Any, projected: dict[str, Tensor], inputs: Inputs) -> Inputs:

@@ -1,8 +1,6 @@
 """RWKV-7 (Peng et al. 2025, arXiv 2503.14456): a delta rule that erases with one key and writes with another."""
 
 import math
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -204,39 +202,32 @@ class RWKV7(Mixer):
     def linears(self) -> dict[str, nn.Linear]:
         return super().linears() | {"w": self.w_proj, "a": self.a_proj}
 
-    def columns(self) -> dict[str, nn.Linear]:
+    def up_projections(self) -> dict[str, nn.Linear]:
         ups = {"w": self.w_up_proj, "a": self.a_up_proj}
-        return super().columns() | ups | ({"gate": self.g_up_proj} if self.rule.gated else {})
+        return ups | ({"gate": self.g_up_proj} if self.rule.gated else {})
 
     def is_whole(self, state: str) -> bool:
         return state == "conv_x"
-
-    def gate_parameters(self) -> Iterator[nn.Parameter]:
-        yield from super().gate_parameters()
-        for up in (self.w_up_proj, self.a_up_proj):
-            yield from up.parameters()
 
     def project_tokens(
         self, x: Tensor, seq: Sequences, state: LayerState | None
     ) -> tuple[dict[str, Tensor], LayerState]:
         """Each projection reads its mixture of x and the token before; gates then pass their second one."""
         if self.shift is None:
-            outputs, new = super().project_tokens(x, seq, state)
-        else:
-            (previous,), new = convolve({"conv_x": self.previous}, [x], seq, state)
-            layers, shifted = self.linears(), self.shift(x, previous)
-            outputs = {
-                name: seq.in_columns(partial(apply_linear, layer), y)
-                for (name, layer), y in zip(layers.items(), shifted, strict=True)
-            }
+            return super().project_tokens(x, seq, state)
+        (previous,), new = convolve({"conv_x": self.previous}, [x], seq, state)
 
-        second = {"w": (torch.tanh, self.w_up_proj), "a": (None, self.a_up_proj)}
+        def project(*shifted: Tensor) -> dict[str, Tensor]:
+            layers = zip(self.linears().items(), shifted, strict=True)
+            return self.project_up({name: apply_linear(layer, y) for (name, layer), y in layers})
+
+        return seq.in_columns(project, *self.shift(x, previous)), new
+
+    def project_up(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        activated = {"w": torch.tanh(outputs["w"])}
         if self.rule.gated:
-            second["gate"] = (torch.sigmoid, self.g_up_proj)
-        for name, (activation, up) in second.items():
-            y = outputs[name] if activation is None else activation(outputs[name])
-            outputs[name] = seq.in_columns(partial(apply_linear, up), y)
-        return outputs, new
+            activated["gate"] = torch.sigmoid(outputs["gate"])
+        return super().project_up(outputs | activated)
 
     def gates(self, projected: dict[str, Tensor], inputs: Inputs) -> Inputs:
         """g, the erase gate `[B, T, H, K]`, and in k both keys of a token, `[B, T, 2·H, K]`: aκ, then k̃."""

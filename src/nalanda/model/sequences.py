@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from .growing import grown
 
@@ -41,6 +42,7 @@ class DevicePacking(NamedTuple):
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Result = TypeVar("Result", Tensor, dict[str, Tensor])
 
 
 def kept(method: Method) -> Method:
@@ -131,9 +133,14 @@ class Sequences:
             if x is not None:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
 
-    def in_columns(self, module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """module(x) for x as mixers see it; the module itself sees the batch's columns where layers do."""
-        return module(x) if self.layout is None else self.layout.pack(module(self.layout.unpack(x)))
+    def in_columns(self, function: Callable[..., Result], *xs: Tensor) -> Result:
+        """function(*xs) of tensors as mixers see them; the function itself sees the batch's columns where layers do.
+
+        It returns a tensor, or a dict of some.
+        """
+        if self.layout is None:
+            return function(*xs)
+        return tree_map(self.layout.pack, function(*map(self.layout.unpack, xs)))
 
     @kept
     def repeated(self, n: int) -> "Sequences":
