@@ -212,7 +212,7 @@ def test_crop_forgets(model):
 def test_nothing_is_kept_where_nothing_is_taken_back(small):
     out = small.generate(REPEATING, max_new_tokens=5, return_dict_in_generate=True, **GREEDY)
     cache = out.past_key_values
-    assert (cache.recording, cache.marked, cache.tail, cache.unread) == (False, None, [], None)
+    assert (cache.recording, cache.marked, cache.reader, cache.tail) == (False, None, None, [])
     cache.activate_past_recording()  # as after an assisted call
     small.generate(out.sequences, past_key_values=cache, max_new_tokens=5, **GREEDY)
     assert (cache.recording, cache.marked, cache.tail) == (False, None, [])

@@ -41,7 +41,7 @@ class NalandaCache(Cache):
     own, which `states` copies.
 
     A state cannot forget its last tokens. For assisted decoding (`activate_past_recording`) a mark is set
-    before the candidates. `crop` returns to the mark, and the next call reads the accepted tokens again.
+    before the candidates. `crop` returns to the mark and reads the accepted tokens again.
 
     While CUDA graphs or C++ decode, the newest states are in their buffers (`StateBuffers`); `states` copies them out.
 
@@ -65,10 +65,9 @@ class NalandaCache(Cache):
         self.lengths: Tensor | None = None  # int64 [batch], on the host: tokens of each sequence
         self.recording = False
         self.marked: NalandaCache | None = None  # a fork made at the mark
-        # Read since the mark: embeddings [B, T, D], mask [B, T].
+        # The decoder that reads since the mark, and what it read: embeddings [B, T, D], mask [B, T].
+        self.reader: Any = None
         self.tail: list[tuple[Tensor, Tensor]] = []
-        # The part of it that the next call reads again.
-        self.unread: tuple[Tensor, Tensor] | None = None
 
     @property
     def states(self) -> list[dict[str, Tensor]]:
@@ -85,8 +84,10 @@ class NalandaCache(Cache):
         if self.live:  # whether they are there
             self.decoder.give_back(self)
 
-    def __getstate__(self) -> dict[str, Any]:  # for copies
-        return {"_states": self.states} | vars(self) | {"decoder": None}
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which have no mark."""
+        others = {"decoder": None, "marked": None, "reader": None, "tail": []}
+        return {"_states": self.states} | vars(self) | others
 
     def seen(self, columns: int, tokens: Tensor) -> None:
         """Adds the columns of a call, and the tokens of each sequence in it."""
@@ -155,7 +156,6 @@ class NalandaCache(Cache):
         other = copy.copy(self)
         other.states = list(self.states)
         other.recording = False
-        other._forget()
         return other
 
     def convert(self, state_dtype: str | None) -> "NalandaCache":
@@ -183,9 +183,9 @@ class NalandaCache(Cache):
     def activate_past_recording(self) -> None:
         self.recording = True
 
-    def mark(self) -> None:
-        """Starts recording tokens, which `crop` can remove. `crop` must be called to end it."""
-        self.marked, self.tail = self.fork(), []
+    def mark(self, decoder: Any) -> None:
+        """Starts recording what `decoder` reads, which `crop` can remove. `crop` must be called to end it."""
+        self.marked, self.reader, self.tail = self.fork(), decoder, []
 
     def record(self, embeddings: Tensor, mask: Tensor | None) -> None:
         """Records columns `[B, T, D]` with their mask `[B, T]`; None: no column is padding."""
@@ -194,21 +194,16 @@ class NalandaCache(Cache):
                 mask = embeddings.new_ones(embeddings.shape[:2], dtype=torch.bool)
             self.tail.append((embeddings, mask))
 
-    def take_unread(self) -> tuple[Tensor, Tensor] | None:
-        unread, self.unread = self.unread, None
-        if unread is not None:
-            # The call that reads them counts these columns again.
-            self.seen_tokens -= unread[1].shape[1]
-        return unread
-
+    @torch.no_grad()
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last −tokens_to_remove columns and the mark; 0 only forgets the mark.
 
         Raises ValueError if they begin before the mark, or there is no mark.
         """
-        marked, tail = self.marked, self.tail
+        marked, decoder, tail = self.marked, self.reader, self.tail
         if tokens_to_remove == 0:
-            return self._forget()
+            self._forget()
+            return
         if (
             marked is None
             or tokens_to_remove > 0
@@ -221,14 +216,14 @@ class NalandaCache(Cache):
         embeddings, mask = (
             torch.cat(parts, 1)[:, :tokens_to_remove] for parts in zip(*tail, strict=True)
         )
-        # Back to the mark. Columns that stay count as seen; the next call reads them again.
         self.states, self.lengths = marked.states, marked.lengths
-        self.seen_tokens = marked.seen_tokens + mask.shape[1]
-        self.unread = (embeddings, mask) if mask.shape[1] else None
-        return self._forget()
+        self.seen_tokens = marked.seen_tokens
+        self._forget()
+        if mask.shape[1]:  # the columns that stay
+            decoder(inputs_embeds=embeddings, attention_mask=mask, cache=self)
 
     def _forget(self) -> None:
-        self.marked, self.tail = None, []
+        self.marked, self.reader, self.tail = None, None, []
 
     def reset(self) -> None:
         self.__init__(len(self), self.state_dtype)
@@ -236,9 +231,6 @@ class NalandaCache(Cache):
     def _map(self, function) -> None:
         self.states = [{name: function(t) for name, t in state.items()} for state in self.states]
         self.lengths = None if self.lengths is None else function(self.lengths)
-        if self.unread is not None:
-            embeddings, mask = self.unread
-            self.unread = function(embeddings), function(mask)
         self._forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

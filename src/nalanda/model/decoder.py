@@ -321,13 +321,6 @@ class Decoder(NalandaPreTrainedModel):
         for name in uncut_mixers(self.config):
             raise ValueError(f"mixer {name!r} does not serve rows that are cut over processes")
 
-    @torch.no_grad()
-    def catch_up(self, cache: NalandaCache) -> None:
-        """Reads the tokens that `cache.crop` left unread."""
-        unread = cache.take_unread()
-        if unread is not None:
-            self(inputs_embeds=unread[0], attention_mask=unread[1], cache=cache)
-
     @can_return_tuple
     def forward(  # noqa: PLR0913 (transformers' own signature)
         self,
@@ -447,8 +440,6 @@ class Decoder(NalandaPreTrainedModel):
 
     def _cached_batch(self, x: Tensor, cache: NalandaCache, packing: Packing) -> Batch:
         """Tokens after those that the cache holds."""
-        # First: it adds the tokens that `crop` left unread to the cache's lengths.
-        self.catch_up(cache)
         cache.follow(x.dtype)
         past, mask = cache.lengths, packing.attention_mask
         if mask is not None and _one_token_each(mask, past, x.shape[1]):

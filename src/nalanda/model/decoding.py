@@ -254,7 +254,6 @@ class DecoderChoice:
             or cache.being_read
             or cache.recording
             or cache.state_dtype != "float32"
-            or cache.unread is not None
             or model.training
             or torch.is_grad_enabled()
             or self.reason is not None

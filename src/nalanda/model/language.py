@@ -414,9 +414,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
                 )
             columns = tuple(None if x is None else x[:, -keep:] for x in columns)
 
-        # Unread tokens are before the mark, too.
-        self.model.catch_up(cache)
-        cache.mark()
+        cache.mark(self.model)
         return columns
 
     @can_return_tuple

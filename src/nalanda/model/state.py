@@ -139,7 +139,6 @@ class State:
     """
 
     def __init__(self, model: Any, cache: NalandaCache, last: Tensor):
-        model.model.catch_up(cache)
         cache.release()  # graphs of one thread would write over what others read
         self.model, self.cache, self.last = model, cache, last
         self.trace = Trace(model)
