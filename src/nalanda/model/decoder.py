@@ -33,7 +33,7 @@ from .mixers import build_mixer, uncut_mixers
 from .plugins import load_copies
 from .precision import check_state_dtype, pack_state, packed_spec, unpack_state
 from .projections import FusedLinears, apply_linear
-from .sequences import Layout, Packing, Sequences, foreign_bounds
+from .sequences import Layout, Packing, Sequences, foreign_bounds, only_tokens
 from .width import Growth, growths
 
 
@@ -442,7 +442,8 @@ class Decoder(NalandaPreTrainedModel):
         """Tokens after those that the cache holds."""
         cache.follow(x.dtype)
         past, mask = cache.lengths, packing.attention_mask
-        if mask is not None and _one_token_each(mask, past, x.shape[1]):
+        # In decoding, where the mask then says nothing. A graph has none, and its counts are on the device.
+        if mask is not None and x.shape[1] == 1 and only_tokens(mask, past, 1):
             packing = replace(packing, attention_mask=None)
 
         layout = Layout(x, packing)
@@ -567,9 +568,8 @@ class Decoder(NalandaPreTrainedModel):
                 raise ValueError(
                     f"input_ids must be integers [batch, length], got {kind} {list(input_ids.shape)}"
                 )
-            return self.embed_tokens(
-                input_ids if context is None else context.part(input_ids)
-            ), None
+            ids = input_ids if context is None else context.part(input_ids)
+            return self.embed_tokens(ids), None
 
         x: Any = inputs_embeds
         width = self.config.hidden_size
@@ -601,14 +601,3 @@ class Decoder(NalandaPreTrainedModel):
             lengths = seq.parts.lengths  # of whole rows, which no part sees
         ended.seen(int(lengths.max()), lengths)
         return ended
-
-
-def _one_token_each(attention_mask: Tensor, past: Tensor | None, T: int) -> bool:
-    """Whether T columns hold one token of each sequence, so that the mask says nothing.
-
-    A column does if all sequences have begun and padding is on the left. A mask on a device is not read for
-    that: it would wait for the device, every token.
-    """
-    if T != 1 or past is None or not bool((past > 0).all()):
-        return False
-    return attention_mask.device.type != "cpu" or bool(attention_mask[..., -1].all())

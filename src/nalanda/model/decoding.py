@@ -39,6 +39,7 @@ from .layers import altered, on_host
 from .program import ENVIRONMENT as PROGRAM_ENVIRONMENT
 from .program import NotServed, ProgramDecoder, build_program
 from .projections import FusedLinears
+from .sequences import only_tokens
 
 ENVIRONMENT = "NALANDA_CUDA_GRAPHS"  # 0: no graphs in this process
 LONGEST_PIECE = 64
@@ -262,15 +263,7 @@ class DecoderChoice:
             return None
         if _has_any_global_hook():  # another than when the key was made
             return None
-        # Where every row has begun, each column is a token, and no mask matters.
-        if (
-            cache.lengths is None
-            or len(tokens) != len(cache.lengths)
-            or not bool((cache.lengths > 0).all())
-        ):
-            return None
-        # A mask on a device is not read, because that would wait for it.
-        if mask is not None and mask.device.type == "cpu" and not bool(mask[:, -T:].all()):
+        if len(tokens) != cache.batch_size or not only_tokens(mask, cache.lengths, T):
             return None
         if torch.is_autocast_enabled(tokens.device.type):
             return None

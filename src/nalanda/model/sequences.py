@@ -656,6 +656,18 @@ def last_columns(attention_mask: Tensor, B: int, T: int) -> Tensor:
     return attention_mask[:, attention_mask.shape[1] - T :].bool()
 
 
+def only_tokens(attention_mask: Tensor | None, past: Tensor | None, T: int) -> bool:
+    """Whether the last T columns are tokens of sequences that have all begun, with padding on the left.
+
+    past: int64 `[B]`, tokens read before. A mask on a device is not read: it would wait for the device, every token.
+    """
+    if past is None or not bool((past > 0).all()):
+        return False
+    if attention_mask is None or attention_mask.device.type != "cpu":
+        return True
+    return bool(attention_mask[..., -T:].all())
+
+
 def bounds_of_lengths(lengths: Tensor) -> Tensor:
     """The bounds `[N + 1]` of sequences of these lengths `[N]`, one behind another."""
     return F.pad(lengths.cumsum(0), (1, 0))
