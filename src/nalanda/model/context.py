@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from .call import Call, Options, group_of, wide_dtype
 from .layers import at_least_fp32, no_autocast
-from .ops import map_features, run_recurrence
+from .ops import run_recurrence, with_features
 from .sequences import Rows, Sequences, bounds_of_lengths, bounds_on_host, shaped_like
 
 SCAN_FROM = 9
@@ -487,18 +487,8 @@ def cut_recurrence(call: Call, options: Options, seq: Sequences) -> tuple[Tensor
     Linear attention multiplies exp(Σ g) q with the state, without a pass.
     """
     with no_autocast(call.q):
-        q, k = map_features(
-            *(call.q, call.k, options.feature_map, options.qk_norm),
-            backend=options.backend_of_parts,
-        )
-    options = options._replace(
-        feature_map=None,
-        qk_norm=None,
-        scale=q.shape[-1] ** -0.5 if options.scale is None else options.scale,
-        output_final_state=True,
-        mode="chunk",
-    )
-    return _run_part(call._replace(q=q, k=k), options, seq)
+        call, options = with_features(call, options)
+    return _run_part(call, options._replace(output_final_state=True, mode="chunk"), seq)
 
 
 @torch.compiler.disable  # which tokens continue a document depends on values

@@ -196,17 +196,24 @@ def _kernel_arguments(call: Call, options: Options) -> tuple[str, tuple[Tensor |
 
 def _run_in_torch(call: Call, options: Options) -> tuple[Tensor, Tensor | None]:
     """`run_recurrence` by the torch form of the options' mode; call without autocast."""
-    backend = options.backend_of_parts
-    q, k = map_features(call.q, call.k, options.feature_map, options.qk_norm, backend=backend)
-    call = call._replace(q=q, k=k)
+    call, options = with_features(call, options)
     _check_features(call)
-    scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
-
+    assert options.scale is not None
     if options.mode == "chunk":
-        o, state = run_chunkwise(call, scale, options.chunk_size, backend)
+        backend = options.backend_of_parts
+        o, state = run_chunkwise(call, options.scale, options.chunk_size, backend)
     else:
-        o, state = _run_stepwise(call, scale, options.mode)
+        o, state = _run_stepwise(call, options.scale, options.mode)
     return o, state if options.output_final_state else None
+
+
+def with_features(call: Call, options: Options) -> tuple[Call, Options]:
+    """The call with φ(q) and φ(k), and the options without map and norm, with the scale of this width K."""
+    q, k = map_features(
+        call.q, call.k, options.feature_map, options.qk_norm, backend=options.backend_of_parts
+    )
+    scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
+    return call._replace(q=q, k=k), options._replace(feature_map=None, qk_norm=None, scale=scale)
 
 
 def delta_rule_flops(
