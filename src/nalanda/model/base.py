@@ -73,6 +73,7 @@ from .layers import (
     overrides,
     place_angles,
     rotate,
+    unrecorded,
 )
 from .one_token import decode_token
 from .ops import map_features
@@ -325,7 +326,7 @@ class Mixer(FusedLinears):
         held = by_sequence(self, state, seq) if isinstance(state, CarriedState) else state
         # `decode_token` serves one token behind others, where no gradient is wanted.
         decoding = held and held is state and x.shape[1] == 1 and seq.cu_seqlens is None
-        if decoding and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        if decoding and unrecorded():
             served = decode_token(self, x, seq, held)
             if served is not None:
                 return served

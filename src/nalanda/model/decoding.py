@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from . import kernels
 from .cache import NalandaCache, StateBuffers, alike, copy_all
-from .layers import altered, on_host
+from .layers import altered, autocasts, on_host
 from .program import ENVIRONMENT as PROGRAM_ENVIRONMENT
 from .program import NotServed, ProgramDecoder, build_program
 from .projections import FusedLinears
@@ -257,15 +257,13 @@ class DecoderChoice:
             or cache.state_dtype != "float32"
             or model.training
             or torch.is_grad_enabled()
+            or autocasts(tokens)
+            or _has_any_global_hook()  # another than when the key was made
             or self.reason is not None
             or self.key is None
         ):
             return None
-        if _has_any_global_hook():  # another than when the key was made
-            return None
         if len(tokens) != cache.batch_size or not only_tokens(mask, cache.lengths, T):
-            return None
-        if torch.is_autocast_enabled(tokens.device.type):
             return None
         if not cache.live:
             cache.follow(self.model.dtype)

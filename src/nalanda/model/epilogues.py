@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels import by_kernel
-from .layers import RMSNorm, altered, linear_dtype, overrides
+from .layers import RMSNorm, altered, linear_dtype, overrides, unrecorded
 from .projections import matrix_of
 
 
@@ -42,7 +42,7 @@ def glu_of_few_rows(x: Tensor, y: Tensor, norm: RMSNorm, mlp: Any) -> Tensor | N
 
     mlp: the decoder's `GLU`.
     """
-    if torch.is_grad_enabled() or x.numel() > FEW * x.shape[-1] or torch.compiler.is_compiling():
+    if x.numel() > FEW * x.shape[-1] or not unrecorded():
         return None
     # Whatever hangs on the modules must run: hooks, adapters, other precisions.
     if altered(mlp) or not _plain(norm):

@@ -25,7 +25,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .kernels import by_kernel
-from .layers import linear_dtype
+from .layers import autocasts, linear_dtype, unrecorded
 
 METHOD = "nalanda_int8"
 LARGEST = 127
@@ -58,8 +58,7 @@ class Int8Linear(nn.Linear):
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        in_torch = torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
-        if not (in_torch or torch.compiler.is_compiling()):
+        if unrecorded() and not autocasts(x):
             weights = self.weight, self.weight_scale, self.bias
             served = by_kernel("linear_rows", "auto", x, x, *weights)
             if served is not None:

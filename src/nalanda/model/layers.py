@@ -21,12 +21,20 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for the device of x."""
+    # torch does not support it on meta.
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
 def no_autocast(x: Tensor):
     """A context without autocast on the device of x."""
-    # Autocast is not supported on meta.
-    if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
-        return nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
+    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()
+
+
+def unrecorded() -> bool:
+    """Whether calls are neither recorded for gradients nor compiled."""
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
 def on_host():
@@ -39,10 +47,9 @@ def on_host():
 
 def linear_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which a Linear layer reads x: autocast's where that is on, else that of x."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or kind == "meta" or not torch.is_autocast_enabled(kind):
+    if x.dtype == torch.float64 or not autocasts(x):
         return x.dtype
-    return torch.get_autocast_dtype(kind)
+    return torch.get_autocast_dtype(x.device.type)
 
 
 def altered(module: nn.Module) -> bool:

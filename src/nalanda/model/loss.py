@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .kernels import by_kernel
+from .layers import autocasts
 
 
 @dataclass(eq=False)
@@ -193,7 +194,7 @@ def linear_cross_entropy(
     z_loss: adds the gradient of z_loss · Σ logsumexp(h Wᵀ)² (PaLM, arXiv 2204.02311). The value remains the
     cross-entropy, so that logged losses are comparable. teacher: of these rows, see `Distillation`.
     """
-    if torch.is_autocast_enabled(h.device.type):
+    if autocasts(h):
         dtype = torch.get_autocast_dtype(h.device.type)
         h, weight = h.to(dtype), weight.to(dtype)
     # Rows of a block: its logits are about as many numbers for every vocabulary.

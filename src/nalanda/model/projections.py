@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .kernels import by_kernel
-from .layers import altered, linear_dtype
+from .layers import altered, autocasts, linear_dtype, unrecorded
 
 ALIGNED = 16  # fast kernels serve a product only if its rows begin at multiples of 16 bytes
 NARROW = 64  # columns; a product this narrow costs as much as a wider one
@@ -244,7 +244,7 @@ def matrix_of(layer: nn.Linear, biased: bool = False) -> Tensor | None:
 
 def linear_rows(x: Tensor, weight: Tensor) -> Tensor:
     """x Wᵀ without gradients; of few rows on a CPU by a kernel, because torch reads weights at half memory's speed."""
-    if x.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
+    if x.device.type == "cpu" and not autocasts(x):
         served = by_kernel("linear_rows", "auto", x, x, weight)
         if served is not None:
             return served
@@ -263,7 +263,7 @@ def _gains_by_blocks(weight: Tensor) -> bool:
 
 def apply_linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """layer(x), by `linear_rows` where that is nothing but a product and has no gradient."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not unrecorded():
         return layer(x)
     weight = matrix_of(layer)
     return layer(x) if weight is None else linear_rows(x, weight)
@@ -271,9 +271,8 @@ def apply_linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 def _fit(weights: list[Tensor | None], x: Tensor) -> TypeGuard[list[Tensor]]:
     """Whether one product may have all weights and x; other inputs are for Linear to refuse."""
-    kind, dtypes = x.device.type, {None if weight is None else weight.dtype for weight in weights}
-    mixed = kind != "meta" and torch.is_autocast_enabled(kind)
-    return None not in dtypes and len(dtypes) == 1 and (mixed or x.dtype in dtypes)
+    dtypes = {None if weight is None else weight.dtype for weight in weights}
+    return None not in dtypes and len(dtypes) == 1 and (autocasts(x) or x.dtype in dtypes)
 
 
 def _are_movable(weights: list[Tensor | None]) -> TypeGuard[list[Tensor]]:
