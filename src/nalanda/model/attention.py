@@ -310,8 +310,9 @@ class SoftmaxAttention(CachedAttention):
             fields |= {"q_norm": q.weight, "k_norm": k.weight, "eps": q.eps}
         if self.rope_theta is not None:
             # Those of position 1 are the frequencies.
-            angles = self.rotary_dim, self.rope_theta, torch.float32, self.rope_scaling
-            fields["frequencies"] = rotary_angles(torch.ones(()), *angles)
+            fields["frequencies"] = rotary_angles(
+                torch.ones(()), self.rotary_dim, self.rope_theta, torch.float32, self.rope_scaling
+            )
         return super().token_fields() | fields
 
     def read_out(self, o: Tensor, inputs: Inputs, x: Tensor) -> Tensor:
@@ -530,8 +531,16 @@ class DiagAttention(CachedAttention):
     def attend_all(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences) -> Tensor:
         if seq.bidirectional:
             return super().attend_all(q, k, v, seq)
-        options = {"block_size": self.block, "scores": self.scores, "scale": self.K**-0.5}
-        o = by_kernel("block_attention", "auto", q, q, k, v, cu_seqlens=seq.cu_seqlens, **options)
+        o = by_kernel(
+            "block_attention",
+            "auto",
+            q,  # its device
+            *(q, k, v),
+            cu_seqlens=seq.cu_seqlens,
+            block_size=self.block,
+            scores=self.scores,
+            scale=self.K**-0.5,
+        )
         return super().attend_all(q, k, v, seq) if o is None else o
 
     def wanted(self, past: Tensor) -> Tensor:
@@ -571,8 +580,10 @@ def weigh(
         if causal and q.shape[2] < k.shape[2] and not q.is_meta:  # there shapes suffice
             # No matrix where a kernel knows the order.
             bias, causal = causal_lower_right(q.shape[2], k.shape[2]), False
-        options = {"attn_mask": bias, "is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
-        return F.scaled_dot_product_attention(q, k, v, scale=scale, **options).transpose(1, 2)
+        o = F.scaled_dot_product_attention(
+            q, k, v, bias, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return o.transpose(1, 2)
 
     p = F.relu(q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale))  # [B, H, L, W]
     p = p if mask is None else p.masked_fill(~mask, 0)

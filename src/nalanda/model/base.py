@@ -174,7 +174,7 @@ def _add_local(rule: Rule, o: Tensor, inputs: Inputs) -> Tensor:
 def by_sequence(mixer: "Mixer", state: CarriedState, seq: Sequences) -> LayerState:
     """States by row to states by sequence, as `inputs` and `mix` take them."""
     return {
-        name: x if _stays_by_row(mixer.rule, name) else seq.scatter_states(x)
+        name: x if _stays_by_row(mixer, name) else seq.scatter_states(x)
         for name, x in state.tensors.items()
     }
 
@@ -183,17 +183,15 @@ def by_row(mixer: "Mixer", state: LayerState, seq: Sequences) -> CarriedState:
     """States by sequence to states by row, of each row's last sequence."""
     return CarriedState(
         {
-            name: seq.settled(x.detach())
-            if _stays_by_row(mixer.rule, name)
-            else seq.gather_states(x)
+            name: seq.settled(x.detach()) if _stays_by_row(mixer, name) else seq.gather_states(x)
             for name, x in state.items()
         }
     )
 
 
-def _stays_by_row(rule: Rule, name: str) -> bool:
+def _stays_by_row(mixer: "Mixer", name: str) -> bool:
     """Whether a state is of whole rows: kept keys and values are, see `attention.CachedAttention.mix_rows`."""
-    return rule.write == "rows" and not name.startswith("conv_")
+    return mixer.rule.write == "rows" and not name.startswith("conv_")
 
 
 OWN = tuple(f"{__package__}.{name}" for name in ("delta", "linear", "attention", "transnormer"))
@@ -316,8 +314,9 @@ class Mixer(FusedLinears):
 
     def build_map(self, config) -> Any:
         assert self.rule.map is not None
-        sizes = {"num_heads": self.num_heads, "head_dim": self.K}
-        return build_feature_map(self.rule.map, **sizes, **config.feature_map_options)
+        return build_feature_map(
+            self.rule.map, num_heads=self.num_heads, head_dim=self.K, **config.feature_map_options
+        )
 
     def forward(
         self, x: Tensor, seq: Sequences, state: LayerState | CarriedState | None = None

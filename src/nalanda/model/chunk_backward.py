@@ -170,8 +170,17 @@ class ChunkGradients:
         """From the scores [P, C, C] of rows Q, and R, to d_rows and to K. Turns the shares of reads into dg."""
         chunk, shares = self.chunk, self.shares
         assert chunk.g is not None
-        inputs, gradients = (rows, chunk.k, chunk.g), (d_scores, d_rows, self.k)
-        channel_gradients(*inputs, *gradients, shares.reads, shares.writes, self.backend)
+        channel_gradients(
+            rows,
+            chunk.k,
+            chunk.g,
+            d_scores,
+            d_rows,
+            self.k,
+            shares.reads,
+            shares.writes,
+            self.backend,
+        )
 
     def write(self, segment: Segment, call: Call, target: Gradients, scale: float) -> None:
         """Passes the gates and writes the gradients into `target`."""

@@ -314,7 +314,7 @@ class Parts:
         return _Exchange.apply(y, self.context, x, sent, received)
 
     @torch.compiler.disable  # parts have graphs of their own; all must exchange in one order
-    def left(self, x: Tensor, width: int, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def left(self, x: Tensor, width: int, held: Tensor | None) -> tuple[Tensor, Tensor]:
         """The `width` tokens before this part in each row: x `[1, B·T/N, …]` to x and `[B, width, …]`.
 
         held: `[B, R, …]`, tokens before the row. Where there are none it is zero. Use the first result in

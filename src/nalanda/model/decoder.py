@@ -234,8 +234,13 @@ class Decoder(NalandaPreTrainedModel):
         if config.image_size is None:
             self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         else:
-            sizes = (config.num_channels, config.image_size, config.patch_size, config.hidden_size)
-            self.embed_tokens = PatchEmbedding(*sizes, config.position_embedding == "learnt")
+            self.embed_tokens = PatchEmbedding(
+                config.num_channels,
+                config.image_size,
+                config.patch_size,
+                config.hidden_size,
+                learnt=config.position_embedding == "learnt",
+            )
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)

@@ -56,7 +56,7 @@ def grown(kept: Tensor, x: Tensor) -> Tensor:
     return state
 
 
-def claim_room(kept: Tensor, more: int = 1) -> Memory:
+def claim_room(kept: Tensor, more: int) -> Memory:
     """Memory whose first rows are those of kept, and whose other rows, at least `more`, are the caller's alone."""
     R = kept.shape[1]
     memory = getattr(kept, "memory", None)

@@ -187,9 +187,11 @@ class TextClassifier(TextReader, Classifier):
         Where neither a mask nor a packing is given, the pad ids at the end of a row are padding. use_cache is
         accepted because trainers pass it; True is refused.
         """
-        described = (input_ids, attention_mask, position_ids, cu_seqlens)
         out, packing = self.read_text(
-            *described,
+            input_ids,
+            attention_mask,
+            position_ids,
+            cu_seqlens,
             use_cache,
             foreign,
             inputs_embeds=inputs_embeds,
@@ -333,9 +335,11 @@ class NalandaForQuestionAnswering(TextReader, NalandaPreTrainedModel):
         start_positions, end_positions: int64 `[B]`, columns; one outside the text is ignored. The other inputs are
         those of `NalandaForTokenClassification`.
         """
-        described = (input_ids, attention_mask, position_ids, cu_seqlens)
         out, _ = self.read_text(
-            *described,
+            input_ids,
+            attention_mask,
+            position_ids,
+            cu_seqlens,
             use_cache,
             foreign,
             inputs_embeds=inputs_embeds,
@@ -346,8 +350,8 @@ class NalandaForQuestionAnswering(TextReader, NalandaPreTrainedModel):
         start_logits, end_logits = (x.contiguous() for x in scores.unbind(-1))
         loss = None
         if start_positions is not None and end_positions is not None:
-            logits = (at_least_fp32(start_logits), at_least_fp32(end_logits))
-            loss = self.loss_function(*logits, start_positions, end_positions)
+            starts, ends = at_least_fp32(start_logits), at_least_fp32(end_logits)
+            loss = self.loss_function(starts, ends, start_positions, end_positions)
         return QuestionAnsweringModelOutput(
             loss=loss,
             start_logits=start_logits,

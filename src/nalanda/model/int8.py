@@ -59,8 +59,9 @@ class Int8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if unrecorded() and not autocasts(x):
-            weights = self.weight, self.weight_scale, self.bias
-            served = by_kernel("linear_rows", "auto", x, x, *weights)
+            served = by_kernel(
+                "linear_rows", "auto", x, x, self.weight, self.weight_scale, self.bias
+            )
             if served is not None:
                 return served
         if linear_dtype(x) == torch.float16:

@@ -484,17 +484,19 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         beside = (inputs_embeds, labels, shift_labels, cu_seqlens, carried_cache, carried)
         more_outputs = output_hidden_states or return_carried_cache or None
         cache = one_cache(cache, past_key_values)
-        prompt = (input_ids, attention_mask, cache)
-        if decoded := self._decode_piece(*prompt, *beside, more_outputs, keep=logits_to_keep):
+        decoded = self._decode_piece(
+            input_ids, attention_mask, cache, *beside, more_outputs, keep=logits_to_keep
+        )
+        if decoded is not None:
             return decoded
 
         # Columns without requested logits come before the mark: `crop` never removes them.
         if isinstance(cache, NalandaCache) and cache.waits_for_mark:
             every = output_hidden_states or any(x is not None for x in (labels, shift_labels))
             keep = 0 if every else logits_to_keep
-            columns = (input_ids, inputs_embeds, position_ids)
-            columns = self._mark_before(cache, keep, attention_mask, *columns)
-            input_ids, inputs_embeds, position_ids = columns
+            input_ids, inputs_embeds, position_ids = self._mark_before(
+                cache, keep, attention_mask, input_ids, inputs_embeds, position_ids
+            )
 
         out = self.model(
             input_ids=input_ids,

@@ -115,8 +115,7 @@ def _block_loss(
     Ignored rows have loss 0, and any gradient: their inputs are 0. span: the block's rows, for the teacher.
     """
     if teacher is None and not torch.compiler.is_compiling():
-        inputs = logits, labels, -100, z_loss, training
-        losses = by_kernel("cross_entropy", "auto", logits, *inputs)
+        losses = by_kernel("cross_entropy", "auto", logits, logits, labels, -100, z_loss, training)
         if losses is not None:
             return losses.sum(dtype=torch.float64), logits if training else None
 

@@ -242,9 +242,9 @@ def linear_attention_flops(
     return 2.0 * num_heads * (2 * key_dim * value_dim + chunk_size * (key_dim + value_dim))
 
 
-def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """`x / √(Σx² + eps)` over the last dimension, in fp32 or float64, cast once to x's dtype."""
-    return direction(at_least_fp32(x), eps)[0].to(x.dtype)
+def l2norm(x: Tensor) -> Tensor:
+    """`x / √(Σx² + 1e-6)` over the last dimension, in fp32 or float64, cast once to x's dtype."""
+    return direction(at_least_fp32(x), 1e-6)[0].to(x.dtype)
 
 
 def map_features(

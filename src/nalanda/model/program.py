@@ -118,9 +118,9 @@ class ProgramDecoder(StateBuffers):
         refuse(type(norm) not in known, f"a norm of the class {type(norm).__name__}")
         weights = {name: getattr(norm, name, None) for name in ("weight", "bias")}
         outside = getattr(norm, "placement", "") == "outside"
-        eps = {"number": 1e-8 if outside else norm.eps, "M": outside}
+        eps = 1e-8 if outside else norm.eps
         kind = "norm" if x.dtype == y.dtype else "wide_norm"
-        self.program.add(kind, x, y, added=gate, weights=weights, **eps)
+        self.program.add(kind, x, y, added=gate, weights=weights, number=eps, M=outside)
 
     def _add_mixer(self, mixer: Mixer, state: dict[str, Tensor]) -> Any:
         """x + mixer(h), by the mixer's rule of a token."""

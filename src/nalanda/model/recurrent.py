@@ -249,7 +249,7 @@ def _by_one_kernel(
 
 
 def _sums(
-    layer: Any, inputs: Inputs, seq: Sequences, state: LayerState | None, *, mapped: bool = False
+    layer: Any, inputs: Inputs, seq: Sequences, state: LayerState | None, *, mapped: bool
 ) -> tuple[Tensor, Tensor, LayerState]:
     """φ(q)⊤ S `[B, T, HV, V]` and φ(q)⊤ z `[B, T, HV, 1]`, in fp32, by one op: z is S with v = 1."""
     rule, v = layer.rule, inputs.v

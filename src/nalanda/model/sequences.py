@@ -495,7 +495,7 @@ class Layout:
     def pack(self, x: Tensor) -> Tensor:
         """`[B, T, …]` to what the mixers see."""
         if self.order is not None:
-            return x.gather(1, self._order_of(x))
+            return x.gather(1, shaped_like(self.order, x).expand_as(x))
         if self.cu_seqlens is None:
             return x
         x = x.flatten(0, 1)
@@ -504,17 +504,13 @@ class Layout:
     def unpack(self, x: Tensor) -> Tensor:
         """What `pack` returned to `[B, T, …]`, zeros in the place of padding."""
         if self.order is not None:
-            return self.without_padding(torch.zeros_like(x).scatter(1, self._order_of(x), x))
+            order = shaped_like(self.order, x).expand_as(x)
+            return self.without_padding(torch.zeros_like(x).scatter(1, order, x))
         behind = x.shape[2:]
         if self.real is not None:
             columns = x.new_zeros(self.B * self.T, *behind)
             x = columns.index_copy(0, self.real.to(x.device), x[0])
         return x.view(self.B, self.T, *behind)
-
-    def _order_of(self, x: Tensor) -> Tensor:
-        """`order` for each number of a token of x `[B, T, …]`."""
-        assert self.order is not None
-        return shaped_like(self.order, x).expand_as(x)
 
     def without_padding(self, x: Tensor) -> Tensor:
         """x `[B, T, …]` with zeros in the place of padding."""
