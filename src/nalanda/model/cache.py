@@ -138,11 +138,6 @@ class NalandaCache(Cache):
     def batch_size(self) -> int:
         return 0 if self.lengths is None else len(self.lengths)
 
-    def check_batch(self, batch: int) -> None:
-        """Raises ValueError if the cache is for another batch size."""
-        if self.is_initialized and self.batch_size != batch:
-            raise ValueError(f"cache holds {self.batch_size} sequences, the input has {batch} rows")
-
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:

@@ -304,7 +304,8 @@ class Decoder(NalandaPreTrainedModel):
             raise ValueError(
                 "an earlier call with this cache failed between two layers: begin with a new cache"
             )
-        cache.check_batch(B)
+        if cache.is_initialized and cache.batch_size != B:
+            raise ValueError(f"cache holds {cache.batch_size} sequences, the input has {B} rows")
         # A draft by the first layers lowers num_hidden_layers, and may have a cache of its own.
         if not self.config.num_hidden_layers <= len(cache) <= len(self.layers):
             raise ValueError(f"cache has {len(cache)} layers, the model {len(self.layers)}")

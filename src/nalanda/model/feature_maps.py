@@ -572,7 +572,7 @@ class Soft(Fp32Module, FeatureMap):
     ):
         super().__init__()
         for option, value in (("landmarks", landmarks), ("iterations", iterations)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if value < 1:
                 raise ValueError(f"soft: {option}={value!r} must be a positive integer")
         if not ridge >= 0:
             raise ValueError(f"soft: ridge={ridge} must be 0 or more")

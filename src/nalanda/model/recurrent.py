@@ -207,8 +207,11 @@ def mix_normalized(
     t = counts(inputs.v, seq)
     o = r / (z + EPS * t)
     if rule.read == "mala":
-        # r/z + c (r − z v̄), with v̄ = Σv/t over the tokens seen.
-        total, total_state = _value_sum(layer, read, seq, state)
+        # Σv over the tokens seen, [B, T, HV, V]: equal weights, beside the state of r and z.
+        one = read.v.new_ones(*read.v.shape[:3], 1)
+        equal = Inputs(one, one, read.v)
+        total, total_state = mix_sum(layer, equal, seq, state, mapped=True, name="value_sum")
+        # r/z + c (r − z v̄), with v̄ = Σv/t.
         c = 1.0 if rule.magnitude == "literal" else 1 / t
         if rule.magnitude == "code":
             c = c * layer.K**-0.5
@@ -284,14 +287,6 @@ def _rotate_streams(x: Tensor, angles: Tensor, width: int) -> Tensor:
     """Features `[B, T, H, F]` with each stream rotated apart, so that opposite signs never meet."""
     streams = x.unflatten(-1, (-1, width)).flatten(2, 3)
     return rotate(streams, angles).view_as(x)
-
-
-def _value_sum(
-    layer: Any, inputs: Inputs, seq: Sequences, state: LayerState | None
-) -> tuple[Tensor, LayerState]:
-    """Σv over the tokens that each token sees, `[B, T, HV, V]`: equal weights, beside the state of r and z."""
-    one = inputs.v.new_ones(*inputs.v.shape[:3], 1)
-    return mix_sum(layer, Inputs(one, one, inputs.v), seq, state, mapped=True, name="value_sum")
 
 
 def sum_both(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float | None) -> Tensor:
