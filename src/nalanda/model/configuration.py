@@ -301,6 +301,8 @@ class NalandaConfig(PreTrainedConfig):
             taps = getattr(self, name)
             if taps is not None and (taps < 0 or taps == 1):
                 raise ValueError(f"{name}={taps!r} must be 0 (no convolution) or at least 2")
+            if self.image_size and taps and taps % 2 == 0:
+                raise ValueError(f"{name}={taps} must be odd: convolutions of images are centred")
         for name, allowed in (
             ("position_embedding", ("none", "sinusoidal", "learnt")),
             ("initializer", ("normal", "xavier")),
@@ -332,10 +334,6 @@ class NalandaConfig(PreTrainedConfig):
             base_config(self)  # refuses a width that cannot work
 
     def _check_images(self) -> None:
-        for name in ("conv_size", "value_conv"):
-            taps = getattr(self, name)
-            if self.image_size and taps and taps % 2 == 0:
-                raise ValueError(f"{name}={taps} must be odd: convolutions of images are centred")
         if self.image_size and self.is_decoder:
             raise ValueError("image_size: patches have no order; set is_decoder: false")
         if self.image_size and self.image_size % self.patch_size:

@@ -333,12 +333,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
 
         if kwargs.get("inputs_embeds") is not None:
             raise ValueError("a state continues with input_ids, not inputs_embeds")
-        for name, refused in (
-            ("cache", cache is not None),
-            ("use_cache=False", kwargs.get("use_cache") is False),
-        ):
-            if refused:
-                raise ValueError(f"a state is a cache: leave {name} out")
+        if cache is not None or kwargs.get("use_cache") is False:
+            name = "use_cache=False" if cache is None else "cache"
+            raise ValueError(f"a state is a cache: leave {name} out")
         check_state(state)
 
         # The state's last token is read first: it predicts the next one.
