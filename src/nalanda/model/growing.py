@@ -26,42 +26,41 @@ class Memory:
         self.rows[:, :R] = first
         self.used = R
 
-    def claim(self, start: int, end: int) -> bool:
-        """Takes rows `start` to `end`; False if they are written already or do not fit."""
+    def claim(self, start: int, end: int, rest: bool = False) -> bool:
+        """Takes rows `start` to `end`, and with `rest` all behind; False if they are written already or do not fit."""
         with _claiming:
-            free = start == self.used and end <= self.rows.shape[1]
+            room = self.rows.shape[1]
+            free = start == self.used and end <= room
             if free:
-                self.used = end
+                self.used = room if rest else end
         return free
+
+
+def claim_rows(kept: Tensor, more: int, rest: bool = False) -> Memory:
+    """Memory whose first rows are those of kept `[N, R, H, D]`, and the next `more` the caller's; rest: and all behind.
+
+    If kept ends where its memory's used rows end, that is its memory. Else kept moves to new memory: a second
+    continuation of one state does, and so does a state from a file.
+    """
+    R = kept.shape[1]
+    memory = getattr(kept, "memory", None)
+    # Outside of inference mode torch does not write into what was made inside.
+    sealed = kept.is_inference() and not torch.is_inference_mode_enabled()
+    if memory is None or sealed or not memory.claim(R, R + more, rest):
+        memory = Memory(kept, more)
+        memory.claim(R, R + more, rest)
+    return memory
 
 
 def grown(kept: Tensor, x: Tensor) -> Tensor:
     """The rows of kept `[N, R, H, D]`, then those of x `[N, L, H, D]`, as `torch.cat` on dim 1 gives them.
 
-    If kept ends where its memory's used rows end, x is written behind it. Else kept moves to new memory first: a
-    second continuation of one state does, and so does a state from a file. No gradient flows through it.
+    No gradient flows through it.
     """
     R = kept.shape[1]
     end = R + x.shape[1]
-    memory = getattr(kept, "memory", None)
-    # Outside of inference mode torch does not write into what was made inside.
-    sealed = kept.is_inference() and not torch.is_inference_mode_enabled()
-
-    if memory is None or sealed or not memory.claim(R, end):
-        memory = Memory(kept, x.shape[1])
-        memory.claim(R, end)
+    memory = claim_rows(kept, x.shape[1])
     memory.rows[:, R:end] = x
     state = memory.rows[:, :end]
     state.memory = memory  # pyrefly: ignore[missing-attribute]
     return state
-
-
-def claim_room(kept: Tensor, more: int) -> Memory:
-    """Memory whose first rows are those of kept, and whose other rows, at least `more`, are the caller's alone."""
-    R = kept.shape[1]
-    memory = getattr(kept, "memory", None)
-    room = 0 if memory is None else memory.rows.shape[1]
-    if memory is None or room < R + more or not memory.claim(R, room):
-        memory = Memory(kept, more)
-        memory.used = memory.rows.shape[1]
-    return memory

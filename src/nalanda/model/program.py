@@ -15,7 +15,7 @@ from . import kernels
 from .base import Mixer
 from .cache import NalandaCache, StateBuffers, alike, copy_all
 from .decoder import GLU, Block, Decoder
-from .growing import Memory, claim_room
+from .growing import Memory, claim_rows
 from .kernels import by_kernel
 from .layers import LayerNorm, RMSNorm
 from .one_token import kernel_token
@@ -196,7 +196,7 @@ class ProgramDecoder(StateBuffers):
                 # The longest text may have left the batch.
                 if not step.reach and rows.shape[1] > longest:
                     rows = rows[:, -longest:]
-                memory = self.memories[i, name] = claim_room(rows, more)
+                memory = self.memories[i, name] = claim_rows(rows, more, rest=True)
                 # The operation reads these fields at each token.
                 step.used, room = rows.shape[1], memory.rows.shape[1]
                 setattr(step, f"{name}_rows", memory.rows.data_ptr())
