@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from .growing import grown
 
@@ -42,7 +41,6 @@ class DevicePacking(NamedTuple):
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-Result = TypeVar("Result", Tensor, dict[str, Tensor])
 
 
 def kept(method: Method) -> Method:
@@ -133,14 +131,17 @@ class Sequences:
             if x is not None:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
 
-    def in_columns(self, function: Callable[..., Result], *xs: Tensor) -> Result:
+    def in_columns(self, function: Callable[..., Any], *xs: Tensor) -> Any:
         """function(*xs) of tensors as mixers see them; the function itself sees the batch's columns where layers do.
 
         It returns a tensor, or a dict of some.
         """
         if self.layout is None:
             return function(*xs)
-        return tree_map(self.layout.pack, function(*map(self.layout.unpack, xs)))
+        outputs = function(*map(self.layout.unpack, xs))
+        if isinstance(outputs, Tensor):
+            return self.layout.pack(outputs)
+        return {name: self.layout.pack(y) for name, y in outputs.items()}
 
     @kept
     def repeated(self, n: int) -> "Sequences":
