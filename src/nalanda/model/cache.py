@@ -114,6 +114,9 @@ class NalandaCache(Cache):
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
 
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:  # asked by peft
+        return -1
+
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.seen_tokens + query_length, 0
 
