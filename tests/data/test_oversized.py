@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pyarrow
@@ -13,7 +14,7 @@ import pytest
 import zstandard
 from batches import same, through_json
 from corpora import FIELDS, read_all, write_jsonl, write_parquet
-from pyarrow import parquet
+from pyarrow import ipc, parquet
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
@@ -161,6 +162,25 @@ def test_a_value_that_many_rows_share_is_held_once(tmp_path):
         found.append(document)
         assert pyarrow.total_allocated_bytes() - before < 32 << 20
     assert found == [Left.OVERSIZED] * 600 + [Document("small")]
+
+
+def test_a_value_that_rows_of_an_arrow_file_share_is_taken_out_row_by_row(tmp_path):
+    """256 rows of 256 kB in a file of little more than one of them."""
+    values = pyarrow.array(["x" * (1 << 18)])
+    rows = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 256, pyarrow.int32()), values)
+    path = tmp_path / "a.arrow"
+    table = pyarrow.table({"text": rows})
+    with ipc.new_file(str(path), table.schema) as out:
+        out.write_table(table)
+
+    tracemalloc.start()
+    try:
+        given = sum(1 for _ in FileShard(path, path.name, FIELDS).read(None))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert given == 256
+    assert peak < 16 << 20
 
 
 def test_a_window_that_takes_gigabytes_is_refused(tmp_path):

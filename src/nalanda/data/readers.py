@@ -32,8 +32,17 @@ SLICE = 1 << 10
 WINDOW = 128 << 20
 """Bytes that a compressed stream may refer back to; more where a document may be larger."""
 
-DAMAGE = (EOFError, OSError, struct.error, zlib.error, lzma.LZMAError, tarfile.TarError)
-"""What a stream raises for content that is corrupt or truncated."""
+DAMAGE = (
+    EOFError,
+    OSError,
+    UnicodeDecodeError,
+    csv.Error,
+    lzma.LZMAError,
+    struct.error,
+    tarfile.TarError,
+    zlib.error,
+)
+"""What reading raises for content that is corrupt or truncated; pyarrow has errors of its own."""
 
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 """The last bytes of an Arrow stream."""
@@ -176,6 +185,15 @@ COMPRESSIONS: dict[str, Callable[[Path, int], Iterator[bytes]]] = {
     ".xz": _read_xz,
 }
 """The decompressed blocks of a file, by its last suffix."""
+
+
+@contextmanager
+def _naming_damage(where: Callable[[], str], *more: type[Exception]) -> Iterator[None]:
+    """Raises an `InputError` that begins with `where()` in place of one of `DAMAGE` or `more`."""
+    try:
+        yield
+    except (*DAMAGE, *more) as error:
+        raise InputError(f"{where()}: corrupt or truncated ({first_line(error)})") from None
 
 
 def check_compression(path: Path, fields: Fields) -> None:
@@ -377,24 +395,19 @@ def _parse_pieces(
     what: the word for a piece in messages. parse: makes the document of a piece, or None of a blank one; its
     last argument names the piece in messages.
     """
-    for row in itertools.count(1):
-        where = f"{path}, {what} {row}"
-        try:
-            piece = next(pieces, None)
-        except DAMAGE as error:
-            raise InputError(f"{where}: corrupt or truncated ({first_line(error)})") from None
-        if piece is None:
-            return
-
-        # Before `start` too, a piece that is refused is refused.
-        if isinstance(piece, Left):
-            piece = fields.oversized(where)
-        if row <= start:
-            continue
-        if isinstance(piece, Left):
-            yield piece, row
-        elif (document := parse(piece, fields, where)) is not None:
-            yield document, row
+    row = 0
+    with _naming_damage(lambda: f"{path}, {what} {row + 1}"):
+        for row, piece in enumerate(pieces, 1):
+            where = f"{path}, {what} {row}"
+            # Before `start` too, a piece that is refused is refused.
+            if isinstance(piece, Left):
+                piece = fields.oversized(where)
+            if row <= start:
+                continue
+            if isinstance(piece, Left):
+                yield piece, row
+            elif (document := parse(piece, fields, where)) is not None:
+                yield document, row
 
 
 def _parse_line(line: bytes, fields: Fields, where: str) -> Document | Left | None:
@@ -409,17 +422,13 @@ def read_txt(path: Path, fields: Fields, start: int) -> Documents:
     size = None if compression_of(path.name) else path.stat().st_size
     text = _Piece(fields)
     line = 1
-    try:
+    with _naming_damage(lambda: f"{path}, line {line}"):
         for block in read_blocks(path, fields):
             line += block.count(b"\n")
             text.add(block)
             # The rest of a text that is too large is not read.
             if text.size > fields.max_bytes:
                 break
-    except DAMAGE as error:
-        raise InputError(
-            f"{path}, line {line}: corrupt or truncated ({first_line(error)})"
-        ) from None
 
     content = text.take()
     if isinstance(content, Left):
@@ -470,13 +479,11 @@ def read_csv(path: Path, fields: Fields, start: int) -> Documents:
     if csv.field_size_limit() < fields.max_bytes:
         csv.field_size_limit(fields.max_bytes)
     lines = split_table(read_blocks(path, fields), fields)
-    try:
+    with _naming_damage(lambda: f"{path}, line 1"):
         header = next(lines, b"")
         names = _split_cells(
             b"" if isinstance(header, Left) else header.removeprefix(codecs.BOM_UTF8)
         )
-    except (*DAMAGE, csv.Error, UnicodeDecodeError) as error:
-        raise InputError(f"{path}, line 1: corrupt or truncated ({first_line(error)})") from None
 
     def parse(line: bytes, fields: Fields, where: str) -> Document | Left | None:
         if not line.strip():
@@ -508,53 +515,46 @@ def read_parquet(path: Path, fields: Fields, start: int) -> Documents:
 
     row = 0
     options: Any = {"page_checksum_verification": True}
-    try:
-        # Opened once: a shard of a URL may leave its cache while it is read.
-        with (
-            _decompressed_copy(path, fields) as plain,
-            pyarrow.OSFile(str(plain)) as handle,
-            parquet.ParquetFile(handle, **options) as file,
-        ):
-            kind = pyarrow.struct(list(file.schema_arrow))
-            if not _find_field(kind, fields.text):
-                yield from _without_text(path, kind, fields, file.metadata.num_rows, start)
-                return
-            columns = [name for name in (fields.text, fields.source) if _find_field(kind, name)]
-            for group in range(file.num_row_groups):
-                count = file.metadata.row_group(group).num_rows
-                if row + count <= start:
-                    row += count
-                    continue
+    # Opened once: a shard of a URL may leave its cache while it is read.
+    with (
+        _naming_damage(lambda: f"{path}, row {row + 1}", pyarrow.ArrowException),
+        _decompressed_copy(path, fields) as plain,
+        pyarrow.OSFile(str(plain)) as handle,
+        parquet.ParquetFile(handle, **options) as file,
+    ):
+        names = file.schema_arrow.names
+        for group in range(file.num_row_groups):
+            count = file.metadata.row_group(group).num_rows
+            if row + count <= start:
+                row += count
+                continue
 
-                stated = _count_column_bytes(file, group, fields.text)
-                # No value is larger than its column, so only large columns need a look at each value.
-                large = stated > fields.max_bytes
-                # A lone row is as large as its column, overhead apart: it is left out without being read.
-                if large and count == 1 and stated > fields.max_bytes + BLOCK:
-                    row += 1
-                    yield fields.oversized(f"{path}, row {row}"), row
-                    continue
+            stated = _count_column_bytes(file, group, fields.text)
+            # No value is larger than its column.
+            large = stated > fields.max_bytes
+            # A lone row is as large as its column, overhead apart: it is left out without being read.
+            if large and count == 1 and stated > fields.max_bytes + BLOCK:
+                row += 1
+                yield fields.oversized(f"{path}, row {row}"), row
+                continue
 
-                # No row exceeds its column, so a batch has at most 4 · max_bytes of text.
-                at_once = max(1, min(256, 4 * fields.max_bytes // max(1, stated)))
-                reader: Any = nullcontext(file)
-                if large:  # as a dictionary, a value that many rows share is held once
-                    at_once = 256
-                    shared = {"metadata": file.metadata, "read_dictionary": [fields.text]}
-                    reader = parquet.ParquetFile(handle, **options, **shared)
-                with reader as opened:
-                    for batch in opened.iter_batches(at_once, row_groups=[group], columns=columns):
-                        # Rows up to `start`, in the group or the batch where it lies.
-                        passed = min(batch.num_rows, max(0, start - row))
-                        row += passed
-                        batch = batch.slice(passed)
-                        for document in _documents_of_batch(batch, fields, path, row, large):
-                            row += 1
-                            yield document, row
-    except (pyarrow.ArrowException, UnicodeDecodeError, *DAMAGE) as error:
-        raise InputError(
-            f"{path}, row {row + 1}: corrupt or truncated ({first_line(error)})"
-        ) from None
+            # No row exceeds its column, so a batch has at most 4 · max_bytes of text.
+            at_once = max(1, min(256, 4 * fields.max_bytes // max(1, stated)))
+            reader: Any = nullcontext(file)
+            if large:  # as a dictionary, a value that many rows share is held once
+                at_once = 256
+                shared = {"metadata": file.metadata, "read_dictionary": [fields.text]}
+                reader = parquet.ParquetFile(handle, **options, **shared)
+            with reader as opened:
+                columns = [fields.text, fields.source]  # those that the file has are read
+                for batch in opened.iter_batches(at_once, row_groups=[group], columns=columns):
+                    # Rows up to `start`, in the group or the batch where it lies.
+                    passed = min(batch.num_rows, max(0, start - row))
+                    row += passed
+                    batch = batch.slice(passed)
+                    for document in _documents_of_batch(batch, names, fields, path, row):
+                        row += 1
+                        yield document, row
 
 
 def _count_column_bytes(file: Any, group: int, name: str) -> int:
@@ -573,57 +573,46 @@ def read_arrow(path: Path, fields: Fields, start: int) -> Documents:
     import pyarrow
 
     row = 0
-    try:
-        # Mapped, so that a batch takes no memory and one that is passed over is not read.
-        with (
-            _decompressed_copy(path, fields) as plain,
-            plain.open("rb") as opened,
-            pyarrow.memory_map(str(plain)) as handle,
-        ):
-            size = handle.size()
-            schema, batches = _open_batches(handle, fields)
-            kind = pyarrow.struct(list(schema))
-            has_text = _find_field(kind, fields.text) is not None
-            while True:
-                # To read a page of the map that the file has lost would end the process.
-                if os.fstat(opened.fileno()).st_size != size:
-                    raise EOFError("it was cut short while it was read")
-                batch = next(batches, None)
-                if batch is None:
-                    break
+    # Mapped, so that a batch takes no memory and one that is passed over is not read.
+    with (
+        _naming_damage(lambda: f"{path}, row {row + 1}", pyarrow.ArrowException),
+        _decompressed_copy(path, fields) as plain,
+        plain.open("rb") as opened,
+        pyarrow.memory_map(str(plain)) as handle,
+    ):
+        size = handle.size()
+        names, batches = _open_batches(handle, fields)
+        while True:
+            # To read a page of the map that the file has lost would end the process.
+            if os.fstat(opened.fileno()).st_size != size:
+                raise EOFError("it was cut short while it was read")
+            batch = next(batches, None)
+            if batch is None:
+                break
 
-                # Rows up to `start`, where it lies in this batch.
-                passed = min(batch.num_rows, max(0, start - row))
-                row += passed
-                batch = batch.slice(passed)
-                if not has_text:
-                    yield from _without_text(path, kind, fields, row + batch.num_rows, row)
-                    row += batch.num_rows
-                    continue
-                for first in range(0, batch.num_rows, 256):
-                    piece = batch.slice(first, 256)
-                    large = piece.nbytes > fields.max_bytes
-                    for document in _documents_of_batch(piece, fields, path, row, large):
-                        row += 1
-                        yield document, row
-    except (pyarrow.ArrowException, UnicodeDecodeError, *DAMAGE) as error:
-        raise InputError(
-            f"{path}, row {row + 1}: corrupt or truncated ({first_line(error)})"
-        ) from None
+            # Rows up to `start`, where it lies in this batch.
+            passed = min(batch.num_rows, max(0, start - row))
+            row += passed
+            batch = batch.slice(passed)
+            for first in range(0, batch.num_rows, 256):
+                piece = batch.slice(first, 256)
+                for document in _documents_of_batch(piece, names, fields, path, row):
+                    row += 1
+                    yield document, row
 
 
-def _open_batches(handle: Any, fields: Fields) -> tuple[Any, Iterator[Any]]:
-    """The schema and the batches of an Arrow file, without columns that hold neither text nor source."""
+def _open_batches(handle: Any, fields: Fields) -> tuple[list[str], Iterator[Any]]:
+    """The names of all columns, and the batches of an Arrow file, without columns that hold neither text nor source."""
     from pyarrow import ipc
 
     is_file = handle.read_at(6, 0) == b"ARROW1"
     opened = (ipc.open_file if is_file else ipc.open_stream)(handle)
-    schema = opened.schema
+    names = opened.schema.names
     # A file's messages begin behind ARROW1 and two bytes of padding.
     _check_expansion(handle, 8 if is_file else 0, max(WINDOW, 4 * fields.max_bytes))
     columns = {fields.text, fields.source}
     columns |= {name.split(".")[0] for name in columns}  # of a field of a struct, the struct
-    numbers = [number for number, name in enumerate(schema.names) if name in columns]
+    numbers = [number for number, name in enumerate(names) if name in columns]
     options = ipc.IpcReadOptions(included_fields=numbers)
     handle.seek(0)
 
@@ -640,7 +629,7 @@ def _open_batches(handle: Any, fields: Fields) -> tuple[Any, Iterator[Any]]:
         if handle.read_at(len(END_OF_STREAM), end) != END_OF_STREAM:
             raise EOFError("the stream has no end")
 
-    return schema, read_file() if is_file else read_stream()
+    return names, read_file() if is_file else read_stream()
 
 
 def _check_expansion(handle: Any, start: int, most: int) -> None:
@@ -716,21 +705,11 @@ def _find_field(kind: Any, path: str) -> list[int] | None:
     return inner and [number, *inner]
 
 
-def _without_text(path: Path, kind: Any, fields: Fields, end: int, start: int) -> Documents:
-    """Documents for the rows behind `start` up to `end` of a table without the text's column."""
-    names = {kind.field(i).name: None for i in range(kind.num_fields)}
-    for row in range(start + 1, end + 1):
-        yield document_of(names, fields, f"{path}, row {row}"), row
-
-
 def _documents_of_batch(
-    batch: Any, fields: Fields, path: Path, row: int, large: bool
+    batch: Any, names: list[str], fields: Fields, path: Path, row: int
 ) -> Iterator[Document | Left]:
-    """The documents of a batch, whose first row is the one after `row`.
-
-    large: whether each text's size is looked at before it is taken out of the batch.
-    """
-    from pyarrow import compute
+    """The documents of a batch, whose first row is the one after `row`. names: all columns of the file."""
+    from pyarrow import compute, nulls, types
 
     def column(name: str) -> Any:
         rows = batch.to_struct_array()
@@ -738,23 +717,31 @@ def _documents_of_batch(
         # pyarrow makes this function when it is imported.
         return numbers and compute.struct_field(rows, numbers)  # pyrefly: ignore[missing-attribute]
 
-    texts, sources = column(fields.text), column(fields.source)
-    # The batch at once, if no text may be too large.
-    if not large:
+    texts = column(fields.text)
+    if texts is None:
+        for number in range(row + 1, row + 1 + batch.num_rows):
+            yield document_of(dict.fromkeys(names), fields, f"{path}, row {number}")
+        return
+
+    sources = column(fields.source)
+    if sources is None:
+        sources = nulls(len(texts))
+
+    # All at once, if none may be too large. In a dictionary many rows may share a large one.
+    if texts.nbytes <= fields.max_bytes and not types.is_dictionary(texts.type):
         try:
-            values = texts.to_pylist()
-            names = [None] * len(values) if sources is None else sources.to_pylist()
+            pairs = [*zip(texts.to_pylist(), sources.to_pylist(), strict=True)]
         except UnicodeDecodeError:  # of one row, which is found below
             pass
         else:
-            for text, source in zip(values, names, strict=True):
+            for text, source in pairs:
                 row += 1
                 record = {fields.source: source, fields.text: text}
                 yield document_of(record, fields, f"{path}, row {row}")
             return
 
     # Else one by one.
-    for i, value in enumerate(texts):
+    for value, source in zip(texts, sources, strict=True):
         row += 1
         where = f"{path}, row {row}"
         # In a dictionary the text lies within the value. Its buffer tells the size without a copy.
@@ -763,10 +750,7 @@ def _documents_of_batch(
             yield fields.oversized(where)
             continue
         try:
-            record = {
-                fields.source: sources is not None and sources[i].as_py(),
-                fields.text: value.as_py(),
-            }
+            record = {fields.source: source.as_py(), fields.text: value.as_py()}
         except UnicodeDecodeError as error:
             yield fields.unusable(where, f"not UTF-8 ({error.reason})")
             continue
@@ -843,7 +827,7 @@ def read_tar(path: Path, fields: Fields, start: int) -> Documents:
 def _read_samples(path: Path, fields: Fields, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """The samples behind the first `start`: the contents of their .txt and .json."""
     row, key, sample = 0, None, {}
-    try:
+    with _naming_damage(lambda: f"{path}, row {max(row, 1)}"):
         file: Any = _Forward(read_blocks(path, fields), max(1 << 20, fields.max_bytes))
         archive: Any = tarfile.TarFile(fileobj=file)
         with archive:
@@ -868,10 +852,6 @@ def _read_samples(path: Path, fields: Fields, start: int) -> Iterator[tuple[int,
                 raise EOFError("a header is damaged, or the archive has no end")
             for _ in file.blocks:  # so that the compression's own check is made
                 pass
-    except DAMAGE as error:
-        raise InputError(
-            f"{path}, row {max(row, 1)}: corrupt or truncated ({first_line(error)})"
-        ) from None
     if row > start:
         yield row, sample
 
