@@ -14,7 +14,6 @@ every document ends (begins) with the tokenizer's.
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import struct
 from collections.abc import Callable, Iterator
@@ -26,21 +25,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nalanda.common.errors import InputError, first_line, local_output
-from nalanda.common.files import new_folder, verify_manifest, write_atomically, write_manifest
+from nalanda.common.files import new_folder, verify_manifest, write_manifest
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.prepare_run import ShardWriter
 from nalanda.data.stored_sets import local_set
 from nalanda.data.text_bytes import text_bytes
 from nalanda.data.token_set import (
-    FORMAT,
     SPLITS,
-    VERSION,
     is_token_set,
     megatron_splits,
     read_index,
     shard_entries,
     token_dtype,
-    totals,
+    write_index,
 )
 from nalanda.data.tokenizer import (
     build_tokenizer,
@@ -221,19 +218,8 @@ def _write_set(
         settings["validation_share"] = data.validation_share
     settings["tokenizer"] = asdict(config)
 
-    index = {
-        "format": FORMAT,
-        "version": VERSION,
-        "dtype": dtype.name,
-        "settings": settings,
-        "tokenizer": describe_tokenizer(tokenizer),
-        "sources": [""],
-        **{split: totals(entries) for split, entries in shards.items()},
-    }
-    write_atomically(
-        directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False).encode()
-    )
-    return index
+    described = describe_tokenizer(tokenizer)
+    return write_index(directory, shards, dtype=dtype.name, settings=settings, tokenizer=described)
 
 
 def _write_shards(

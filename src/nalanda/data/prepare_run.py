@@ -36,7 +36,7 @@ from nalanda.data.prepare_plan import Unit, file_of, is_plain_jsonl
 from nalanda.data.readers import BLOCK, split_lines
 from nalanda.data.records import document_in, left_out
 from nalanda.data.sources import open_corpora
-from nalanda.data.token_set import FORMAT, SPLITS, VERSION, Entry, totals
+from nalanda.data.token_set import SPLITS, Entry, write_index
 from nalanda.data.tokenizer import encoder, load_tokenizer
 
 PRELOAD = ["nalanda.data.prepare_run", "transformers.models.auto.tokenization_auto"]
@@ -352,51 +352,41 @@ class Preparation:
         """Writes the index, then removes the plan and what is left of earlier work. Returns the index.
 
         Raises:
-            InputError: shards are missing.
+            InputError: shards are missing, or none has a document.
         """
-        records = [self.record(number) for number in range(len(self.jobs))]
-        missing = [number for number, record in enumerate(records) if record is None]
+        records = map(self.record, range(len(self.jobs)))
+        by_name = {name: record for name, record in zip(self.names, records, strict=True) if record}
+        missing = [number for number, name in enumerate(self.names) if name not in by_name]
         if missing:
             raise InputError(
-                f"{self.directory}: {len(missing)} of {len(records)} shards are missing, the first is number "
+                f"{self.directory}: {len(missing)} of {len(self.jobs)} shards are missing, the first is number "
                 f"{missing[0]}; run the same command again"
             )
 
-        by_name = {name: record for name, record in zip(self.names, records, strict=True) if record}
-        index = self._build_index(by_name)
-        content = json.dumps(index, indent=1, ensure_ascii=False).encode()
-        write_atomically(self.directory / "index.json", content)
-        tidy(self.directory, index)
-        return index
-
-    def _build_index(self, records: dict[str, dict]) -> dict:
-        """The index of the shards with these records, by name. Raises `InputError` without a document."""
-        splits = {
+        shards = {
             # A record lacks a split that none of its documents belongs to.
-            split: totals([record[split] for record in records.values() if split in record])
+            split: [record[split] for record in by_name.values() if split in record]
             for split in SPLITS
         }
-        if not splits["train"]["documents"]:
+        if not shards["train"]:
             source = self.settings["source"]
             raise InputError(f"{source}: no document with text; name another source or text field")
 
-        index = {
-            "format": FORMAT,
-            "version": VERSION,
-            "dtype": self.dtype.name,
-            "settings": self.settings,
-            "tokenizer": self.tokenizer,
-            "sources": sorted({name for split in splits.values() for name in split["sources"]}),
-            **splits,
-        }
-        index |= sum(map(left_out, records.values()), Counter())
-
-        # What a later preparation compares, to keep the shards of unchanged files.
-        index["made"] = self.made
-        index["records"] = {
-            name: {key: value for key, value in record.items() if key not in (*SPLITS, "made")}
-            for name, record in records.items()
-        }
+        index = write_index(
+            self.directory,
+            shards,
+            dtype=self.dtype.name,
+            settings=self.settings,
+            tokenizer=self.tokenizer,
+            **sum(map(left_out, by_name.values()), Counter()),
+            # What a later preparation compares, to keep the shards of unchanged files.
+            made=self.made,
+            records={
+                name: {key: value for key, value in record.items() if key not in (*SPLITS, "made")}
+                for name, record in by_name.items()
+            },
+        )
+        tidy(self.directory, index)
         return index
 
 

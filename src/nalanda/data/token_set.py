@@ -21,7 +21,7 @@ import json
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nalanda.common.errors import InputError, first_line
-from nalanda.common.files import append_record, read_records, sha256_of
+from nalanda.common.files import append_record, read_records, sha256_of, write_atomically
 
 FORMAT, VERSION = "nalanda token shards", 1
 
@@ -505,6 +505,34 @@ def read_index(path: str | os.PathLike) -> dict:
         raise InputError(
             f"{path}: damaged, it contradicts itself ({first_line(error)}); copy or prepare it again"
         ) from None
+    return index
+
+
+def write_index(
+    directory: Path,
+    shards: Mapping[str, list[dict]],
+    *,
+    dtype: str,
+    settings: Mapping[str, Any],
+    tokenizer: Mapping[str, Any],
+    **more: Any,
+) -> dict:
+    """Writes the index, with which a set is finished. Returns it.
+
+    shards: the entries of each split's shards. tokenizer: from `describe_tokenizer`. more: further keys.
+    """
+    splits = {split: totals(shards[split]) for split in SPLITS}
+    index = {
+        "format": FORMAT,
+        "version": VERSION,
+        "dtype": dtype,
+        "settings": settings,
+        "tokenizer": tokenizer,
+        "sources": sorted({name for split in splits.values() for name in split["sources"]}),
+        **splits,
+        **more,
+    }
+    write_atomically(directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False))
     return index
 
 
