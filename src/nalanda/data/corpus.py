@@ -367,13 +367,7 @@ def _list_glob(root: Path) -> dict[str, _File]:
 def _list_folder(root: Path, counts: Counter[str], walk: Walk) -> dict[str, _File]:
     """The files of a folder that hold documents, by their relative paths, in order. Others are counted."""
     listed = {name.as_posix(): file for name, file in walk(root)}
-    files = _follow_lists(listed, counts)
-    with_documents = documents_among(files)
-    for name in [*files]:
-        if name not in with_documents:
-            counts[Path(name).suffix or "."] += 1
-            del files[name]
-    return files
+    return documents_among(_follow_lists(listed, counts), counts)
 
 
 def _follow_lists(listed: dict[str, _File], counts: Counter[str]) -> dict[str, _File]:

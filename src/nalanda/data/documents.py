@@ -107,9 +107,7 @@ class FileShard:
         if not self.size:
             return
         try:
-            for document, row in reader_of(self.path)(self.path, self.fields, cursor or 0):
-                # None: of an older plugin.
-                yield Left.OVERSIZED if document is None else document, row
+            yield from reader_of(self.path)(self.path, self.fields, cursor or 0)
         except UnusableRecord:
             # Damage that a decompressor passes on looks like such a record, and its sum comes at the end.
             check_compression(self.path, self.fields)

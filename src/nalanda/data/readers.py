@@ -15,10 +15,11 @@ import struct
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from nalanda.common.errors import DiskFull, InputError, first_line, no_room
 from nalanda.data.records import Document, Fields, Left, document_in, document_of, field_of
@@ -47,6 +48,8 @@ DAMAGE = (
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 """The last bytes of an Arrow stream."""
 
+T = TypeVar("T")
+
 Documents = Iterator[tuple[Document | Left, int]]
 """Documents, each with the number of its row."""
 
@@ -57,7 +60,7 @@ class Reader(Protocol):
 
     def __call__(
         self, path: Path, fields: Fields, start: int
-    ) -> Iterator[tuple[Document | Left | None, int]]:
+    ) -> Iterator[tuple[Document | Left, int]]:
         """Reads on behind the first `start` rows.
 
         Args:
@@ -924,10 +927,12 @@ def suffix_of(name: str) -> str:
     return ""
 
 
-def documents_among(names: Iterable[str]) -> set[str]:
-    """The files of a folder that hold its documents. Plain .json and .csv files often describe them, so they
-    count only where no other file does."""
-    formats = {name: suffix_of(name) for name in names}
+def documents_among(files: Mapping[str, T], counts: Counter[str]) -> dict[str, T]:
+    """The files of a folder that hold its documents, by name; the others are counted by their suffixes.
+
+    Plain .json and .csv files often describe documents, so they are taken only where no other file is.
+    """
+    formats = {name: suffix_of(name) for name in files}
     builtin = {suffix for suffix in NOTES if READERS[suffix] is FORMATS[suffix]}
     shards = {suffix for suffix in formats.values() if suffix and suffix not in builtin}
     notes: set[str] = set()
@@ -935,7 +940,14 @@ def documents_among(names: Iterable[str]) -> set[str]:
         notes = builtin
     elif ".csv" in formats.values():
         notes = builtin & {".json"}
-    return {name for name, suffix in formats.items() if suffix and suffix not in notes}
+
+    documents = {}
+    for name, suffix in formats.items():
+        if suffix and suffix not in notes:
+            documents[name] = files[name]
+        else:
+            counts[Path(name).suffix or "."] += 1
+    return documents
 
 
 def refuse_two_kinds(source: str, names: Iterable[str]) -> None:

@@ -255,16 +255,13 @@ def _list_folder(source: str, retries: int, splits: dict[str, Files], counts: Co
         raise InputError(f"{redact(source)}: it does not exist, or has no file")
 
     # As in a local folder: no hidden names, and no files without documents or content.
-    visible = [name for name in files if not any(step[:1] == "." for step in name.split("/"))]
-    with_documents = documents_among(visible)
-    for name in visible:
+    visible = {name: file for name, file in files.items() if "/." not in f"/{name}"}
+    for name, file in documents_among(visible, counts).items():
         *folders, last = name.split("/")
-        if name not in with_documents:
-            counts[Path(last).suffix or "."] += 1
-        elif not files[name].size and not is_single(last):
+        if not file.size and not is_single(last):
             counts[EMPTY] += 1
         else:
-            splits[split_of(folders, last)][name] = files[name]
+            splits[split_of(folders, last)][name] = file
     refuse_two_kinds(redact(source), itertools.chain(*splits.values()))
 
 
