@@ -16,6 +16,7 @@ listing of the source and the settings, not on the process that wrote a shard or
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import json
 import os
@@ -310,7 +311,12 @@ class Entry:
     def tokens_between(self, low: int, high: int) -> np.ndarray:
         """The shard's tokens [low, high). Raises `InputError` for an id outside of the vocabulary."""
         tokens = self._read_column("tokens", self.dtype, low, high)
-        self._check_ids(tokens, low)
+        # Ids are unsigned, so the largest one is enough.
+        if len(tokens) and (largest := int(tokens.max())) >= self.vocabulary:
+            position = low + int(tokens.argmax())
+            raise self.damaged(
+                "tokens", f"token {position} is {largest}, in a vocabulary of {self.vocabulary}"
+            )
         return tokens
 
     def ends(self, low: int, high: int) -> np.ndarray:
@@ -382,14 +388,6 @@ class Entry:
             raise self._disordered()
         return result
 
-    def _check_ids(self, tokens: np.ndarray, first: int) -> None:
-        # Ids are unsigned, so the largest one is enough.
-        if len(tokens) and (largest := int(tokens.max())) >= self.vocabulary:
-            position = first + int(tokens.argmax())
-            raise self.damaged(
-                "tokens", f"token {position} is {largest}, in a vocabulary of {self.vocabulary}"
-            )
-
     def check_ends(self, ends: np.ndarray) -> None:
         """Raises `InputError` unless each end lies after the one before."""
         if (np.diff(ends) <= 0).any():
@@ -422,19 +420,16 @@ class Entry:
         )
 
 
-class _OpenFile:
+class _OpenFile(io.FileIO):
     """A file that is open for reading at random; it is closed with the last reference to it."""
 
-    descriptor = -1
-
     def __init__(self, path: Path):
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        super().__init__(str(path))
         if hasattr(os, "posix_fadvise"):  # else the kernel would read megabytes ahead
-            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
-    def __del__(self, close: Callable[[int], None] = os.close):
-        if self.descriptor >= 0:
-            close(self.descriptor)
+    def __del__(self) -> None:
+        self.close()  # so that Python does not warn of it
 
 
 def _most_open() -> int:
@@ -458,9 +453,9 @@ def _read_bytes(file: StatedFile, start: int, stop: int) -> bytes:
     """
     try:
         opened = _open(file)
-        content = os.pread(opened.descriptor, stop - start, start)
+        content = b""
         while len(content) < stop - start:  # the system gives at most 2 GiB at a time
-            more = os.pread(opened.descriptor, stop - start - len(content), start + len(content))
+            more = os.pread(opened.fileno(), stop - start - len(content), start + len(content))
             if not more:
                 raise InputError(
                     f"{file.path}: ends before byte {stop:,}, and the index says {file.size:,} bytes; "
