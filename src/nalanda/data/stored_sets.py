@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from nalanda.storage.remote import (
     RemoteFile,
     download,
     files_at,
-    has_magic,
     is_store,
     read_bytes,
     remove,

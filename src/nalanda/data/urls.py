@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urljoin, urlsplit
@@ -37,7 +38,6 @@ from nalanda.storage.remote import (
     download,
     file_at,
     files_at,
-    has_magic,
     is_store,
     one_line,
 )

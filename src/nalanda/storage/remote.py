@@ -71,11 +71,6 @@ def is_store(url: Any) -> bool:
     return isinstance(url, str) and scheme_of(url) in STORES
 
 
-def has_magic(url: str) -> bool:
-    """Whether the URL of a store is a pattern."""
-    return any(sign in url for sign in "*?[")
-
-
 def check_source(url: str, key: str) -> None:
     """Raises `InputError` for a URL that no documents can be read from. key: the name that it begins with."""
     _check(url, key, READ, "cannot be read; there are")
