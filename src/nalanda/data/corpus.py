@@ -14,7 +14,6 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -105,8 +104,7 @@ def open_texts(
         train = corpora.get("train")
         if train and train.hold_out:
             # Both splits share the shards and the choice; each takes its part of a text.
-            held_out_part = partial(train.hold_out.part, split=split)
-            corpora[split] = replace(train, part=held_out_part, split=split)
+            corpora[split] = replace(train, split=split)
         else:
             corpora[split] = _open_corpus(data, split, validation, walk)
     return corpora
@@ -118,8 +116,7 @@ def _open_corpus(data: DataConfig, split: str, validation: bool, walk: Walk) -> 
     shards, counts = _open_shards(data, source, split, walk)
     joined = data.documents == "joined"
     if counts.get("validation") or data.validation_source:  # nothing must be held out
-        every_text = str if joined else unless_blank  # joined lines keep the blank ones
-        return Corpus(shards, every_text, ordered=joined, counts=counts, split=split)
+        return Corpus(shards, joined=joined, counts=counts, split=split)
 
     lone = len(shards) == 1 and shards[0].single
     if joined and not lone:
@@ -131,15 +128,7 @@ def _open_corpus(data: DataConfig, split: str, validation: bool, walk: Walk) -> 
         # A lone text becomes many documents, which can be held out and shuffled.
         shards = [cut_shard(shards[0])]
     chosen, note = choose(shards, data.validation_share, validation=validation, joined=joined)
-    return Corpus(
-        shards,
-        partial(chosen.part, split=split),
-        ordered=joined,
-        counts=counts,
-        split=split,
-        hold_out=chosen,
-        note=note,
-    )
+    return Corpus(shards, joined=joined, counts=counts, split=split, hold_out=chosen, note=note)
 
 
 def check_apart(train: Corpus, validation: Corpus) -> None:
@@ -468,20 +457,15 @@ def _describe_file(path: Path, folder: str) -> _File | None:
     return _File(path, status.st_size, real, is_link)
 
 
-def unless_blank(text: str) -> str | None:
-    """The text, or None if it is only white space."""
-    return text if not_blank(text) else None
-
-
 @dataclass
 class Corpus:
     """The shards of one split, and which of their documents belong to it."""
 
     shards: list[Shard]
-    part: Callable[[str], str | None] = unless_blank
-    """The part of a text that belongs to the split, or None."""
+    joined: bool = False
+    """Whether the documents are one text, to which blank lines belong."""
     ordered: bool = False
-    """Whether the documents are one text and so never shuffled."""
+    """Whether the documents are never shuffled, as joined ones are."""
     counts: Mapping[str, int] = field(default_factory=Counter)
     """Files of the source by split, "" for those of none; those left out by suffix, `EMPTY` or `SECOND`."""
     split: str = "train"
@@ -489,6 +473,12 @@ class Corpus:
     """What is held out; None if the source has a validation part of its own."""
     note: str = ""
     """A line about what is held out, "" where the source has a validation part of its own."""
+
+    def part(self, text: str) -> str | None:
+        """The part of a text that belongs to the split, or None."""
+        if self.hold_out:
+            return self.hold_out.part(text, self.split)
+        return text if self.joined or not_blank(text) else None
 
     def once(self, seed: int = 0) -> DocumentStream:
         """Each document once, its shards in an order of their own."""
@@ -567,7 +557,7 @@ class DocumentStream:
         self.corpus, self.seed, self.epochs = corpus, seed, epochs
         # Where each shard is one document, a permutation of the shards shuffles the documents.
         self.permuted = all(shard.single for shard in corpus.shards)
-        self.ordered = corpus.ordered
+        self.ordered = corpus.ordered or corpus.joined
         self.buffer_size = 0 if self.permuted or self.ordered else buffer_size
         start = {"epoch": 0, "shard": 0, "cursor": None, "digest": "", "documents": 0, "buffer": []}
         self.load_state_dict(start)

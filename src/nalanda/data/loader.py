@@ -488,7 +488,7 @@ def _validation_documents(
     corpus = source.corpus("validation")
     # In the order of the files, as in a token set of them. The demo's text, which is read whole, keeps the
     # order that its published figures were measured in.
-    stream = replace(corpus, ordered=corpus.ordered or data.source != "python").once()
+    stream = replace(corpus, ordered=data.source != "python").once()
 
     def read() -> Iterator[tuple[str, np.ndarray]]:
         documents = iter(stream)

@@ -27,8 +27,16 @@ from nalanda.common.files import rename_synced, write_atomically
 from nalanda.common.plugins import import_plugins
 from nalanda.common.processes import end_with_parent
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import Corpus, unless_blank
-from nalanda.data.documents import Document, Fields, FileShard, Left, Shard, take_documents
+from nalanda.data.corpus import Corpus
+from nalanda.data.documents import (
+    Document,
+    Fields,
+    FileShard,
+    Left,
+    Shard,
+    not_blank,
+    take_documents,
+)
 from nalanda.data.hashes import FileHashes, sample_of
 from nalanda.data.hold_out import CutFile, HoldOut
 from nalanda.data.inspect import ByteProgress
@@ -336,11 +344,8 @@ class Preparation:
         # The splits that a document belongs to, each with its part of it.
         parts: list[tuple[Document, str]] = []
         for document, split in itertools.product(documents, writers):
-            if self.hold_out:
-                text = self.hold_out.part(document.text, split)
-            else:
-                text = unless_blank(document.text)
-            if text is not None:
+            text = self.hold_out.part(document.text, split) if self.hold_out else document.text
+            if text is not None and not_blank(document.text):
                 parts.append((document._replace(text=text), split))
 
         # All texts at once: the tokenizer is called once a group.
