@@ -13,7 +13,7 @@ from servers import jsonl
 from nalanda.common.errors import InputError, SourceUnavailable
 from nalanda.common.text import digest, redact
 from nalanda.config.schema import DataConfig
-from nalanda.data.documents import Fields
+from nalanda.data.documents import Fields, identity_of_shard
 from nalanda.data.hashes import FileHashes
 from nalanda.data.hub import HubShard
 from nalanda.data.loader import PackedBatches
@@ -227,7 +227,7 @@ def test_lists_of_urls_and_their_parts(server):
 
     def names(source, split):
         corpus = open_corpus(DataConfig(source=source), split)
-        return [shard.identity.rpartition("/")[2] for shard in corpus.shards]
+        return [identity_of_shard(shard).rpartition("/")[2] for shard in corpus.shards]
 
     for source in (
         server.url("set/all.urls"),
@@ -354,11 +354,11 @@ class Dataset:
 def test_a_hub_shard_resumes_where_the_connection_broke(waits):
     rows = [str(i) for i in range(20)]
     shard = HubShard(
-        Dataset(rows, {3: [ConnectionError("Server Disconnected")] * 2}), "a/b", FIELDS, 1, 2
+        Dataset(rows, {3: [ConnectionError("Server Disconnected")] * 2}), "a/b:1/2", FIELDS, 1, 2
     )
     assert texts(shard) == rows[1::2]
     assert len(waits) == 2
-    broken = HubShard(Dataset(rows, {3: [EOFError("cut\nshort")]}), "a/b", FIELDS, 0, 2)
+    broken = HubShard(Dataset(rows, {3: [EOFError("cut\nshort")]}), "a/b:0/2", FIELDS, 0, 2)
     with pytest.raises(InputError, match=r"Hub dataset a/b:0/2: cannot be read \(EOFError: cut\)"):
         texts(broken)
     assert len(waits) == 2
@@ -410,7 +410,7 @@ def test_messages_have_no_password_and_no_signature():
 
 def test_identity_is_the_same_when_a_link_is_signed_anew():
     def identity(url):
-        return url_shard(url).identity
+        return identity_of_shard(url_shard(url))
 
     first = identity("https://me:pass@host/a.jsonl?X-Amz-Signature=1&X-Amz-Date=2&part=3")
     assert first == identity("https://host/a.jsonl?part=3&X-Amz-Signature=9")

@@ -32,6 +32,7 @@ from nalanda.data.documents import (
     TextShard,
     files_of,
     hash_text,
+    identity_of_shard,
     is_single,
     not_blank,
     reader_of,
@@ -148,7 +149,7 @@ def _location_of(shard: Shard) -> str | None:
         return str(shard.path.resolve())
     if isinstance(shard, RemoteShard):
         return identity_of(shard.url)
-    return None if isinstance(shard, TextShard) else shard.identity
+    return None if isinstance(shard, TextShard) else identity_of_shard(shard)
 
 
 def describe_files(data: DataConfig, counts: Mapping[str, int]) -> str:
@@ -486,22 +487,17 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        return digest("\n".join(s.identity for s in self.shards))
+        return digest("\n".join(map(identity_of_shard, self.shards)))
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """A name of each shard. Listings are by name, so no two are equal."""
-        named = (FileShard, RemoteShard, TextShard)
-        return [x.name if isinstance(x, named) else x.identity for x in self.shards]
+        """The name of each shard. Listings are by name, so no two are equal."""
+        return [shard.name for shard in self.shards]
 
     @functools.cached_property
     def sizes(self) -> list[int]:
         """The size of each shard; 0 for one of http(s) or the hub."""
-        sizes = []
-        for shard in self.shards:
-            has_size = isinstance(shard, (FileShard, RemoteShard))
-            sizes.append(shard.size or 0 if has_size else len(getattr(shard, "text", "")))
-        return sizes
+        return [shard.size or 0 for shard in self.shards]
 
     @functools.cached_property
     def hashed(self) -> tuple[int, int]:
@@ -681,14 +677,10 @@ def digest_rows(before: str, row: int, text: str) -> str:
 class MixtureShard:
     """All documents of a mixture, each once, its components in proportion to their weights in characters."""
 
-    single = False
+    name, size, single = "mixture", None, False
 
     def __init__(self, corpora: dict[str, Corpus], weights: dict[str, float]):
         self.corpora, self.weights = corpora, weights
-
-    @property
-    def identity(self) -> str:
-        return " ".join(f"{name}:{corpus.fingerprint}" for name, corpus in self.corpora.items())
 
     def read(self, cursor: int | None) -> Iterator[tuple[Document, int]]:
         streams = {}

@@ -24,8 +24,13 @@ class Shard(Protocol):
     """A part of a corpus that is read in order."""
 
     @property
-    def identity(self) -> str:
-        """Name and size. A saved position is only valid for shards of the same identity."""
+    def name(self) -> str:
+        """A name that no other shard of the listing has."""
+        ...
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of a file, characters of a text in memory; None where only reading tells."""
         ...
 
     @property
@@ -39,6 +44,11 @@ class Shard(Protocol):
         A `Left` is in the place of a document that is left out.
         """
         ...
+
+
+def identity_of_shard(shard: Shard) -> str:
+    """Name and size. A saved position is only valid for shards of the same identity."""
+    return shard.name if shard.size is None else f"{shard.name}:{shard.size}"
 
 
 def not_blank(text: str) -> bool:
@@ -75,10 +85,6 @@ class FileShard:
     path: Path
     name: str
     fields: Fields
-
-    @property
-    def identity(self) -> str:
-        return f"{self.name}:{self.size}"
 
     @functools.cached_property
     def size(self) -> int:
@@ -123,8 +129,8 @@ class TextShard:
     text: str = field(repr=False)
 
     @property
-    def identity(self) -> str:
-        return f"{self.name}:{len(self.text)}"
+    def size(self) -> int:
+        return len(self.text)
 
     def read(self, cursor: int | None) -> Iterator[tuple[Document, int]]:
         return iter([] if cursor else [(Document(self.text), 1)])

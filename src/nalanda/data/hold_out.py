@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nalanda.common.errors import InputError
-from nalanda.data.documents import Document, FileShard, Left, Shard, hash_text, not_blank
+from nalanda.data.documents import (
+    Document,
+    FileShard,
+    Left,
+    Shard,
+    hash_text,
+    identity_of_shard,
+    not_blank,
+)
 
 PIECE = 8192
 """Most characters of a document that is cut out of a lone text."""
@@ -73,11 +81,12 @@ class CutShard:
     """
 
     single = False
+    size = None
     shard: Shard
 
     @property
-    def identity(self) -> str:
-        return self.shard.identity
+    def name(self) -> str:
+        return identity_of_shard(self.shard)
 
     def read(self, cursor: list | None) -> Iterator[tuple[Document | Left, list]]:
         behind, read = cursor or (None, 0)
@@ -244,4 +253,4 @@ def _last_share(share: float) -> str:
 
 
 def _name_of(shard: Shard) -> str:
-    return shard.path.name if isinstance(shard, FileShard) else shard.identity
+    return shard.path.name if isinstance(shard, FileShard) else identity_of_shard(shard)

@@ -66,7 +66,8 @@ def open_hub(data: DataConfig, source: str, split: str) -> tuple[list[Shard], bo
     name = "@".join([f"{source}/{data.name}/{chosen}", *pin.values()])
     fields, count = Fields.of(data), dataset.num_shards
     shards: list[Shard] = [
-        HubShard(dataset, name, fields, i, count, data.retries) for i in range(count)
+        HubShard(dataset, f"{name}:{i}/{count}", fields, i, count, data.retries)
+        for i in range(count)
     ]
     return shards, separate
 
@@ -76,6 +77,7 @@ class HubShard:
     """A part of a Hub dataset. The cursor is the dataset's own state."""
 
     single = False
+    size = None
     dataset: Any = field(repr=False)
     name: str
     fields: Fields
@@ -83,20 +85,16 @@ class HubShard:
     count: int
     retries: int = 8
 
-    @property
-    def identity(self) -> str:
-        return f"{self.name}:{self.index}/{self.count}"
-
     def read(self, cursor: dict | None) -> Iterator[tuple[Document | Left, dict]]:
         try:
             yield from persistent(
-                self._read_records, cursor, f"Hub dataset {self.identity}", self.retries
+                self._read_records, cursor, f"Hub dataset {self.name}", self.retries
             )
         except (InputError, MemoryError):
             raise
         except Exception as error:  # a broken file raises the error of the library that reads it
             raise InputError(
-                f"Hub dataset {self.identity}: cannot be read ({describe_error(error)})"
+                f"Hub dataset {self.name}: cannot be read ({describe_error(error)})"
             ) from None
 
     def _read_records(self, cursor: dict | None) -> Iterator[tuple[Document | Left, dict]]:
@@ -104,10 +102,10 @@ class HubShard:
         if cursor:
             dataset.load_state_dict(cursor)
         for record in dataset:
-            document = document_of(record, self.fields, self.identity)
+            document = document_of(record, self.fields, self.name)
             if isinstance(document, Document):
                 # The library has read the record already, so its size is checked last.
                 size = len(document.text.encode())
                 if size > self.fields.max_bytes:
-                    document = self.fields.oversized(self.identity, size)
+                    document = self.fields.oversized(self.name, size)
             yield document, dataset.state_dict()

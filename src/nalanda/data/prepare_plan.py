@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from nalanda.common.text import is_url
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.corpus import Corpus
-from nalanda.data.documents import FileShard, Shard, TextShard
+from nalanda.data.documents import FileShard, Shard, TextShard, identity_of_shard
 from nalanda.data.hashes import FileHashes
 from nalanda.data.readers import read_jsonl, read_parquet, reader_of
 from nalanda.data.urls import identity_of
@@ -78,7 +78,8 @@ def contents_of(
     likes = {unit.identity: unit.content for unit in earlier if unit.corpus == split}
 
     def content(number: int) -> str:
-        return corpus.content(number, hashes, likes.get(corpus.shards[number].identity, ""))
+        like = likes.get(identity_of_shard(corpus.shards[number]), "")
+        return corpus.content(number, hashes, like)
 
     with ThreadPoolExecutor(HASHING) as pool:
         return [*pool.map(content, range(len(corpus.shards)))]
@@ -91,7 +92,7 @@ def plan_units(corpus: Corpus, split: str, limit: int, contents: list[str]) -> I
         unit = Unit(
             corpus=split,
             shard=number,
-            identity=shard.identity,
+            identity=identity_of_shard(shard),
             weight=limit if size is None else size,
             content=content,
             path=str(shard.path) if isinstance(shard, FileShard) else "",
@@ -129,11 +130,7 @@ def is_plain_jsonl(path: Path) -> bool:
 
 def size_of(shard: Shard) -> int | None:
     """Bytes of input, or None if only reading tells."""
-    if isinstance(shard, FileShard):
-        return shard.size
-    if isinstance(shard, TextShard):
-        return len(shard.text.encode())
-    return getattr(shard, "size", None)
+    return len(shard.text.encode()) if isinstance(shard, TextShard) else shard.size
 
 
 def _row_groups(path: Path) -> list[tuple[int, int, int]]:

@@ -34,6 +34,7 @@ from nalanda.data.documents import (
     FileShard,
     Left,
     Shard,
+    identity_of_shard,
     not_blank,
     take_documents,
 )
@@ -248,8 +249,8 @@ class Preparation:
         else:
             shard = self.corpora[unit.corpus].shards[unit.shard]
 
-        if shard.identity != unit.identity:
-            raise InputError(f"{unit.identity}: now {shard.identity}; run the same command again")
+        if (now := identity_of_shard(shard)) != unit.identity:
+            raise InputError(f"{unit.identity}: now {now}; run the same command again")
 
         if isinstance(shard, FileShard):
             # Hashed as for the plan, so that the two hashes can be compared.
@@ -257,7 +258,7 @@ class Preparation:
         else:
             content = self.corpora[unit.corpus].content(unit.shard)
         if content != unit.content:
-            raise InputError(f"{shard.identity}: has other content now; run the same command again")
+            raise InputError(f"{unit.identity}: has other content now; run the same command again")
         return shard
 
     def record(self, number: int) -> dict | None:

@@ -116,10 +116,6 @@ class RemoteShard:
         return self.file.size
 
     @property
-    def identity(self) -> str:
-        return self.name if self.size is None else f"{self.name}:{self.size}"
-
-    @property
     def single(self) -> bool:
         return is_single(path_of(self.url))
 
@@ -145,7 +141,7 @@ class RemoteShard:
     def _key(self) -> str:
         """The key of the copy in the cache. It never changes: copies on disks are found by it."""
         if self.size is None:
-            return self.identity
+            return self.name
         return f"StoreFile(url={self.url!r}, size={self.size!r}, content={self.file.content!r})"
 
     def _download(self, path: Path) -> None:
