@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from nalanda.common.errors import InputError
-from nalanda.common.text import digest, is_url, redact
+from nalanda.common.text import digest, is_url
 from nalanda.config.schema import DataConfig
 from nalanda.data.documents import (
     EMPTY,
@@ -45,7 +45,7 @@ from nalanda.data.python_docs import python_splits
 from nalanda.data.readers import documents_among, refuse_two_kinds, suffixes
 from nalanda.data.records import describe_left, left_out
 from nalanda.data.token_set import is_begun, megatron_splits
-from nalanda.data.urls import RemoteShard, identity_of, open_urls
+from nalanda.data.urls import RemoteShard, identity_of, name_of_source, open_urls
 
 LARGE = 64 << 20
 """Bytes of the largest file that is hashed whole; larger ones are sampled."""
@@ -74,14 +74,6 @@ def is_local(source: str | list[str]) -> bool:
     if is_url(source):
         return False
     return source == "python" or Path(source).exists() or glob.has_magic(source)
-
-
-def refuse_token_set(location: str) -> NoReturn:
-    """Raises `InputError` for a token set where texts are read."""
-    raise InputError(
-        f"data.source: {location} is a token set, and texts are needed here; to train on it, "
-        f"set tokenizer={location}/tokenizer"
-    )
 
 
 def open_texts(
@@ -158,8 +150,7 @@ def describe_files(data: DataConfig, counts: Mapping[str, int]) -> str:
         return ""
     train = counts["train"] or counts[""]
     validation = 0 if data.validation_source else counts["validation"]
-    name = data.source if isinstance(data.source, str) else f"{data.source[0]} and others"
-    line = f"{redact(name)}: {train} file{'s' * (train != 1)} for training"
+    line = f"{name_of_source(data.source)}: {train} file{'s' * (train != 1)} for training"
     if validation:
         line += f", {validation} for validation"
 

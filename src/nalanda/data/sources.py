@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import Corpus, MixtureShard, open_texts, refuse_token_set, source_of
+from nalanda.data.corpus import Corpus, MixtureShard, open_texts, source_of
 from nalanda.data.documents import FileShard
-from nalanda.data.token_set import SPLITS, TokenSet, is_token_set
+from nalanda.data.token_set import SPLITS, TokenSet, is_token_set, refuse_token_set
 
 
 class Source:

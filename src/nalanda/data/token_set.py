@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -58,6 +58,14 @@ def is_token_set(path: str | os.PathLike) -> bool:
             return FORMAT.encode() in file.read(256)
     except (OSError, RuntimeError):  # RuntimeError: ~ before a user that is not here
         return False
+
+
+def refuse_token_set(location: str) -> NoReturn:
+    """Raises `InputError` for a token set where texts are read."""
+    raise InputError(
+        f"data.source: {location} is a token set, and texts are needed here; to train on it, "
+        f"set tokenizer={location}/tokenizer"
+    )
 
 
 def is_begun(directory: Path) -> bool:

@@ -30,6 +30,7 @@ from nalanda.data.documents import (
     suffix_of,
 )
 from nalanda.data.readers import documents_among, refuse_two_kinds, suffixes
+from nalanda.data.token_set import refuse_token_set
 from nalanda.storage.cache import cached
 from nalanda.storage.remote import (
     AT_ONCE,
@@ -84,7 +85,7 @@ def identity_of(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}{suffix}"
 
 
-def _name_of(source: str | list[str]) -> str:
+def name_of_source(source: str | list[str]) -> str:
     """The source in messages."""
     return redact(source if isinstance(source, str) else f"{source[0]} and others")
 
@@ -174,7 +175,7 @@ def open_urls(
     files = files_of(splits, split)
     if not files:
         raise InputError(
-            f"{_name_of(source)}: no shard for {split}; add some, or name another source"
+            f"{name_of_source(source)}: no shard for {split}; add some, or name another source"
         )
 
     if isinstance(source, list):  # each was named, so each must be read
@@ -224,7 +225,7 @@ def _list_splits(source: str | list[str], retries: int) -> tuple[dict[str, Files
     counts.update({split: len(files) for split, files in splits.items()})
     if not any(splits.values()):
         raise InputError(
-            f"{_name_of(source)}: no documents; files may end in {', '.join(suffixes())}"
+            f"{name_of_source(source)}: no documents; files may end in {', '.join(suffixes())}"
         )
     return splits, counts
 
@@ -243,10 +244,7 @@ def _list_folder(source: str, retries: int, splits: dict[str, Files], counts: Co
     """Adds a folder's files to their splits, as of a local one: the outermost folder that names one decides."""
     files = files_at(source, retries)
     if "index.json" in files and any(name.endswith(".tokens") for name in files):
-        raise InputError(
-            f"data.source: {redact(source)} is a token set, and texts are needed here; to train "
-            "on it, set tokenizer to the one that it was prepared with"
-        )
+        refuse_token_set(redact(source.rstrip("/")))
     if not files:
         raise InputError(f"{redact(source)}: it does not exist, or has no file")
 
@@ -280,7 +278,7 @@ def _list_urls(source: str | list[str], retries: int) -> Files:
     # What a list names may itself be a folder or a pattern of a store.
     files = [file for url in urls for file in _files_of_url(url, retries)]
     if not files:
-        raise InputError(f"{_name_of(source)}: lists no shard; give one URL a line")
+        raise InputError(f"{name_of_source(source)}: lists no shard; give one URL a line")
     _check_urls([file.url for file in files])
     return {file.url if is_store(file.url) else identity_of(file.url): file for file in files}
 
