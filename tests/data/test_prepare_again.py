@@ -210,7 +210,7 @@ def test_a_file_is_hashed_once(tmp_path, byte_tokenizer, monkeypatch):
         return read(path, *how)
 
     monkeypatch.setattr(hashes, "hash_file", killed_at_the_third)
-    monkeypatch.setattr(prepare_plan, "HASHING", 1)
+    monkeypatch.setattr(prepare_plan, "AT_A_TIME", 1)
     with pytest.raises(KeyboardInterrupt):
         prepare(data, byte_tokenizer, out, shard_bytes=3000)
     monkeypatch.setattr(

@@ -16,6 +16,10 @@ SAMPLES = 16
 """Samples of a file, head and tail included."""
 
 
+AT_A_TIME = 8
+"""Files hashed at a time while somebody waits for them."""
+
+
 class FileHashes:
     """The hashes of files, computed at the first request.
 

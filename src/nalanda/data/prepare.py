@@ -280,8 +280,7 @@ def _write_plan(directory: Path, data: DataConfig, plan: dict[str, Any]) -> None
     write_atomically(work / "plan.json", json.dumps(plan).encode())
     (work / URLS).unlink(missing_ok=True)
     if redacted != sources:
-        with open(os.open(work / URLS, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-            json.dump(sources, file)
+        write_atomically(work / URLS, json.dumps(sources), private=True)
 
 
 class EarlierWork(NamedTuple):

@@ -21,16 +21,12 @@ from nalanda.common.text import is_url
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.corpus import Corpus
 from nalanda.data.documents import FileShard, Shard, TextShard, identity_of_shard
-from nalanda.data.hashes import FileHashes
+from nalanda.data.hashes import AT_A_TIME, FileHashes
 from nalanda.data.readers import read_jsonl, read_parquet, reader_of
 from nalanda.data.urls import identity_of
 
 SMALLEST, LARGEST = 1 << 20, 256 << 20
 """Bounds of the default bytes of input of a shard."""
-
-HASHING = 8
-"""Files hashed at a time."""
-
 
 # ------------------------------ units
 
@@ -81,7 +77,7 @@ def contents_of(
         like = likes.get(identity_of_shard(corpus.shards[number]), "")
         return corpus.content(number, hashes, like)
 
-    with ThreadPoolExecutor(HASHING) as pool:
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
         return [*pool.map(content, range(len(corpus.shards)))]
 
 

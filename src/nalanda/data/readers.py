@@ -693,40 +693,36 @@ def _expanded_bytes(message: Any) -> int:
     return total
 
 
-def _find_field(kind: Any, path: str) -> list[int] | None:
-    """The numbers that lead to a field of a struct's type (`field_of`), one for each level; None: no such field."""
-    from pyarrow import types
+def _find_column(rows: Any, path: str) -> Any:
+    """The column of a field (`field_of`) in an array of structs; None: no such field."""
+    from pyarrow import compute, types
 
-    if not types.is_struct(kind):
+    if not types.is_struct(rows.type):
         return None
-    number = kind.get_field_index(path)
-    if number >= 0:  # a name with dots comes before a path
-        return [number]
     head, dot, rest = path.partition(".")
-    number = kind.get_field_index(head)
-    inner = _find_field(kind.field(number).type, rest) if dot and number >= 0 else None
-    return inner and [number, *inner]
+    if rows.type.get_field_index(path) >= 0:  # a name with dots comes before a path
+        head, dot = path, ""
+    number = rows.type.get_field_index(head)
+    if number < 0:
+        return None
+    # pyarrow makes this function when it is imported.
+    column = compute.struct_field(rows, number)  # pyrefly: ignore[missing-attribute]
+    return _find_column(column, rest) if dot else column
 
 
 def _documents_of_batch(
     batch: Any, names: list[str], fields: Fields, path: Path, row: int
 ) -> Iterator[Document | Left]:
     """The documents of a batch, whose first row is the one after `row`. names: all columns of the file."""
-    from pyarrow import compute, nulls, types
+    from pyarrow import nulls, types
 
-    def column(name: str) -> Any:
-        rows = batch.to_struct_array()
-        numbers = _find_field(rows.type, name)
-        # pyarrow makes this function when it is imported.
-        return numbers and compute.struct_field(rows, numbers)  # pyrefly: ignore[missing-attribute]
-
-    texts = column(fields.text)
+    rows = batch.to_struct_array()
+    texts, sources = _find_column(rows, fields.text), _find_column(rows, fields.source)
     if texts is None:
         for number in range(row + 1, row + 1 + batch.num_rows):
             yield document_of(dict.fromkeys(names), fields, f"{path}, row {number}")
         return
 
-    sources = column(fields.source)
     if sources is None:
         sources = nulls(len(texts))
 

@@ -23,15 +23,12 @@ from nalanda.common.errors import InputError
 from nalanda.common.text import redact
 from nalanda.data.corpus import Corpus, DocumentStream, digest_rows
 from nalanda.data.documents import Document, FileShard
-from nalanda.data.hashes import FileHashes, is_stated
+from nalanda.data.hashes import AT_A_TIME, FileHashes, is_stated
 from nalanda.data.hold_out import HoldOut
 
 ADVICE = "restore it, or choose another output_dir for other data"
 
 OTHER_CONTENT = "other content than when the checkpoint was saved"
-
-AT_A_TIME = 8
-"""Files hashed at a time while a start waits for them."""
 
 
 class Files:
