@@ -464,18 +464,13 @@ def make_in_processes(
     preparation: Preparation, todo: list[int], workers: int, progress: ByteProgress
 ) -> Outcomes:
     # Workers are forked from a server that has imported everything once and has no threads.
-    server = "forkserver" in multiprocessing.get_all_start_methods()
-    context: Any = multiprocessing.get_context("forkserver" if server else "spawn")
-    if server:
-        context.set_forkserver_preload(PRELOAD)
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
 
     # Weight and text of each shard, then whether to stop; without a lock, which a killed worker would keep.
     board = context.RawArray("q", 2 * len(preparation.jobs) + 1)
     pool = ProcessPoolExecutor(
-        min(workers, len(todo)),
-        context,
-        initializer=_start_worker,
-        initargs=(str(preparation.directory), board),
+        workers, context, initializer=_start_worker, initargs=(str(preparation.directory), board)
     )
 
     try:
