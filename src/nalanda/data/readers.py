@@ -17,7 +17,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -543,21 +543,20 @@ def read_parquet(path: Path, fields: Fields, start: int) -> Documents:
 
             # No row exceeds its column, so a batch has at most 4 · max_bytes of text.
             at_once = max(1, min(256, 4 * fields.max_bytes // max(1, stated)))
-            reader: Any = nullcontext(file)
+            reader = file
             if large:  # as a dictionary, a value that many rows share is held once
                 at_once = 256
                 shared = {"metadata": file.metadata, "read_dictionary": [fields.text]}
                 reader = parquet.ParquetFile(handle, **options, **shared)
-            with reader as opened:
-                columns = [fields.text, fields.source]  # those that the file has are read
-                for batch in opened.iter_batches(at_once, row_groups=[group], columns=columns):
-                    # Rows up to `start`, in the group or the batch where it lies.
-                    passed = min(batch.num_rows, max(0, start - row))
-                    row += passed
-                    batch = batch.slice(passed)
-                    for document in _documents_of_batch(batch, names, fields, path, row):
-                        row += 1
-                        yield document, row
+            columns = [fields.text, fields.source]  # those that the file has are read
+            for batch in reader.iter_batches(at_once, row_groups=[group], columns=columns):
+                # Rows up to `start`, in the group or the batch where it lies.
+                passed = min(batch.num_rows, max(0, start - row))
+                row += passed
+                batch = batch.slice(passed)
+                for document in _documents_of_batch(batch, names, fields, path, row):
+                    row += 1
+                    yield document, row
 
 
 def _count_column_bytes(file: Any, group: int, name: str) -> int:
