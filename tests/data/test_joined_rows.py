@@ -8,7 +8,7 @@ from corpora import texts_of, write_jsonl
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.loader import PackedBatches, validation_batches
-from nalanda.data.sources import open_corpora, open_corpus
+from nalanda.data.sources import Sources, open_corpora, open_corpus
 from nalanda.data.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.usefixtures("small_groups", "no_thread_left")
@@ -100,7 +100,7 @@ def test_a_joined_file_holds_out_its_last_share(tmp_path):
         open_corpus(data, "train").note
         == "book.txt: one text, its last 2 % are held out for validation"
     )
-    assert texts_of(open_corpus(data, "train", validation=False)) == [text]
+    assert texts_of(Sources(data, validation=False).texts("train")) == [text]
 
 
 def test_joined_documents_refuse_bos_and_held_out_shares(shards):

@@ -17,7 +17,7 @@ from nalanda.data.documents import hash_text, not_blank
 from nalanda.data.hold_out import NONE, PIECE, HoldOut, cut_text
 from nalanda.data.loader import PackedBatches, validation_batches
 from nalanda.data.prepare import begin, prepare
-from nalanda.data.sources import open_corpora, open_corpus
+from nalanda.data.sources import Sources, open_corpora, open_corpus
 
 pytestmark = pytest.mark.usefixtures("small_groups", "no_thread_left")
 
@@ -177,7 +177,7 @@ def splits_of(folder: Path, **settings) -> tuple[list[str], list[str], str]:
     found = open_corpora(data)
     train, validation = texts_of(found["train"]), texts_of(found["validation"])
     share = data.validation_share
-    assert texts_of(open_corpus(data, "train", validation=True)) == train
+    assert texts_of(Sources(data, validation=True).texts("train")) == train
     assert share < NONE or texts_of(open_corpus(data, "train")) == train
     assert texts_of(open_corpus(data, "validation")) == validation
     return train, validation, found["train"].note
@@ -211,10 +211,10 @@ def test_without_validation_the_share_alone_decides(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", texts)
     for share, count in ((1e-9, 10), (0.5, sum(not held_out(text, 0.5) for text in texts))):
         data = DataConfig(source=str(tmp_path), validation_share=share)
-        assert len(texts_of(open_corpus(data, "train", validation=False))) == count
+        assert len(texts_of(Sources(data, validation=False).texts("train"))) == count
     one = write_jsonl(tmp_path / "one" / "a.jsonl", ["a single document"])
     data = DataConfig(source=str(one), validation_share=0.99)
-    assert texts_of(open_corpus(data, "train", validation=False)) == ["a single document"]
+    assert texts_of(Sources(data, validation=False).texts("train")) == ["a single document"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
@@ -254,7 +254,7 @@ def test_components_of_a_mixture_hold_something_out(tmp_path, bpe_of_bytes):
 def test_an_empty_split_is_named_with_its_numbers(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["one", "two", " "])
     data = DataConfig(source=str(tmp_path), validation_share=1e-9)
-    corpus = open_corpus(data, "validation", validation=False)
+    corpus = Sources(data, validation=False).texts("validation")
     with pytest.raises(InputError) as error:
         texts_of(corpus)
     assert str(error.value) == (

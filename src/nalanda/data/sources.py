@@ -124,9 +124,9 @@ class Sources:
         return opened
 
 
-def open_corpus(data: DataConfig, split: str, *, validation: bool | None = None) -> Corpus:
+def open_corpus(data: DataConfig, split: str) -> Corpus:
     """`Sources.texts` of one split."""
-    return Sources(data, validation=validation).texts(split)
+    return Sources(data).texts(split)
 
 
 def open_corpora(data: DataConfig) -> dict[str, Corpus]:

@@ -19,7 +19,7 @@ from nalanda.common.errors import DiskFull, InputError
 from nalanda.common.text import digest, redact, size
 from nalanda.config.schema import DataConfig, RunConfig
 from nalanda.data.documents import suffix_of
-from nalanda.data.token_set import FORMAT, SPLITS
+from nalanda.data.token_set import FORMAT, SPLITS, StatedFile, shard_entries
 from nalanda.data.urls import is_list
 from nalanda.storage.cache import cache
 from nalanda.storage.remote import (
@@ -114,19 +114,17 @@ def local_set(directory: str | os.PathLike) -> Path:
 
 def _files_of_set(root: str, index: bytes) -> list[RemoteFile]:
     """The files of a set's shards, with the sizes in its index."""
-    files = []
+    files: list[StatedFile] = []
     try:
         content = json.loads(index)
         for split in SPLITS:
-            for shard in content[split]["shards"]:
-                for kind in ("tokens", "docs"):
-                    url = f"{root}/{split}/{shard['name']}.{kind}"
-                    files.append(RemoteFile(url, shard["files"][kind][0]))
-    except (ValueError, KeyError, TypeError):
+            for entry in shard_entries("", content, split):
+                files += entry.files()
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise InputError(
             f"{redact(root)}/index.json: damaged; copy or prepare the set again"
         ) from None
-    return files
+    return [RemoteFile(f"{root}/{file.path.as_posix()}", file.size) for file in files]
 
 
 def make_in_store(url: str, make: Callable[[str], dict], say: Callable[[str], None]) -> dict:
