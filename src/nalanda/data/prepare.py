@@ -183,7 +183,8 @@ def begin(
     # Documents that are held out come from the corpus for training, which is read for both splits.
     sources = {"train": train} if train.hold_out else corpora
     earlier = EarlierWork.of(directory)
-    shard_bytes = shard_bytes or earlier.shard_bytes or usual_shard_bytes(sources.values())
+    shard_bytes = shard_bytes or earlier.settings.get("shard_bytes")
+    shard_bytes = shard_bytes or usual_shard_bytes(sources.values())
     settings = token_settings(data, tokenizer, prints, shard_bytes)
     _refuse_other_settings(directory, earlier.settings, settings)
 
@@ -203,7 +204,8 @@ def begin(
     records = earlier.records(version)
     earlier_units = earlier.units()
     jobs, names = _plan_jobs(directory, sources, shard_bytes, records, earlier_units)
-    if earlier.index and names == [*earlier.index.get("records", ())]:
+    finished = earlier.index.get("records", {})  # by name, also of shards without a document
+    if earlier.index and names == [*finished]:
         tidy(directory, earlier.index)
         return None
 
@@ -216,7 +218,6 @@ def begin(
         )
 
     # New shards get numbers that the finished set does not use: it stays whole until the index is replaced.
-    finished = earlier.names()
     plan = {
         "settings": settings,
         "tokenizer": described,
@@ -289,8 +290,8 @@ class EarlierWork(NamedTuple):
     directory: Path
     index: dict[str, Any]
     """Of a finished set; else {}."""
-    settings: dict[str, Any] | None
-    """Settings that the work was begun with; None if there is no earlier work."""
+    settings: dict[str, Any]
+    """Settings that the work was begun with; {} if there is no earlier work."""
 
     @staticmethod
     def of(directory: Path) -> EarlierWork:
@@ -299,10 +300,6 @@ class EarlierWork(NamedTuple):
             return EarlierWork(directory, index, index["settings"])
         settings = read_json_if_whole(directory / "preparing" / "settings.json")
         return EarlierWork(directory, {}, settings)
-
-    @property
-    def shard_bytes(self) -> int | None:
-        return (self.settings or {}).get("shard_bytes")
 
     def records(self, version: str) -> dict[str, dict]:
         """The records of the shards that were made with the present settings, by name."""
@@ -318,13 +315,9 @@ class EarlierWork(NamedTuple):
         # Shards that were made since have a file each.
         for file in sorted((self.directory / "preparing").glob("[0-9]*.json")):
             record = read_json_if_whole(file)
-            if isinstance(record, dict) and record.get("made") == version:
+            if record.get("made") == version:
                 records[file.stem] = record
         return records
-
-    def names(self) -> set[str]:
-        """The names of the shards of a finished set, also of those without a document."""
-        return set(self.index.get("records", ()))
 
     def units(self) -> list[Unit]:
         """The units of the finished set, or else of the plan that was begun."""
@@ -332,7 +325,7 @@ class EarlierWork(NamedTuple):
             records = self.index.get("records", {}).values()
             return [Unit.of(key) for record in records for key in record["units"]]
 
-        plan = read_json_if_whole(self.directory / "preparing" / "plan.json") or {}
+        plan = read_json_if_whole(self.directory / "preparing" / "plan.json")
         return [Unit(*unit) for job in plan.get("jobs", ()) for unit in job]
 
 
@@ -367,10 +360,10 @@ def _refuse_other_files(directory: Path) -> None:
 
 
 def _refuse_other_settings(
-    directory: Path, recorded: dict | None, settings: dict[str, Any]
+    directory: Path, recorded: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     """Raises `InputError` if the set was begun with other settings. The source's files may differ."""
-    if recorded is None:
+    if not recorded:
         return
     for key in settings | recorded:
         if key != "corpus" and recorded.get(key) != settings.get(key):

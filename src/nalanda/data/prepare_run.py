@@ -217,7 +217,7 @@ class Preparation:
             ) from None
         import_plugins(plan.get("plugins", ()))
 
-        secrets = read_json_if_whole(path.with_name(URLS)) or {}
+        secrets = read_json_if_whole(path.with_name(URLS))
         self.data = DataConfig(**plan["data"] | secrets)
         self.settings = plan["settings"]
         self.tokenizer = plan["tokenizer"]
@@ -266,8 +266,7 @@ class Preparation:
         # Damage of the record or a file counts as no record: the shard is made again.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             record = self.kept.get(self.names[number])
-            if record is None:
-                record = json.loads(self._record_path(number).read_bytes())
+            record = record or read_json_if_whole(self._record_path(number))
             units = [unit.key for unit in self.jobs[number]]
             if record["made"] != self.made or record["units"] != units:
                 return None
@@ -434,12 +433,13 @@ def _one_thread() -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def read_json_if_whole(path: Path) -> Any:
-    """The content of a JSON file, or None if it is missing or damaged."""
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
+def read_json_if_whole(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} if the file is missing or damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_bytes())
+        if isinstance(content, dict):
+            return content
+    return {}
 
 
 # ------------------------------ this process, or many
