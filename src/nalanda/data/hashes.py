@@ -54,17 +54,16 @@ class FileHashes:
         """
         try:
             status = path.stat()
+            # The stamp changes with the file; a file that the samples would cover is read whole.
+            if status.st_size <= SAMPLES * sample:
+                sample = WHOLE
+            stamp = status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+            key = os.path.abspath(path), *stamp, sample
+            if key not in self._hashes:
+                self._hashes[key] = f"{sample}:{hash_file(path, status.st_size, sample)}"
+                append_record(self.record, [key[0], stamp, self._hashes[key]])
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror}); restore it") from None
-
-        # The stamp changes with the file; a file that the samples would cover is read whole.
-        if status.st_size <= SAMPLES * sample:
-            sample = WHOLE
-        stamp = status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
-        key = os.path.abspath(path), *stamp, sample
-        if key not in self._hashes:
-            self._hashes[key] = f"{sample}:{hash_file(path, status.st_size, sample)}"
-            append_record(self.record, [key[0], stamp, self._hashes[key]])
         return self._hashes[key]
 
 
@@ -80,22 +79,19 @@ def is_stated(content_hash: str) -> bool:
 
 
 def hash_file(path: Path, size: int, sample: int) -> str:
-    """64 bits of BLAKE2b, in hexadecimal, over the size and the samples. Raises `InputError`."""
+    """64 bits of BLAKE2b, in hexadecimal, over the size and the samples."""
     length = sample or size
     offsets = [0]
     if sample:  # from the head to the tail, evenly
         offsets = [(size - length) * i // (SAMPLES - 1) for i in range(SAMPLES)]
 
     hasher = blake2b(str(size).encode(), digest_size=8)
-    try:
-        with path.open("rb", buffering=0) as file:
-            for offset in offsets:
-                file.seek(offset)
-                left = length
-                # A read may give less than asked, and a file that shrinks ends early.
-                while left and (piece := file.read(min(left, 1 << 20))):
-                    hasher.update(piece)
-                    left -= len(piece)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); restore it") from None
+    with path.open("rb", buffering=0) as file:
+        for offset in offsets:
+            file.seek(offset)
+            left = length
+            # A read may give less than asked, and a file that shrinks ends early.
+            while left and (piece := file.read(min(left, 1 << 20))):
+                hasher.update(piece)
+                left -= len(piece)
     return hasher.hexdigest()

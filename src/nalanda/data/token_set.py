@@ -228,10 +228,10 @@ class SumCheck:
 
             # Taken before the file is read: one that changes meanwhile is read again.
             stamp = file.stamp()
-            if stamp is not None and stamp in compared:
+            if stamp in compared:
                 continue
             self.problem = file.damage(sums=True)
-            if self.problem is None and stamp is not None:
+            if self.problem is None:
                 append_record(self._record, stamp)
 
     def wait(self, beat: Callable[[], None] = lambda: None) -> str | None:
@@ -372,7 +372,7 @@ class Entry:
         # Ends in front of `first` are below `low`, those behind `last` are not.
         first, last = 0, self.documents - 1  # the document is one of these, or the one after them
         before, after = 0, self.tokens  # the ends in front of and behind these documents
-        result = None
+        result = self.documents, np.zeros(0, np.int64)
         for turn in itertools.count(1):
             if first > last:
                 break
@@ -392,7 +392,7 @@ class Entry:
                 break
             last, after = start - 1, int(ends[0])  # or on one before it
 
-        if result is None or not len(result[1]):
+        if not len(result[1]):
             raise self._disordered()
         return result
 
