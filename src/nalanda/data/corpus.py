@@ -56,8 +56,8 @@ AT_ONCE = 4 << 30
 SMALLEST, LARGEST = 1 << 12, 1 << 16
 """Bytes of a sample."""
 
-Walk = Callable[[Path], "list[tuple[Path, _File]]"]
-"""Gives the files below a folder, sorted."""
+Find = Callable[["str | tuple[str, ...]"], "_Listing"]
+"""`_find_files`, which lists a source once."""
 
 
 def source_of(data: DataConfig, split: str) -> str | list[str]:
@@ -79,7 +79,7 @@ def is_local(source: str | list[str]) -> bool:
 def open_texts(
     data: DataConfig, splits: Sequence[str], validation: bool | None = None
 ) -> dict[str, Corpus]:
-    """The documents of each split of one source, which is no token set. It is walked once.
+    """The documents of each split of one source, which is no token set. It is listed once.
 
     validation: whether something must be held out (`hold_out.choose`). None: for validation, and for training too
         unless `validation_share` is below `hold_out.NONE`.
@@ -89,9 +89,7 @@ def open_texts(
     """
     if validation is None:
         validation = "validation" in splits or data.validation_share >= NONE
-    walk = functools.cache(
-        lambda root: sorted(_walk_folder(root), key=lambda pair: os.fspath(pair[0]))
-    )
+    find = functools.cache(_find_files)
     corpora: dict[str, Corpus] = {}
     for split in splits:
         train = corpora.get("train")
@@ -99,14 +97,14 @@ def open_texts(
             # Both splits share the shards and the choice; each takes its part of a text.
             corpora[split] = replace(train, split=split)
         else:
-            corpora[split] = _open_corpus(data, split, validation, walk)
+            corpora[split] = _open_corpus(data, split, validation, find)
     return corpora
 
 
-def _open_corpus(data: DataConfig, split: str, validation: bool, walk: Walk) -> Corpus:
+def _open_corpus(data: DataConfig, split: str, validation: bool, find: Find) -> Corpus:
     """The documents of a single source. Raises `InputError` for settings that do not fit it."""
     source = source_of(data, split)
-    shards, counts = _open_shards(data, source, split, walk)
+    shards, counts = _open_shards(data, source, split, find)
     joined = data.documents == "joined"
     if counts.get("validation") or data.validation_source:  # nothing must be held out
         return Corpus(shards, joined=joined, counts=counts, split=split)
@@ -169,11 +167,11 @@ def describe_files(data: DataConfig, counts: Mapping[str, int]) -> str:
 
 
 def _open_shards(
-    data: DataConfig, source: str | list[str], split: str, walk: Walk
+    data: DataConfig, source: str | list[str], split: str, find: Find
 ) -> tuple[list[Shard], dict[str, int]]:
     """The shards of `split`, and `Corpus.counts`."""
     if isinstance(source, list) and is_local(source):
-        return _file_shards(data, *_find_listed(source, split, walk))
+        return _file_shards(data, find(tuple(source)), split)
     if isinstance(source, list) or is_url(source):
         return open_urls(data, source, split)
     # A name of its own, also where a folder is called so.
@@ -197,7 +195,7 @@ def _open_shards(
             f"data.source: {source} is a token set without a whole index.json; copy or prepare it again"
         )
     if is_local(source):
-        return _file_shards(data, *_find_files(root, split, walk))
+        return _file_shards(data, find(source), split)
     if is_hub_id(source):
         shards, separate = open_hub(data, source, split)
         return shards, {"validation": int(separate)}
@@ -205,12 +203,6 @@ def _open_shards(
         f"data.source: {source!r} does not exist; give python, a local file, directory or glob, a URL, "
         "or a Hub dataset id such as HuggingFaceFW/fineweb-edu"
     )
-
-
-def _file_shards(
-    data: DataConfig, files: dict[str, Path], counts: dict[str, int]
-) -> tuple[list[Shard], dict[str, int]]:
-    return [FileShard(path, name, Fields.of(data)) for name, path in files.items()], counts
 
 
 class _File(NamedTuple):
@@ -223,29 +215,41 @@ class _File(NamedTuple):
     is_link: bool
 
 
-def _find_files(root: Path, split: str, walk: Walk) -> tuple[dict[str, Path], dict[str, int]]:
-    """Files by name, sorted, and `Corpus.counts`.
+class _Listing(NamedTuple):
+    """The files of a source on this machine."""
 
-    In a directory the outermost folder that names a split decides, or else the file's own name. Of a glob
-    every file is taken.
+    source: str
+    """Its name in messages."""
+    splits: dict[str, dict[str, Path]]
+    """By split, "" for those of none, and by name, sorted."""
+    counts: Counter[str]
+    """`Corpus.counts`."""
+
+
+def _find_files(source: str | tuple[str, ...]) -> _Listing:
+    """The files of a folder, a file or a glob, or of several of them.
+
+    In a folder the outermost folder that names a split decides, or else the file's own name. Of a glob every
+    file is taken.
     """
+    if isinstance(source, tuple):
+        return _find_listed(source)
+    root = _expand_home(source)
     counts: Counter[str] = Counter()
     if root.is_dir():
 
         def split_of_name(name: str) -> str:
             return split_of(Path(name).parts[:-1], Path(name).name)
 
-        splits = _by_split(_list_folder(root, counts, walk), split_of_name, counts)
+        splits = _by_split(_list_folder(root, counts), split_of_name, counts)
     else:
         splits = _by_split(_list_glob(root), lambda name: "", counts)
         if counts[EMPTY] and root.is_file():
             raise InputError(f"{root}, line 1: the file is empty; fetch it again or name another")
-    return _choose_split(str(root), splits, split, counts)
+    return _Listing(str(root), splits, counts)
 
 
-def _find_listed(
-    sources: list[str], split: str, walk: Walk
-) -> tuple[dict[str, Path], dict[str, int]]:
+def _find_listed(sources: tuple[str, ...]) -> _Listing:
     """`_find_files` of several files, globs and folders.
 
     As with URLs, the innermost folder that names a split decides, below the folder that they share, or else
@@ -259,7 +263,7 @@ def _find_listed(
             raise InputError(
                 f"data.source: {source!r} does not exist; a list has files, folders and globs, or URLs"
             )
-        files = _list_folder(root, counts, walk) if root.is_dir() else _list_glob(root)
+        files = _list_folder(root, counts) if root.is_dir() else _list_glob(root)
         if not files:
             raise InputError(f"data.source: {source}: no documents; leave it out")
         for name, file in files.items():
@@ -278,7 +282,7 @@ def _find_listed(
         return split_of(reversed(folders[name].relative_to(shared).parts), listed[name].path.name)
 
     splits = _by_split(listed, split_of_name, counts)
-    return _choose_split(f"{sources[0]} and others", splits, split, counts)
+    return _Listing(f"{sources[0]} and others", splits, counts)
 
 
 def _by_split(
@@ -302,15 +306,16 @@ def _by_split(
             del splits[split][first]
             names[split, file.real] = name
         splits[split][name] = file.path
+    counts.update({split: len(files) for split, files in splits.items()})
     return splits
 
 
-def _choose_split(
-    source: str, splits: dict[str, dict[str, Path]], split: str, counts: Counter[str]
-) -> tuple[dict[str, Path], dict[str, int]]:
+def _file_shards(
+    data: DataConfig, listing: _Listing, split: str
+) -> tuple[list[Shard], dict[str, int]]:
     """The files of `split`, and `Corpus.counts`. Raises `InputError` if there are none, or of two kinds."""
+    source, splits, counts = listing
     files = files_of(splits, split)
-    counts.update({name: len(members) for name, members in splits.items()})
     for name in files:
         if name.encode(errors="replace").decode() != name:
             raise InputError(f"{name!r}: the name is not UTF-8; rename the file")
@@ -319,14 +324,14 @@ def _choose_split(
         for kind, count in counts.items():
             if count:
                 kinds.append(f"{count} {'without suffix' if kind == '.' else kind}")
-        listing = f"found {', '.join(kinds)}; " if kinds else ""
+        present = f"found {', '.join(kinds)}; " if kinds else ""
         advice = "; name plain text .txt" if kinds else ""
         raise InputError(
-            f"{source}: no documents for {split}; {listing}files may end in "
+            f"{source}: no documents for {split}; {present}files may end in "
             f"{', '.join(suffixes())}{advice}"
         )
     refuse_two_kinds(source, (path.name for path in files.values()))
-    return files, counts
+    return [FileShard(path, name, Fields.of(data)) for name, path in files.items()], counts
 
 
 def _list_glob(root: Path) -> dict[str, _File]:
@@ -345,9 +350,10 @@ def _list_glob(root: Path) -> dict[str, _File]:
     return files
 
 
-def _list_folder(root: Path, counts: Counter[str], walk: Walk) -> dict[str, _File]:
+def _list_folder(root: Path, counts: Counter[str]) -> dict[str, _File]:
     """The files of a folder that hold documents, by their relative paths, in order. Others are counted."""
-    listed = {name.as_posix(): file for name, file in walk(root)}
+    walked = sorted(_walk_folder(root), key=lambda pair: os.fspath(pair[0]))
+    listed = {name.as_posix(): file for name, file in walked}
     return documents_among(_follow_lists(listed, counts), counts)
 
 
