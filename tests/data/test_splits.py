@@ -14,6 +14,7 @@ from nalanda.data import corpus, readers
 from nalanda.data import loader as data
 from nalanda.data.corpus import DocumentStream
 from nalanda.data.documents import hash_text, not_blank
+from nalanda.data.hashes import FileHashes
 from nalanda.data.hold_out import NONE, PIECE, HoldOut, cut_text
 from nalanda.data.loader import PackedBatches, validation_batches
 from nalanda.data.prepare import begin, prepare
@@ -29,7 +30,7 @@ def test_large_files_are_hashed_by_samples(tmp_path, monkeypatch, limit):
     path.write_bytes(b"x" * 3_000_000)
 
     def known() -> str:
-        return open_corpus(DataConfig(source=str(path)), "train").content(0)
+        return open_corpus(DataConfig(source=str(path)), "train").content(0, FileHashes())
 
     def seen(place: int) -> bool:
         before = known()

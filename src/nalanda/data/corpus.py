@@ -506,7 +506,7 @@ class Corpus:
         sample = AT_ONCE // (SAMPLES * max(1, len(sizes)))
         return limit, min(LARGEST, max(SMALLEST, sample))
 
-    def content(self, number: int, hashes: FileHashes | None = None, like: str = "") -> str:
+    def content(self, number: int, hashes: FileHashes, like: str = "") -> str:
         """A hash of a shard's content, which sees edits that leave the size unchanged.
 
         A file of up to `LARGE` bytes is hashed whole. A larger one is hashed at `SAMPLES` places, spread
@@ -530,7 +530,7 @@ class Corpus:
             sample = sample_of(like)
         elif shard.size <= limit:
             sample = WHOLE
-        return (hashes or FileHashes()).of(shard.path, sample)
+        return hashes.of(shard.path, sample)
 
 
 class DocumentStream:

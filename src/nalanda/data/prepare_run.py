@@ -256,7 +256,7 @@ class Preparation:
             # Hashed as for the plan, so that the two hashes can be compared.
             content = self.hashes.of(shard.path, sample_of(unit.content))
         else:
-            content = self.corpora[unit.corpus].content(unit.shard)
+            content = self.corpora[unit.corpus].content(unit.shard, self.hashes)
         if content != unit.content:
             raise InputError(f"{unit.identity}: has other content now; run the same command again")
         return shard
