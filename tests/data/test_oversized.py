@@ -46,7 +46,7 @@ for path in map(Path, sys.argv[2:]):
         given = FileShard(path, path.name, Fields("text", "", skip=skip)).read(None)
         try:
             document, row = [next(given) for _ in range(100 if path.name[0] == "s" else 1)][-1]
-            print(row, document and document.text)
+            print(row, getattr(document, "text", document))
         except InputError as error:
             print(error)
 print(peak() - before)

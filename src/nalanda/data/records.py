@@ -19,15 +19,12 @@ class Document(NamedTuple):
 
 
 class Left(Enum):
-    """Stands in the place of a document that is left out, and is false. The value is its key in a state."""
+    """Stands in the place of a document that is left out. The value is its key in a state."""
 
     OVERSIZED = "skipped"
     """Above `data.max_document_bytes`."""
     UNUSABLE = "unusable"
     """Without usable text."""
-
-    def __bool__(self) -> bool:
-        return False
 
 
 def left_out(state: Mapping[str, Any]) -> Counter[str]:
