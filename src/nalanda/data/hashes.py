@@ -17,7 +17,7 @@ SAMPLES = 16
 
 
 AT_A_TIME = 8
-"""Files hashed at a time while somebody waits for them."""
+"""Files hashed at a time while a command waits for them."""
 
 
 class FileHashes:
