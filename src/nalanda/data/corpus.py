@@ -234,7 +234,7 @@ def _find_files(source: str | tuple[str, ...]) -> _Listing:
     """
     if isinstance(source, tuple):
         return _find_listed(source)
-    root = _expand_home(source)
+    root = Path(source)
     counts: Counter[str] = Counter()
     if root.is_dir():
 
