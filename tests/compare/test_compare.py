@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ from nalanda.compare.verdict import (
 )
 from nalanda.compare.widths import KEYS, figures_of, fit, with_equal_figures
 from nalanda.config.load import load_config
+from nalanda.config.schema import RunConfig
 from nalanda.train.build import build_model
 from nalanda_cli import main
 
@@ -143,6 +145,10 @@ def test_power_is_that_of_drawn_studies():
     assert power_of(margin, deviation, needed) >= 0.8 > power_of(margin, deviation, needed - 1)
 
 
+def same_recipe(arms: Iterable[str]) -> dict[str, RunConfig]:
+    return dict.fromkeys(arms, load_config("demo", ["output_dir=runs/same"]))
+
+
 def verdict_of(tmp_path, losses: dict[str, list[float]], **keys):
     study = study_of(
         tmp_path, arms=dict.fromkeys(losses, ""), seeds=max(map(len, losses.values())), **keys
@@ -154,7 +160,7 @@ def verdict_of(tmp_path, losses: dict[str, list[float]], **keys):
         else Result("failed", 3, diverged=True, reason="step 3: loss is nan")
         for run in runs
     }
-    return judge_study(study, runs, results, dict.fromkeys(losses, 2_000_000))
+    return judge_study(study, runs, results, dict.fromkeys(losses, 2_000_000), same_recipe(losses))
 
 
 def test_twenty_nulls_give_at_most_two_verdicts(tmp_path):
@@ -226,14 +232,15 @@ def test_a_diverged_run_is_counted_and_its_seed_left_out_of_the_pair(tmp_path):
     assert verdict.sentences[0].endswith(" 1 of 3 runs of a diverged.")
 
 
-def judge(tmp_path, bits: dict[str, bool], **keys):
-    """The verdict of arms of which some have bits a byte."""
+def judge(tmp_path, bits: dict[str, bool], configs: dict[str, RunConfig] | None = None):
+    """The verdict of arms of which some have bits a byte. configs: by default of one recipe."""
     study = study_of(tmp_path, arms=dict.fromkeys(bits, ""), seeds=2)
     results = {
         run.name: Result("finished", 10, 3 + run.seed, 1.0 + run.seed if bits[run.arm] else None)
         for run in plan_runs(study, {})
     }
-    return judge_study(study, plan_runs(study, {}), results, dict.fromkeys(bits, 1000), **keys)
+    configs = configs or same_recipe(bits)
+    return judge_study(study, plan_runs(study, {}), results, dict.fromkeys(bits, 1000), configs)
 
 
 def test_an_arm_without_bits_a_byte_gets_no_verdict_beside_one_with_them(tmp_path):
@@ -302,7 +309,8 @@ def test_another_amount_of_validation_text_gives_no_verdict(tmp_path, unit):
             )
             for run in plan_runs(study, {})
         }
-        verdict = judge_study(study, plan_runs(study, {}), results, dict.fromkeys("ab", 1000))
+        runs, parameters = plan_runs(study, {}), dict.fromkeys("ab", 1000)
+        verdict = judge_study(study, runs, results, parameters, same_recipe("ab"))
         assert ("validated on 1,000 and 2,000" in verdict.sentences[0]) == refused
         assert len(verdict.gaps) == (not refused)
 
@@ -342,7 +350,7 @@ def test_a_sentence_has_sizes_and_tokens_of_both_arms(tmp_path):
         for run in plan_runs(study, {})
     }
     sizes = {"a": 10_000_000, "b": 9_000_000}
-    verdict = judge_study(study, plan_runs(study, {}), results, sizes)
+    verdict = judge_study(study, plan_runs(study, {}), results, sizes, same_recipe(sizes))
     assert "(2 seeds, 1 K and 9 K tokens, 10 M and 9 M parameters)" in verdict.sentences[0]
     figures = {arm: {"rate": 0.1} for arm in "ab"}
     rows = arm_rows(Report(study, verdict, [], {}, figures, []))

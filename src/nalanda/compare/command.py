@@ -41,7 +41,7 @@ def run_study(
     study = with_equal_figures(study)
     configs = load_arms(study)
     figures = {arm: {"rate": configs[arm].optim.lr, **figures_of(study, arm)} for arm in study.arms}
-    notes = [*warn_about(study, configs), *shared_weights(study)]
+    notes = [*warn_about(study, configs), *shared_weights(study, configs)]
 
     with claimed(recorded, configs, share) as folder:
         runner = Runner(study, configs, execution)

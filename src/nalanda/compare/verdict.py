@@ -3,6 +3,7 @@
 Student's t over the seeds' differences gives the interval and the p; Holm's correction covers all pairs.
 """
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -121,7 +122,7 @@ def power_of(margin: float, deviation: float, seeds: int, level: float = LEVEL) 
 
 
 def seeds_needed(margin: float, deviation: float, pairs: int = 1) -> int:
-    """The fewest seeds with which a difference of `margin` is told with a probability of `POWER`.
+    """The fewest seeds with which a difference of `margin` is told with a probability of `POWER`, or `MOST_SEEDS`.
 
     pairs: of the study. The smallest p of theirs is told below LEVEL / pairs (`corrected`).
     """
@@ -129,13 +130,7 @@ def seeds_needed(margin: float, deviation: float, pairs: int = 1) -> int:
     def suffices(seeds: int) -> bool:
         return power_of(margin, deviation, seeds, LEVEL / pairs) >= POWER
 
-    low, high = 1, 2
-    while not suffices(high) and high < MOST_SEEDS:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if suffices(middle) else (middle, high)
-    return high
+    return bisect.bisect_left(range(MOST_SEEDS), True, lo=2, key=suffices)
 
 
 # ------------------------------ a study's
@@ -178,11 +173,11 @@ def judge_study(
     runs: Sequence[StudyRun],
     results: Mapping[str, Result],
     parameters: Mapping[str, int],
-    configs: Mapping[str, RunConfig] | None = None,
+    configs: Mapping[str, RunConfig],
 ) -> StudyVerdict:
     """The verdict over the runs of a study that have ended.
 
-    parameters: of each arm's model. configs: the arms' recipes; None: all have one tokenizer and one text.
+    parameters: of each arm's model. configs: the arms' recipes.
     """
     by_arm: dict[str, dict[int, Result]] = {arm: {} for arm in study.arms}
     rates = {}
@@ -199,7 +194,7 @@ def judge_study(
         arm: {s: loss for s, r in each.items() if (loss := _loss_in(unit, r)) is not None}
         for arm, each in by_arm.items()
     }
-    texts = {arm: validation_of(config.to_dict()) for arm, config in (configs or {}).items()}
+    texts = {arm: validation_of(config.to_dict()) for arm, config in configs.items()}
     pairs, reasons = [*itertools.combinations(study.arms, 2)], {}
     for a, b in pairs:
         lacking = [
@@ -210,9 +205,9 @@ def judge_study(
         if lacking:
             verb = "has" if len(lacking) == 1 else "have"
             reasons[a, b] = f"since {' and '.join(lacking)} {verb} no {unit}"
-        elif texts and (changed := differences(texts[a], texts[b])):
+        elif changed := differences(texts[a], texts[b]):
             reasons[a, b] = f"since they are validated on other rows: {', '.join(changed)}"
-        elif configs and unit == "nats a token" and configs[a].tokenizer != configs[b].tokenizer:
+        elif unit == "nats a token" and configs[a].tokenizer != configs[b].tokenizer:
             reasons[a, b] = "since nats a token of two tokenizers do not compare"
         elif unlike := _other_amounts(unit, by_arm[a], by_arm[b]):
             reasons[a, b] = unlike

@@ -1,15 +1,16 @@
 """Gives the arms of a study an equal figure, by the key of the recipe that the study names."""
 
 import bisect
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from nalanda.common.errors import InputError
 from nalanda.common.text import si
 from nalanda.compare.study import Study, load_arms
-from nalanda.config.load import load_config
+from nalanda.config.schema import RunConfig
 from nalanda.data.records import field_of
 from nalanda.model.configuration import NalandaConfig
 from nalanda.report.info import info
@@ -74,15 +75,13 @@ def fit(figure: Callable[[float], float], start: float, wanted: float, where: st
     figure: grows with the value; may raise `InputError` for one that does not suit the model.
     """
     step = STEPS[type(start)]
-    known: dict[int, float | None] = {}
 
+    @functools.cache
     def at(count: int) -> float | None:
-        if count not in known:
-            try:
-                known[count] = figure(type(start)(count * step))
-            except InputError:
-                known[count] = None
-        return known[count]
+        try:
+            return figure(type(start)(count * step))
+        except InputError:
+            return None
 
     def up_to(count: int) -> float:
         """The figure of the largest value up to this one that suits the model; 0 if none does."""
@@ -98,13 +97,16 @@ def fit(figure: Callable[[float], float], start: float, wanted: float, where: st
     return type(start)(best * step)
 
 
-def shared_weights(study: Study) -> list[str]:
+def shared_weights(study: Study, configs: Mapping[str, RunConfig]) -> list[str]:
     """Sentences about arms whose models begin with other weights than the first arm's.
 
     Runs of a seed draw each module's weights by its name (`seed_by_name`): equal names and shapes get equal values.
     Arms that leave a run have its weights. Raises `InputError` if those do not fit.
     """
-    shapes = {arm: shapes_of(study, arm) for arm in study.arms}
+    shapes = {
+        arm: {name: parameter.shape for name, parameter in meta_model(config).named_parameters()}
+        for arm, config in configs.items()
+    }
     first = shapes[study.first]
     if study.fork_at is not None:
         for arm, own in shapes.items():
@@ -126,9 +128,3 @@ def shared_weights(study: Study) -> list[str]:
                 "counterpart of their name and shape."
             )
     return notes
-
-
-def shapes_of(study: Study, arm: str) -> dict[str, Any]:
-    overrides = [*study.overrides_of(arm), f"output_dir={study.output_dir}"]
-    model = meta_model(load_config(study.recipe_of(arm), overrides))
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
