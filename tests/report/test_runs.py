@@ -369,7 +369,7 @@ def test_only_losses_that_compare_are_compared(tmp_path, settings, bits, title):
         replace(
             curve(make(tmp_path / f"run{i}", lines=losses(1), **base | more)),
             last={} if bits[i] is None else {"val_bpb": bits[i]},
-            validation=[(1, 1, 1, 2.0 - i)],
+            validation=[plots.Point(1, 1, 1, 2.0 - i)],
         )
         for i, more in enumerate(({}, settings))
     ]

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from nalanda.report.page_run import PageRun, line_look
 from nalanda.report.plot import smoothed
 
@@ -232,7 +234,6 @@ def draw_run(
     dash: str,
 ) -> None:
     """Draws a run's curve, which shows its values under the pointer, and the guards' events on it."""
-    import numpy as np
     from bokeh.models import ColumnDataSource
 
     # The losses are pale behind their running means.

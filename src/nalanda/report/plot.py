@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from nalanda.common.errors import InputError, first_line, output_file
 from nalanda.common.text import si
@@ -16,8 +18,14 @@ from nalanda.report.figures import GREY, Look, drawing, files, in_panels, log_ax
 from nalanda.report.runs import layers, run_recipe, same_amount, validated_of, validation_of
 from nalanda.train.log import with_hours
 
-Point = tuple[float, float, float, float]
-"""(step, tokens, hours of training, loss)"""
+
+class Point(NamedTuple):
+    """A loss, and where in the training it was measured. `plot` takes an x axis by its name."""
+
+    steps: int
+    tokens: float
+    hours: float
+    loss: float
 
 
 @dataclass
@@ -39,8 +47,8 @@ class Curve:
     def broken_at(self) -> int | None:
         """The first step of the training losses at the end that are not finite; None if the last one is."""
         backwards = reversed(self.train)
-        end = list(itertools.takewhile(lambda point: not math.isfinite(point[3]), backwards))
-        return int(end[-1][0]) if end else None
+        end = list(itertools.takewhile(lambda point: not math.isfinite(point.loss), backwards))
+        return end[-1].steps if end else None
 
 
 def curve(folder: str | Path) -> Curve:
@@ -60,9 +68,9 @@ def curve(folder: str | Path) -> Curve:
             elif "event" in line:
                 events.append((step, str(line["event"])))
             elif "loss" in line:
-                train.append((step, line["tokens"], hours, float(line["loss"])))
+                train.append(Point(step, line["tokens"], hours, float(line["loss"])))
             elif "val_loss" in line:
-                validation.append((step, line["tokens"], hours, float(line["val_loss"])))
+                validation.append(Point(step, line["tokens"], hours, float(line["val_loss"])))
                 last = line
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{folder}: unreadable: {first_line(error)}") from None
@@ -147,7 +155,7 @@ def plot(
                 _draw_run(axes, curves[i], looks[i], name, x)
 
         # On a linear axis the initial fall from ln(vocabulary) would flatten the rest.
-        losses = [point[3] for c in curves for point in c.train if math.isfinite(point[3])]
+        losses = [p.loss for c in curves for p in c.train if math.isfinite(p.loss)]
         steep = losses and max(losses) > 2 * min(losses) > 0
         for axes in panels:
             if steep:
@@ -161,8 +169,7 @@ def plot(
 
 def _draw_run(axes: Any, run: Curve, style: Look, name: str | None, x: str) -> None:
     """Draws a run's losses and events. name: None for the only run, whose lines are called by their kind."""
-    column = {"steps": 0, "tokens": 1, "hours": 2}[x]
-    xs, raw = [point[column] for point in run.train], [point[3] for point in run.train]
+    xs, raw = [getattr(point, x) for point in run.train], [point.loss for point in run.train]
     line = style | {"marker": "" if len(xs) > 1 else "."}  # a line of one point is invisible
     drawn = smoothed(raw)
     alpha = 0.35 if name is None else 0.18
@@ -176,18 +183,18 @@ def _draw_run(axes: Any, run: Curve, style: Look, name: str | None, x: str) -> N
             means.set_label("_training")
             dots = style | {"linestyle": "", "marker": style["marker"] or "o", "label": name}
             dots["markeredgecolor"] = "white"
-        ends = [point[column] for point in run.validation]
-        axes.plot(ends, [point[3] for point in run.validation], **dots, zorder=3)
+        ends = [getattr(point, x) for point in run.validation]
+        axes.plot(ends, [point.loss for point in run.validation], **dots, zorder=3)
 
     # Events stand on the curve, between the steps that were logged.
-    steps = [point[0] for point in run.train]
+    steps = [point.steps for point in run.train]
     for step, kind in run.events:
         if kind in MARKS:
-            at, level = _interpolate(step, steps, xs), _interpolate(step, steps, drawn)
+            at, level = np.interp(step, steps, xs), np.interp(step, steps, drawn)
             axes.plot([at], [level], MARKS[kind], color=line["color"], markersize=7, zorder=4)
 
     for stage, step in run.stages.items():
-        at = _interpolate(step, steps, xs)
+        at = np.interp(step, steps, xs)
         axes.axvline(at, color=GREY, linewidth=0.8, linestyle=":", zorder=1)
         # Runs that share a border share its name.
         if (at, stage) not in [(text.xy[0], text.get_text()) for text in axes.texts]:
@@ -208,7 +215,7 @@ def _title(curves: Sequence[Curve]) -> str:
         if len(curves) == 1:
             return f"{broken[0].name}: no finite training loss from step {broken[0].broken_at} on"
         return f"Training loss of {len(curves)} runs, of which {len(broken)} ended without a finite one"
-    ends = [c.validation[-1][3] for c in curves if c.validation]
+    ends = [c.validation[-1].loss for c in curves if c.validation]
     ends = [loss for loss in ends if math.isfinite(loss)]
     # A run without a finite validation loss: no lowest one can be named.
     if len(ends) < len(curves):
@@ -284,7 +291,7 @@ def _caption(curves: Sequence[Curve], names: Sequence[str]) -> str:
 
 def _lengths_differ(curves: Sequence[Curve]) -> bool:
     """Whether the last validations are after different numbers of tokens, by more than 1 %."""
-    ends = [c.validation[-1][1] for c in curves]
+    ends = [c.validation[-1].tokens for c in curves]
     return max(ends) > 1.01 * min(ends)
 
 
@@ -292,18 +299,18 @@ def _compared(curves: Sequence[Curve], names: Sequence[str]) -> str:
     """The tokens at which validation losses of several runs compare; of different lengths, the losses too."""
     if len(curves) == 1 or not all(c.validation for c in curves) or not _validated_alike(curves):
         return ""
-    ends = [c.validation[-1][1] for c in curves]
+    ends = [c.validation[-1].tokens for c in curves]
     common = min(ends)
     if not _lengths_differ(curves):
         return f"Compared: the last validation losses, after {si(common)} tokens."
 
     text = f"The runs differ in length, {si(common)} to {si(max(ends))} tokens, so none is named the best."
-    if _differ(curves, _tokenizer) or any(c.validation[0][1] > common for c in curves):
+    if _differ(curves, _tokenizer) or any(c.validation[0].tokens > common for c in curves):
         return text
     losses = []
     for c, name in zip(curves, names, strict=True):
-        tokens, values = [point[1] for point in c.validation], [point[3] for point in c.validation]
-        losses.append(f"{_interpolate(common, tokens, values):.3f} ({name})")
+        tokens, values = [p.tokens for p in c.validation], [p.loss for p in c.validation]
+        losses.append(f"{np.interp(common, tokens, values):.3f} ({name})")
     return f"{text} Nats a token after {si(common)}, the last that all have: {', '.join(losses)}."
 
 
@@ -346,13 +353,6 @@ def _setting(key: str, name: str, value: Any) -> str:
     if len(text) > 24:
         text = f"{text[:23]}…"
     return text if key in ("model.mixer", "optim.name", "schedule.name") else f"{name} {text}"
-
-
-def _interpolate(step: float, steps: Sequence[float], values: Sequence[float]) -> float:
-    """`values` at `step`, interpolated linearly between `steps`."""
-    import numpy as np
-
-    return float(np.interp(step, steps, values))
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
