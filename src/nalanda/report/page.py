@@ -23,7 +23,7 @@ from nalanda.config.schema import RunConfig
 from nalanda.report.page_run import PageRun, flatten, last_value, read_page_run
 from nalanda.report.panels import EVENTS, draw_panels
 from nalanda.report.plot import TEXTS, count_seeds
-from nalanda.report.runs import read_run
+from nalanda.report.runs import RunSummary, read_run
 from nalanda.train.card import usage
 from nalanda.train.log import FORKED
 
@@ -193,15 +193,15 @@ def cost_of(price: str, hours: float) -> str:
 def describe_run(run: PageRun) -> str:
     """Model, size, text and steps of a run, in a sentence."""
     summary = run.summary
-    text = summary["model"].replace("_", " ")
-    if summary["parameters"]:
-        text += f", {write_number(summary['parameters'])} parameters"
+    text = summary.model.replace("_", " ")
+    if summary.parameters:
+        text += f", {write_number(summary.parameters)} parameters"
     tokens = last_value(run, "tokens")
     if tokens:
         text += f", {write_number(tokens)} tokens"
         text += f" of {source}" if (source := describe_source(run.config)) else ""
-    if summary["step"]:
-        text += f" in {write_number(summary['step'])} steps"
+    if summary.step:
+        text += f" in {write_number(summary.step)} steps"
     return redact(f"{text}.")
 
 
@@ -219,25 +219,23 @@ def describe_source(config: dict[str, Any]) -> str:
 def describe_state(run: PageRun) -> str:
     """`finished 2026-11-29 14:05`, `running, step 300 of 512`, with the reason of a failure."""
     summary = run.summary
-    words = [str(summary["state"])]
-    if words == ["running"] and summary["step"] is not None:
+    words = [str(summary.state)]
+    if words == ["running"] and summary.step is not None:
         return f"running, {describe_steps(summary)}"
     ended = run.facts.get("ended")
-    if ended or summary["changed"]:
-        then = (
-            datetime.fromisoformat(ended) if ended else datetime.fromtimestamp(summary["changed"])
-        )
+    if ended or summary.changed:
+        then = datetime.fromisoformat(ended) if ended else datetime.fromtimestamp(summary.changed)
         words.append(f"{then.astimezone():%Y-%m-%d %H:%M}")
-    if summary["state"] != "finished" and summary["step"]:
+    if summary.state != "finished" and summary.step:
         words.append(f"at {describe_steps(summary)}")
     text = " ".join(words)
-    return redact(f"{text}: {summary['problem']}" if summary["problem"] else text)
+    return redact(f"{text}: {summary.problem}" if summary.problem else text)
 
 
-def describe_steps(summary: dict[str, Any]) -> str:
+def describe_steps(summary: RunSummary) -> str:
     """`step 300 of 512`."""
-    of = f" of {write_number(summary['steps'])}" if summary["steps"] else ""
-    return f"step {write_number(summary['step'])}{of}"
+    of = f" of {write_number(summary.steps)}" if summary.steps else ""
+    return f"step {write_number(summary.step or 0)}{of}"
 
 
 def quality_tile(run: PageRun) -> Tile | None:
@@ -380,8 +378,8 @@ def state_table(runs: Sequence[PageRun]) -> Table:
         columns.append(
             {
                 "state": describe_state(run),
-                "model": summary["model"].replace("_", " "),
-                "parameters": summary["parameters"],
+                "model": summary.model.replace("_", " "),
+                "parameters": summary.parameters,
                 "tokens": last_value(run, "tokens"),
                 "bits a byte": last_value(run, "val_bpb"),
                 "validation perplexity": last_value(run, "val_ppl"),

@@ -9,7 +9,7 @@ from typing import Any
 from nalanda.common.errors import InputError, first_line
 from nalanda.common.scores import Score, find_results, read_scores
 from nalanda.report.figures import COLOURS
-from nalanda.report.runs import read_run, run_recipe
+from nalanda.report.runs import RunSummary, read_run, run_recipe
 from nalanda.train.log import read_facts, with_hours
 
 DASHES = ("solid", "dashed", "dotted")
@@ -29,7 +29,7 @@ class PageRun:
     folder: Path
     colour: str
     dash: str
-    summary: dict[str, Any]
+    summary: RunSummary
     recipe: str
     config: dict[str, Any]
     facts: dict[str, Any]
@@ -58,7 +58,7 @@ def read_page_run(folder: Path, number: int) -> PageRun:
         folder=folder,
         colour=colour,
         dash=dash,
-        summary=vars(read_run(folder)),
+        summary=read_run(folder),
         recipe=recipe.read_text("utf-8", "replace") if recipe.is_file() else "",
         config=flatten(config),
         facts=flatten(read_facts(folder)),

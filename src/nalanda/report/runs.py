@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from nalanda.common.errors import InputError
+from nalanda.common.errors import InputError, first_line
 from nalanda.common.files import alone, read_recipe
 from nalanda.common.text import si
 from nalanda.config.schema import DataConfig
@@ -102,8 +102,6 @@ def read_run(folder: Path, name: str | None = None) -> RunSummary:
     run = RunSummary(name or str(folder), "unreadable", changed)
     try:
         config, facts = read_recipe(folder), read_facts(folder)
-        if not isinstance(facts, dict):
-            raise ValueError("run.json is not a JSON object")
         validates = bool((config.get("validation") or {}).get("every", 1))
         newest, last = _last_lines(folder, validates)
         arms = facts.get("arms")  # of `nalanda linearize`
@@ -120,11 +118,9 @@ def read_run(folder: Path, name: str | None = None) -> RunSummary:
         if run.state == "running" and not _is_alive(folder, facts, run.changed):
             run.state = "killed"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        line = (str(error).strip().splitlines() or [""])[0]
         run.state = "unreadable"
-        run.problem = line or type(error).__name__
-        if isinstance(error, KeyError):
-            run.problem = f"missing key {line}"
+        missing = "missing key " if isinstance(error, KeyError) else ""
+        run.problem = f"{missing}{first_line(error)}"
     return run
 
 
