@@ -21,7 +21,7 @@ from nalanda.common.errors import InputError, one_line_errors, report_failure
 from nalanda.common.fields import read_fields
 from nalanda.common.next_steps import choose_prompt
 from nalanda.common.progress import Progress
-from nalanda.common.text import without_infinities
+from nalanda.common.text import option_of, without_infinities
 from nalanda.common.versions import kernel_packages, list_versions, versions
 from nalanda.inference.options import Sampling
 
@@ -155,7 +155,7 @@ def options_of(kind: Any, options: dict[str, Any]) -> list[Parameter]:
     texts = read_fields(Path(getfile(kind)))[kind.__name__]
     for field in fields(kind):
         # Without a name, typer would give each flag a second one that turns it off.
-        flags = [f"--{field.name.replace('_', '-')}"] if field.type is bool else []
+        flags = [option_of(field.name)] if field.type is bool else []
         option = options.get(field.name) or Option(*flags)
 
         _, text = texts[field.name]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nalanda.common.errors import InputError
+from nalanda.common.text import option_of
 
 
 @dataclass(frozen=True)
@@ -57,4 +58,4 @@ def check_least(options: Any, **least: int) -> None:
     for name, minimum in least.items():
         value = getattr(options, name)
         if value is not None and value < minimum:
-            raise InputError(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
+            raise InputError(f"{option_of(name)} {value}: must be at least {minimum}")

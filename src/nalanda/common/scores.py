@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nalanda.common.text import option_of
+
 PERPLEXITIES = ("word_perplexity", "byte_perplexity", "perplexity", "bits_per_byte")
 SHARES = ("acc", "contains", "em", "exact_match", "f1")
 """Metrics from 0 to 1, or their first letters; they are shown in percent."""
@@ -136,8 +138,8 @@ def read_scores(files: Iterable[Path], is_of: Callable[[dict[str, Any]], bool]) 
             records = [record for record in results["models"] if is_of(record)]
             others = [option for option in ("limit", *PROMPTS) if results.get(option)]
             if records and others:
-                option = others[0].replace("_", "-")
-                print(f"{file}: its scores are with --{option}, and left out", file=sys.stderr)
+                option = option_of(others[0])
+                print(f"{file}: its scores are with {option}, and left out", file=sys.stderr)
                 continue
             for record in records:
                 window = record.get("max_length", "")

@@ -62,6 +62,11 @@ def suggest(name: str, names: Iterable[str], section: str = "") -> str:
     return f"; there are {', '.join(names)}" if names else ""
 
 
+def option_of(field: str) -> str:
+    """The option of the command line for a field: `--save-state` for `save_state`."""
+    return f"--{field.replace('_', '-')}"
+
+
 def wrap_line(line: str, width: int) -> str:
     """`line` as lines of at most `width`, unless a word is longer. A number stays with the word behind it.
 

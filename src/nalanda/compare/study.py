@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import yaml
 
 from nalanda.common.errors import InputError
-from nalanda.common.text import local_path, redact
+from nalanda.common.text import local_path, option_of, redact
 from nalanda.compare.options import StudyOptions
 from nalanda.compare.results import RETRIES
 from nalanda.config.bounds import (
@@ -196,7 +196,7 @@ def read_study(
     if isinstance(values, dict) and "arms" in values:
         if given:
             key = next(iter(given))
-            option = {"arms": "--arm", "fork_at": "--from"}.get(key, f"--{key.replace('_', '-')}")
+            option = {"arms": "--arm", "fork_at": "--from"}.get(key, option_of(key))
             raise InputError(f"{option}: {redact(name)} is a study; set its keys in the file")
     else:
         find_recipe(name)

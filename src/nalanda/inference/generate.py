@@ -15,13 +15,14 @@ import transformers
 from filelock import FileLock
 from jinja2 import TemplateError
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from nalanda.common.errors import InputError, first_line, output_file, output_folder
 from nalanda.common.processes import peak_resident
 from nalanda.common.progress import Progress
-from nalanda.common.text import size
+from nalanda.common.text import option_of, size
 from nalanda.data.tokenizer import tokenizer_fingerprint
 from nalanda.inference.load import (
     after_bos,
@@ -210,15 +211,8 @@ def cache_bytes(cache: Any) -> int:
     """Bytes of tensors in any cache of transformers."""
     if isinstance(cache, NalandaCache):
         return cache.nbytes
-
-    def nbytes(value: Any) -> int:
-        if isinstance(value, Tensor):
-            return value.nbytes
-        if isinstance(value, dict):
-            return sum(map(nbytes, value.values()))
-        return sum(map(nbytes, value)) if isinstance(value, list | tuple) else 0
-
-    return sum(nbytes(vars(layer)) for layer in getattr(cache, "layers", ()))
+    values = tree_leaves([vars(layer) for layer in getattr(cache, "layers", ())])
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def peak_memory(device: torch.device) -> str:
@@ -356,15 +350,10 @@ def check_outputs(files: PromptFiles) -> tuple[Path | None, Path | None]:
 
 def check_states(files: PromptFiles, model: Any) -> None:
     """Raises InputError for options of states that the model, or one of its mixers, does not have."""
-    options = {
-        "--save-state": files.save_state,
-        "--states": files.states,
-        "--state-dtype": files.state_dtype,
-    }
-    for option, value in options.items():
-        if value and not is_ours(model):
+    for name in ("save_state", "states", "state_dtype"):
+        if getattr(files, name) and not is_ours(model):
             kind = model.config.model_type
-            raise InputError(f"{kind} models have no state to save; leave {option} out")
+            raise InputError(f"{kind} models have no state to save; leave {option_of(name)} out")
     try:
         check_state_dtype(files.state_dtype, model.config)
     except ValueError as error:

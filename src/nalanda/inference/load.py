@@ -197,7 +197,7 @@ def bos_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> lis
     Our checkpoints name it in their config if training used one. For other models the tokenizer decides.
     """
     bos = tokenizer.bos_token_id
-    if model.config.model_type == "nalanda":
+    if is_ours(model):
         written = model.config.bos_token_id is not None
     else:
         written = tokenizer("a").input_ids[0] == bos

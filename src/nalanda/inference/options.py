@@ -8,6 +8,7 @@ from typing import Any
 
 from nalanda.common.errors import InputError
 from nalanda.common.number_formats import LOADED, STATES, TORCH_NAMES, WEIGHTS, choose_format
+from nalanda.common.text import option_of
 from nalanda.config.bounds import check_seed
 
 
@@ -112,22 +113,15 @@ def check_files(files: PromptFiles) -> None:
 
 def check_chat(chat: bool, prompt: str | None, files: PromptFiles) -> None:
     """Raises `InputError` for a chat without a prompt, or with files that continue a text."""
-    given = [
-        option
-        for option, value in (
-            ("--file", files.file),
-            ("--state", files.state),
-            ("--states", files.states),
-            ("--save-state", files.save_state),
-        )
-        if value is not None
-    ]
-    if chat and given:
-        raise InputError(
-            f"--chat asks one question, without {given[0]}; "
-            "examples/chat/chat.py carries a state from turn to turn"
-        )
-    if chat and not prompt:
+    if not chat:
+        return
+    for name in ("file", "state", "states", "save_state"):
+        if getattr(files, name) is not None:
+            raise InputError(
+                f"--chat asks one question, without {option_of(name)}; "
+                "examples/chat/chat.py carries a state from turn to turn"
+            )
+    if not prompt:
         raise InputError("--chat: no question; give a prompt")
 
 
