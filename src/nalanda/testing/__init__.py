@@ -110,15 +110,17 @@ def build(
     if mixer == "gated_deltanet" and feature_map is None:
         feature_map = "nala"
     fields: dict[str, Any] = {
-        **{"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 2},
-        **{
-            "intermediate_size": 32,
-            "initializer_range": 0.3,
-            "mixer_options": mixer_options,
-            **options,
-        },
+        "mixer": mixer,
+        "feature_map": feature_map,
+        "mixer_options": mixer_options,
+        "vocab_size": VOCAB,
+        "hidden_size": 24,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_heads": 2,
+        "initializer_range": 0.3,
     }
-    config = NalandaConfig(mixer=mixer, feature_map=feature_map, **fields)
+    config = NalandaConfig(**(fields | options))
     model: Any = (NalandaForCausalLM if config.is_decoder else NalandaForMaskedLM)(config)
     return model.to(dtype).eval()
 
@@ -233,13 +235,6 @@ def every_token_sees_every_other(model: Any) -> None:
         assert (moved > 1e-9).all(), f"token {t} moves the logits of the four by {moved.tolist()}"
 
 
-def permuted_is_permuted(model: Any) -> None:
-    """For encoders without positions, convolutions, windows and pooled landmarks."""
-    order = torch.randperm(37, generator=torch.Generator().manual_seed(0))
-    tokens = ids(2, 37)
-    close(logits(model, tokens[:, order]), logits(model, tokens)[:, order])
-
-
 def later_logits_alone_move(model: Any) -> None:
     """Tokens change later logits alone. Without that, packed and cached sequences would prove nothing."""
     tokens = ids(2, 70)
@@ -323,14 +318,23 @@ def cached_is_uncached(model: Any) -> None:
     for length in (1, 3, 65):
         _, cache = properties.goes_on(model, tokens[:, :length])
         assert cache.get_seq_length() == length
-        for layer, state in zip(model.model.layers, cache.states, strict=True):
-            shapes = {name: shape for name, (shape, _) in layer.mixer.state_spec(length).items()}
-            assert {name: tuple(x.shape[1:]) for name, x in state.items()} == shapes, "state_spec"
+        _check_states(model, cache, length)
 
     uncached = logits(model, tokens)
     # One by one from the first token and across token 64, then pieces about as long as a chunk of 64.
     for pieces in ([1] * 12 + [50] + [1] * 8, [1, 2, 63, 1, 3], [66, 4]):
         close(properties.in_pieces(model, tokens, pieces), uncached)
+
+
+def _check_states(model: Any, cache: Any, length: int) -> None:
+    """Raises AssertionError for states of other shapes or dtypes than the mixers promise after `length` tokens."""
+    for layer, state in zip(model.model.layers, cache.states, strict=True):
+        promised = {
+            # Nothing of a float64 model is fp32.
+            name: (shape, torch.promote_types(dtype or model.dtype, model.dtype))
+            for name, (shape, dtype) in layer.mixer.state_spec(length).items()
+        }
+        assert {name: (x.shape[1:], x.dtype) for name, x in state.items()} == promised, "state_spec"
 
 
 @torch.no_grad()
@@ -562,12 +566,7 @@ def half_precision_agrees(model: Any) -> None:
     if not model.config.is_decoder:
         return
     assert 2 * cast.config.state_bytes(40) == cache.nbytes  # two rows
-    for layer, state in zip(cast.model.layers, cache.states, strict=True):
-        spec = layer.mixer.state_spec(40).items()
-        promised = {name: (shape, dtype or torch.bfloat16) for name, (shape, dtype) in spec}
-        assert {name: (tuple(x.shape[1:]), x.dtype) for name, x in state.items()} == promised, (
-            "state_spec"
-        )
+    _check_states(cast, cache, 40)
 
 
 MIXER_PROPERTIES: list[Callable[[Any], None]] = [
