@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,6 +27,7 @@ from nalanda.common.errors import InputError, output_folder
 from nalanda.common.files import write_atomically
 from nalanda.common.products import product_route
 from nalanda.common.progress import Progress, first_process
+from nalanda.common.terminal import plain_console
 from nalanda.common.text import si
 from nalanda.common.versions import versions
 from nalanda.config.load import load_config
@@ -598,18 +598,18 @@ def incomparable(models: list[dict[str, Any]]) -> list[str]:
 
 def print_perplexity(result: dict[str, Any]) -> None:
     """Prints the totals, and perplexity by distance from the beginning."""
-    console = Console(highlight=False, emoji=False)
-    console.print(f"perplexity of {result['text']}", style="bold", markup=False, soft_wrap=True)
-    console.print(_totals_table(result["models"]), markup=False)
+    console = plain_console()
+    console.print(f"perplexity of {result['text']}", style="bold", soft_wrap=True)
+    console.print(_totals_table(result["models"]))
     for reason in incomparable(result["models"]):
-        console.print(f"not comparable: {reason}", style="yellow", markup=False, soft_wrap=True)
+        console.print(f"not comparable: {reason}", style="yellow", soft_wrap=True)
 
     for model in result["models"]:
         console.print()
-        console.print(model["name"], style="bold", markup=False, soft_wrap=True)
-        console.print(_ranges_table(model), markup=False)
+        console.print(model["name"], style="bold", soft_wrap=True)
+        console.print(_ranges_table(model))
     names = ", ".join(["perplexity.json", "perplexity.csv", *result["figures"]])
-    console.print(f"\n{names} in {result['directory']}", style="dim", markup=False, soft_wrap=True)
+    console.print(f"\n{names} in {result['directory']}", style="dim", soft_wrap=True)
 
 
 def _totals_table(models: list[dict[str, Any]]) -> Table:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from nalanda.common.progress import first_process
 from nalanda.common.scores import PERPLEXITIES, SHARES, percent_factor
+from nalanda.common.terminal import plain_console
 from nalanda.common.text import beside_least, markdown_table, si, size
 from nalanda_eval.needles import KINDS, LENGTHS, NEEDLES, short_length
 
@@ -253,23 +253,23 @@ def print_results(results: dict[str, Any]) -> None:
     """Print the tables, on the first process of a launch."""
     if not first_process():
         return
-    console = Console(emoji=False)
+    console = plain_console()
     for header, published, ours in filter(None, (suite(results, name) for name in SUITES)):
         table = _make_table([title.replace(" ", "\n") for title in header], left=1)
         for row in published:
             table.add_row(*row, style="dim", end_section=row is published[-1])
         for i, row in enumerate(ours):
             table.add_row(*row, style="dim" if i % 2 else None)
-        console.print(table, markup=False)
+        console.print(table)
         console.print()
     for header, rows in filter(None, (needle_table(results), others(results))):
         table = _make_table(header, left=2)
         for row in rows:
             table.add_row(*row)
-        console.print(table, markup=False)
+        console.print(table)
         console.print()
     for note in notes(results):
-        console.print(note, style="dim", markup=False, highlight=False)
+        console.print(note, style="dim")
 
 
 def model_titles(models: list[dict[str, Any]]) -> list[str]:

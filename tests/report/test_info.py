@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from rich.cells import cell_len
-from rich.console import Console
 from training import of_rows, one_a_mixer
 
 from nalanda import NalandaConfig, NalandaForCausalLM
@@ -250,15 +249,16 @@ def test_time_is_flops_over_a_share_of_the_peak():
         info("gla_340m", [], memory=False, device="B100")
 
 
-def test_the_disk_of_a_recipe():
+def test_the_disk_of_a_recipe(capsys, monkeypatch):
     figures = info("gla_340m", ["checkpoint.keep_every=null"], memory=False)
     n, kept = figures["parameters"], 3
     assert figures["checkpoint_bytes"] == 12 * n
     assert figures["final_bytes"] == 4 * n
     assert figures["disk_bytes"] == (kept + 1) * 12 * n
-    console = Console(width=120, record=True, emoji=False)
-    print_info(figures, console)
-    assert re.search(r"disk +16\.7 GiB +at most; checkpoints 4 of 4\.2 GiB", console.export_text())
+    monkeypatch.setenv("COLUMNS", "120")
+    print_info(figures)
+    printed = capsys.readouterr().out
+    assert re.search(r"disk +16\.7 GiB +at most; checkpoints 4 of 4\.2 GiB", printed)
 
 
 def test_weights_and_moments_by_how_they_are_shared():
@@ -401,11 +401,13 @@ def test_a_changed_recipe_and_a_new_one_are_counted(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("figures_once")
-def test_tables_fit_a_terminal_and_cut_no_word(capsys):
+def test_tables_fit_a_terminal_and_cut_no_word(capsys, monkeypatch):
     rows = tables.all_rows()
-    tables.print_tables(rows, Console(width=400))
+    monkeypatch.setenv("COLUMNS", "400")
+    tables.print_tables(rows)
     words = set(capsys.readouterr().out.split())
-    tables.print_tables(rows, Console(width=80))
+    monkeypatch.setenv("COLUMNS", "80")
+    tables.print_tables(rows)
     out = capsys.readouterr().out
     assert "κ(Z, Z)" in out
     assert "[relu(x)^p;" in out  # brackets are not markup
@@ -414,7 +416,8 @@ def test_tables_fit_a_terminal_and_cut_no_word(capsys):
     assert {word for word in out.split() if "─" not in word} <= words
 
     # A narrower one gets the first columns.
-    tables.print_tables(rows, Console(width=40))
+    monkeypatch.setenv("COLUMNS", "40")
+    tables.print_tables(rows)
     narrow = capsys.readouterr().out
     assert all(cell_len(line) <= 40 for line in narrow.splitlines())
     assert {word for word in narrow.split() if "─" not in word} <= words
@@ -422,9 +425,10 @@ def test_tables_fit_a_terminal_and_cut_no_word(capsys):
 
 @pytest.mark.usefixtures("figures_once")
 @pytest.mark.parametrize(("width", "more"), [(80, False), (120, True)])
-def test_the_recipes_have_mixer_and_map_at_any_width(capsys, width, more):
+def test_the_recipes_have_mixer_and_map_at_any_width(capsys, monkeypatch, width, more):
     rows = recipes.recipe_rows()
-    recipes.print_recipes(rows, Console(width=width))
+    monkeypatch.setenv("COLUMNS", str(width))
+    recipes.print_recipes(rows)
     out = capsys.readouterr().out
     assert all(cell_len(line) <= width for line in out.splitlines())
     assert "…" not in out

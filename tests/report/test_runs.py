@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 import nalanda_cli
 from nalanda.common.errors import InputError
+from nalanda.common.terminal import narrowed
 from nalanda.report import plot as plots
 from nalanda.report import runs
 from nalanda.report.plot import _caption, _title, curve, labels, plot, smoothed
@@ -155,20 +156,19 @@ def test_the_list(tmp_path, monkeypatch, capsys):
     assert found["no-yaml"].problem == "config.yaml is not YAML"
     assert found["bare"].problem == "config.yaml is missing"
 
-    console = Console(width=120, record=True, file=io.StringIO())
-    runs.print_runs(list(found.values()), console)
-    text = console.export_text()
+    def printed(width: int, *shown: runs.RunSummary) -> str:
+        monkeypatch.setenv("COLUMNS", str(width))
+        runs.print_runs(shown)
+        return capsys.readouterr().out
+
+    text = printed(120, *found.values())
     for part in ("40/100", "2.4 M", "25%", "3.6 K", "torn", "failed: the loss is nan", "2 × gla,"):
         assert part in text, part
-    narrow = Console(width=80, record=True, file=io.StringIO())
-    runs.print_runs(list(found.values()), narrow)
-    heading = narrow.export_text().splitlines()[0].split()
+    heading = printed(80, *found.values()).splitlines()[0].split()
     assert heading == [
         word for word in text.splitlines()[0].split() if word not in ("MFU", "params")
     ]
-    tight = Console(width=46, record=True, file=io.StringIO())
-    runs.print_runs([found["done"]], tight)
-    assert tight.export_text().split()[:6] == ["run", "state", "step", "loss", "val", "ppl"]
+    assert printed(46, found["done"]).split()[:6] == ["run", "state", "step", "loss", "val", "ppl"]
     monkeypatch.delenv("COLUMNS", raising=False)
     runs.print_runs(list(found.values()))  # to no terminal: every column
     assert capsys.readouterr().out.splitlines()[0].split() == text.splitlines()[0].split()
@@ -189,14 +189,14 @@ def test_a_narrow_table_has_fewer_columns_and_no_shortened_text(width):
     for word in words:
         table.add_column(word, no_wrap=True)
     table.add_row(*words)
-    console.print(runs.narrowed(table, console, ("fourth", "second")))
+    console.print(narrowed(table, console, ("fourth", "second")))
     lines = console.file.getvalue().splitlines()
     fitting = (words, ("first", "second", "third", "last"), ("first", "third", "last"))
     shown = next(names for names in fitting if len(" ".join(names)) <= width)
     assert [line.split() for line in lines] == [[*shown]] * 2
 
 
-def test_the_time_of_a_change_is_told_in_short(tmp_path, monkeypatch):
+def test_the_time_of_a_change_is_told_in_short(tmp_path, monkeypatch, capsys):
     now = datetime(2026, 3, 28, 14, 5)
     clock = mock.Mock(fromtimestamp=datetime.fromtimestamp, now=lambda: now)
     monkeypatch.setattr(runs, "datetime", clock)
@@ -206,9 +206,9 @@ def test_the_time_of_a_change_is_told_in_short(tmp_path, monkeypatch):
         "03-27 23:59": now.replace(day=27, hour=23, minute=59),
         "2025-12-31": now.replace(2025, 12, 31),
     }
-    console = Console(width=120, file=io.StringIO())
-    runs.print_runs([replace(run, changed=then.timestamp()) for then in times.values()], console)
-    _, *lines = console.file.getvalue().splitlines()
+    monkeypatch.setenv("COLUMNS", "120")
+    runs.print_runs([replace(run, changed=then.timestamp()) for then in times.values()])
+    _, *lines = capsys.readouterr().out.splitlines()
     assert all(map(str.endswith, lines, times)), lines
 
 

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.table import Table
-from rich.text import Text
 
+from nalanda.common.terminal import stdout
 from nalanda.common.text import without_infinities
 from nalanda.common.versions import versions
 from nalanda.report.page import render
-from nalanda.report.runs import stdout
 from nalanda.testing.subject import Subject
 from nalanda.testing.verdicts import Finding
 
@@ -34,18 +33,17 @@ def describe_subject(subject: Subject) -> str:
 def print_findings(subject: Subject, rows: Sequence[Finding]) -> None:
     """Prints the table, and each script of a difference below it."""
     console = stdout()
-    console.print(describe_subject(subject), markup=False, highlight=False)
+    console.print(describe_subject(subject))
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("property", "verdict", "difference", "where or why"):
         table.add_column(heading, no_wrap=heading != "where or why")
     for row in rows:
-        # Not as markup: errors of models have brackets.
-        table.add_row(*map(Text, cells(row)), style=STYLES.get(row.verdict))
+        table.add_row(*cells(row), style=STYLES.get(row.verdict))
     console.print(table)
     for row in rows:
         if row.script:
-            console.print(f"\n# {row.name}: save this as a file and run it\n", highlight=False)
-            console.print(row.script, markup=False, highlight=False, soft_wrap=True)
+            console.print(f"\n# {row.name}: save this as a file and run it\n")
+            console.print(row.script, soft_wrap=True)
 
 
 def findings_json(subject: Subject, rows: Sequence[Finding]) -> str:

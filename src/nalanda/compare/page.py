@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.markup import escape
 from rich.table import Table
 
 from nalanda.common.files import write_atomically
+from nalanda.common.terminal import narrowed, stdout
 from nalanda.common.text import duration, markdown_table, redact, si, size, without_infinities
 from nalanda.common.versions import versions
 from nalanda.compare.plan import StudyRun
@@ -24,7 +24,6 @@ from nalanda.report.figures import COLOURS
 from nalanda.report.page import render
 from nalanda.report.page_run import line_look
 from nalanda.report.panels import INK, colour_panel, make_panel, show_values
-from nalanda.report.runs import narrowed, stdout
 
 HEADINGS = (
     *("arm", "rate", "seeds", "bits a byte", "nats a token", "perplexity", "sd"),
@@ -119,7 +118,7 @@ def print_report(report: Report) -> None:
     optional = ("FLOPs a token", "perplexity", "tokens", "nats a token", "time", "state", "rate")
     console.print(narrowed(make_table(HEADINGS, arm_rows(report)), console, optional))
     for line in [*report.verdict.sentences, *report.notes]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def print_scores(report: Report) -> None:
@@ -130,9 +129,9 @@ def print_scores(report: Report) -> None:
 def make_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
     for i, heading in enumerate(headings):
-        table.add_column(escape(heading), justify="right" if i else "left", no_wrap=True)
+        table.add_column(heading, justify="right" if i else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*row)
     return table
 
 

@@ -4,11 +4,11 @@ import copy
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from nalanda.common.errors import InputError
 from nalanda.common.number_formats import TORCH_NAMES
+from nalanda.common.terminal import plain_console
 from nalanda.common.text import size, suggest
 from nalanda.config.load import load_config
 from nalanda.config.model import in_one_line, is_encoder
@@ -158,7 +158,7 @@ def peak_of(device: str, precision: str) -> tuple[float, str]:
     raise InputError(f"--device: no data sheet of {device}{suggest(device, [*PEAK_FLOPS, 'cpu'])}")
 
 
-def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
+def print_info(figures: dict[str, Any]) -> None:
     """Prints the figures of `info` as a table."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
@@ -228,4 +228,4 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
     if f["seconds"]:
         each = f"{f['peak_flops_per_device'] / 1e12:.3g} TFLOP/s ({f['peak_source']})"
         table.add_row("time", "", f"{time_range(f['seconds'])} of {f['processes']} × {each}")
-    (console or Console(emoji=False)).print(table)
+    plain_console().print(table)

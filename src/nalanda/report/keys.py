@@ -4,12 +4,12 @@ import ast
 import re
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
+from rich.text import Text
 
 from nalanda.common.errors import InputError
 from nalanda.common.fields import Field, read_fields
+from nalanda.common.terminal import plain_console
 
 _PACKAGE = Path(__file__).parents[1]
 _FACTORIES = {"list": "[]", "dict": "{}"}
@@ -41,12 +41,12 @@ def print_keys(pattern: str = "") -> None:
         raise InputError(
             f"no key's name or meaning has {pattern!r}; without a pattern all are listed"
         )
-    console = Console(highlight=False, emoji=False)
+    console = plain_console()
     for row in rows:
         value = "required" if row["default"] == "required" else f"= {row['default']}"
-        console.print(f"[bold]{escape(row['key'])}[/]: {escape(row['type'])} {escape(value)}")
+        console.print(Text(row["key"], "bold"), f"{row['type']} {value}", sep=": ")
         if row["meaning"]:
-            console.print(Padding(escape(row["meaning"]), (0, 0, 0, 4)))
+            console.print(Padding(row["meaning"], (0, 0, 0, 4)))
 
 
 def _type_of(field: ast.AnnAssign) -> str:

@@ -7,10 +7,10 @@ from typing import Any
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from nalanda.common.files import sha256_of
+from nalanda.common.terminal import plain_console
 from nalanda.common.text import beside_least, size
 from nalanda.config.load import shipped_recipes as recipe_files
 from nalanda.report.runs import layers
@@ -81,9 +81,9 @@ def compute_row(name: str, file: Path) -> dict[str, Any]:
     }
 
 
-def print_recipes(rows: list[dict[str, Any]], console: Console | None = None) -> None:
+def print_recipes(rows: list[dict[str, Any]]) -> None:
     """Prints the rows of `recipe_rows`, with the columns for which the terminal is wide enough."""
-    console = console or Console(emoji=False)
+    console = plain_console()
     columns = ["recipe", "mixer", "map", "MiB"]
     columns += [name for name, width in WIDTHS.items() if console.width >= width]
     table_rows = []
@@ -94,7 +94,7 @@ def print_recipes(rows: list[dict[str, Any]], console: Console | None = None) ->
         state += "*" if row["state"].endswith("×") else ""
         table_rows.append(row | {"mixer": by_line, "map": row["feature map"], "MiB": state})
     print_table(console, "Recipes", table_rows, columns)
-    console.print(LEGEND, style="dim", highlight=False)
+    console.print(LEGEND, style="dim")
 
 
 def print_table(
@@ -112,5 +112,5 @@ def print_table(
             break
         table.add_column(column, no_wrap=i == 0, overflow="fold", min_width=longest)
     for row in rows:
-        table.add_row(*(escape(str(row[column])) for column in columns))
+        table.add_row(*(str(row[column]) for column in columns))
     console.print(table)

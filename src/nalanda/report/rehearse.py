@@ -11,13 +11,13 @@ from typing import Any
 
 import psutil
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from nalanda.common.errors import InputError, NothingTrained
 from nalanda.common.files import missing_folders, remove_new_folders
 from nalanda.common.processes import peak_resident
 from nalanda.common.progress import first_process
+from nalanda.common.terminal import plain_console
 from nalanda.common.text import duration, size
 from nalanda.config.schema import RunConfig, Stage
 from nalanda.report.verify import verify
@@ -173,5 +173,5 @@ def print_rehearsal(figures: dict[str, Any]) -> None:
     written = f"{size(f['checkpoint_bytes'])}, written and read back"
     table.add_row("checkpoint", size(f["estimated_checkpoint_bytes"]), written)
     table.add_row("disk, at most", size(f["disk_bytes"]), f"{size(f['free_bytes'])} free")
-    Console(emoji=False).print(table)
+    plain_console().print(table)
     print("rehearsed: the data, the tokenizer and the model work; all files are removed again")

@@ -10,13 +10,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from nalanda.common.errors import InputError, first_line
 from nalanda.common.files import alone, read_recipe
+from nalanda.common.terminal import narrowed, stdout
 from nalanda.common.text import si
 from nalanda.config.schema import DataConfig
 from nalanda.train.log import last_metrics, read_facts
@@ -132,9 +131,9 @@ def overview(directory: str | Path) -> list[RunSummary]:
     return sorted(runs, key=lambda run: (-run.changed, run.name))
 
 
-def print_runs(runs: Sequence[RunSummary], console: Console | None = None) -> None:
+def print_runs(runs: Sequence[RunSummary]) -> None:
     """Prints a table of the runs, then their problems. A narrow terminal gets fewer columns."""
-    console = console or stdout()
+    console = stdout()
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
     for heading in ("run", "state", "model"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "state")
@@ -156,9 +155,9 @@ def print_runs(runs: Sequence[RunSummary], console: Console | None = None) -> No
             (run.mfu, "{:.0%}".format),
         )
         table.add_row(
-            escape(run.name),
-            f"[{colours.get(run.state, 'default')}]{run.state}",
-            escape(run.model.replace(" + ", " +\n").replace(", ", ",\n")),
+            run.name,
+            Text(run.state, colours.get(run.state, "default")),
+            run.model.replace(" + ", " +\n").replace(", ", ",\n"),
             *("–" if value is None else form(value) for value, form in figures),
             _format_time(run.changed),
         )
@@ -168,28 +167,7 @@ def print_runs(runs: Sequence[RunSummary], console: Console | None = None) -> No
     )
     for run in runs:
         if run.problem:
-            console.print(
-                f"{run.name}: {run.problem}", markup=False, highlight=False, soft_wrap=True
-            )
-
-
-def stdout() -> Console:
-    """The terminal. Where there is none, nor COLUMNS, lines may be as long as they need."""
-    console = Console(emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 1000
-    return console
-
-
-def narrowed(table: Table, console: Console, dispensable: Sequence[str]) -> Table:
-    """`table` without the first of the `dispensable` columns, as many as the console is too narrow for."""
-    unlimited = console.options.update(max_width=1000)
-    for heading in dispensable:
-        if Measurement.get(console, unlimited, table).maximum <= console.width:
-            break
-        columns = (column for column in table.columns if column.header != heading)
-        table.columns = Table(*columns).columns  # which numbers them anew
-    return table
+            console.print(f"{run.name}: {run.problem}", soft_wrap=True)
 
 
 def _last_lines(folder: Path, validates: bool) -> tuple[int, dict]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
+from nalanda.common.terminal import plain_console
 from nalanda.common.text import markdown_table
 from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, build_feature_map
 from nalanda.model.options import is_option
@@ -96,11 +96,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return markdown_table(header, body)
 
 
-def print_tables(tables: dict[str, list[dict[str, Any]]], console: Console | None = None) -> None:
+def print_tables(tables: dict[str, list[dict[str, Any]]]) -> None:
     """Prints the tables of `all_rows`."""
-    console = console or Console(emoji=False)
+    console = plain_console()
     recipes, mixers, maps = tables.values()
-    print_recipes(recipes, console)
+    print_recipes(recipes)
 
     mixers = [row | {"taps": row["convolution"]} for row in mixers]
     columns = ["mixer", "feature map", "taps", "gate", "MFLOPs a token", "state, KiB", NORMS]
