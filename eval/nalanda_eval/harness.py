@@ -58,7 +58,13 @@ from nalanda.common.progress import Progress
 from nalanda.common.scores import PERPLEXITIES, PROMPTS, find_results, read_scores
 from nalanda.common.text import without_infinities
 from nalanda.common.versions import versions
-from nalanda.inference.load import check_chat_template, choose_device, load_model, number_format
+from nalanda.inference.load import (
+    check_chat_template,
+    choose_device,
+    is_ours,
+    load_model,
+    number_format,
+)
 from nalanda.inference.options import LoadOptions
 from nalanda.train.card import update_card
 from nalanda.train.launch import on_main_process
@@ -68,11 +74,9 @@ from nalanda_eval import report
 from nalanda_eval.cache import AnswerCache
 from nalanda_eval.needles import SAMPLES
 from nalanda_eval.options import EvalOptions, check_least
-from nalanda_eval.perplexity import ratio
+from nalanda_eval.perplexity import context_length, ratio
 from nalanda_eval.task_data import TaskSource, find_tasks
 
-CONTEXT_LENGTHS = ("n_positions", "max_position_embeddings", "n_ctx")
-"""Keys of configs with the tokens that a model sees at once, as the harness reads them."""
 DECISIVE = ("dtype", "max_length", "begins_with_bos", "fingerprint", "chat_template")
 """Facts of a model that all its scores share."""
 COUNTS = ("log_likelihoods", "found", "prompts", "prompts_cut", "seconds")
@@ -348,7 +352,7 @@ def _add_to_card(record: dict[str, Any], file: Path) -> None:
     config = folder / "config.json"
     if not (folder / "README.md").is_file() or not config.is_file():
         return
-    if json.loads(config.read_text(encoding="utf-8")).get("dtype") != record["dtype"]:
+    if json.loads(config.read_bytes()).get("dtype") != record["dtype"]:
         return
     files = {each.resolve(): None for each in [*(find_results(run) if run else []), file]}
     scores = read_scores(files, lambda other: other["fingerprint"] == record["fingerprint"])
@@ -386,7 +390,7 @@ def _read_earlier(
     if file is None or not file.is_file():
         return nothing
     try:
-        earlier = json.loads(file.read_text(encoding="utf-8"))
+        earlier = json.loads(file.read_bytes())
         # Paths identify models: names may be relative to another folder.
         before = {model["place"]: model["name"] for model in earlier["models"]}
         now = {_full_path(name): name for name in models}
@@ -501,13 +505,13 @@ def _fitting_needles(
         length = min(_read_context_length(name, loading.trust_remote_code) for name in models)
 
     fitting = [source for source in sources if not source.needle or source.needle.length <= length]
+    if len(fitting) == len(sources):
+        return sources, {}
     reason = (
         f"a model sees {length} tokens at once; read them with --long whole, or with --max-length"
     )
     if not fitting:
         raise InputError(f"--tasks: no needle fits: {reason}")
-    if len(fitting) == len(sources):
-        return sources, {}
     return fitting, {f"needles of more than {length} tokens": reason}
 
 
@@ -517,10 +521,7 @@ def _read_context_length(name: str, trust_remote_code: bool) -> int:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot load {name}: {first_line(error)}") from error
-    for key in CONTEXT_LENGTHS:
-        if length := getattr(config, key, None):
-            return length
-    return 2048
+    return context_length(config) or 2048
 
 
 def most_tokens(models: list[str], trust_remote_code: bool = False) -> Callable[[str], int]:
@@ -565,9 +566,9 @@ def _check_chat_templates(models: list[str], trust_remote_code: bool) -> None:
 def _check_endless(model: Any, name: str) -> None:
     """Raises `InputError` for a model whose cache grows with the text or whose positions are limited."""
     try:
-        if model.config.model_type == "nalanda":
+        if is_ours(model):
             model.model.check_carries()
-        elif any(getattr(model.config, key, None) for key in CONTEXT_LENGTHS):
+        elif context_length(model.config):
             raise ValueError
     except ValueError:
         raise InputError(

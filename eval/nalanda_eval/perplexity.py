@@ -57,6 +57,8 @@ from nalanda_eval.report import model_titles
 
 AT_ONCE = 4096
 """Tokens whose logits are in memory at once."""
+CONTEXT_LENGTHS = ("n_positions", "max_position_embeddings", "n_ctx")
+"""Keys of configs with the tokens that a model sees at once."""
 LONGEST = 16
 """Default length of a row, in windows."""
 
@@ -100,7 +102,7 @@ def perplexity(
                 raise InputError(
                     f"{name}: only models of ours are cut over processes; start one process"
                 )
-            window = options.window or _trained_length(model)
+            window = options.window or context_length(model.config.get_text_config()) or 2048
             length = options.length or LONGEST * window
             texts = list(tokenise_documents(model, tokenizer, data, limit=options.tokens))
             with Progress(name, 0, "tokens") as progress:
@@ -500,9 +502,10 @@ def _measure_range(
     return point
 
 
-def _trained_length(model: PreTrainedModel) -> int:
-    config: Any = model.config.get_text_config()
-    return getattr(config, "max_position_embeddings", None) or 2048
+def context_length(config: Any) -> int | None:
+    """Tokens that a model sees at once, as lm-evaluation-harness reads its config; None: it does not say."""
+    lengths = (getattr(config, key, None) for key in CONTEXT_LENGTHS)
+    return next(filter(None, lengths), None)
 
 
 def _exp_or_none(nats: float) -> float | None:

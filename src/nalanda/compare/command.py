@@ -10,12 +10,12 @@ from nalanda.compare import page
 from nalanda.compare.options import Execution
 from nalanda.compare.plan import StudyRun, folder_of, rates_at_an_end
 from nalanda.compare.results import RETRIES, other_setups
-from nalanda.compare.runs import Runner, claimed
+from nalanda.compare.runs import Runner, claimed, fetch
 from nalanda.compare.study import Study, load_arms, warn_about
 from nalanda.compare.tasks import Evaluate, absent_models, score_tasks
 from nalanda.compare.verdict import StudyVerdict, judge_study
 from nalanda.compare.widths import figures_of, shared_weights, with_equal_figures
-from nalanda.storage.remote import is_store, read_bytes, staging, upload
+from nalanda.storage.remote import is_store, staging, upload
 
 Sampler = Callable[[Path], Sequence[tuple[str, str]]]
 """Gives samples of the run in a folder, as (prompt, continuation)."""
@@ -58,7 +58,7 @@ def run_study(
         verdict = judge_study(study, runs, results, parameters, configs)
         notes += rates_at_an_end(study, results)
         notes += other_setups(results[run.name] for run in runs)
-        looks = [*verdicts_before(study.output_dir), (study.seeds, study.margin)]
+        looks = [*verdicts_before(study, folder), (study.seeds, study.margin)]
         seeds, margin = looks[0]
         if seeds < study.seeds:
             notes.append(
@@ -98,14 +98,12 @@ def publish(folder: Path, report: page.Report) -> list[str]:
     return named
 
 
-def verdicts_before(output_dir: str) -> list[tuple[int, float]]:
+def verdicts_before(study: Study, folder: Path) -> list[tuple[int, float]]:
     """Seeds and margin of each verdict that the study has had; a folder without compare.json has had none."""
+    file = folder / "compare.json"
     try:
-        if is_store(output_dir):
-            text = read_bytes(f"{output_dir}/compare.json", RETRIES, missing=b"")
-        else:
-            text = (Path(output_dir) / "compare.json").read_bytes()
-        looks = json.loads(text)["looks"]
+        fetch(study, file, folder)
+        looks = json.loads(file.read_bytes())["looks"]
         return [(int(seeds), float(margin)) for seeds, margin in looks if seeds > 1]
     except (OSError, ValueError, KeyError, TypeError):
         return []

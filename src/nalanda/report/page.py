@@ -339,7 +339,7 @@ def loading_code(run: PageRun) -> str:
 def _final_config(run: PageRun) -> dict[str, Any]:
     """The config of the final model; {} while there is none."""
     file = run.folder / "final" / "config.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return json.loads(file.read_bytes()) if file.is_file() else {}
 
 
 # ------------------------------ tables

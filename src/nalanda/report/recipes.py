@@ -29,7 +29,7 @@ LEGEND = (
 
 def recipe_rows() -> list[dict[str, Any]]:
     """A row for each recipe that ships with Nalanda: the stored one, unless the file is new or changed."""
-    stored = json.loads(STORED.read_text(encoding="utf-8"))
+    stored = json.loads(STORED.read_bytes())
     rows = []
     for name, file in recipe_files().items():
         entry = stored.get(name, {})

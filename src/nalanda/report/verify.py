@@ -94,7 +94,7 @@ def _build(path: Path, config: RunConfig | None) -> tuple[Any, Any]:
 def _find_mismatch(path: Path, config: RunConfig | None) -> str | None:
     """The problem that would prevent loading; allocates no model."""
     model, optimizer = _build(path, config)
-    record = json.loads((path / "trainer.json").read_text())
+    record = json.loads((path / "trainer.json").read_bytes())
     for name in ("model", "optimizer", *_averages_of(path)):
         source = tensor_files.tensor_source(path, name)
         saved = tensor_files.shapes(source)

@@ -60,7 +60,7 @@ def served_folder(name: str) -> str:
     if "@" in resolved.model:
         raise InputError(f"{folder}: servers read @ as a revision; rename the folder")
 
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((folder / "config.json").read_bytes())
     architecture = (config.get("architectures") or ["no model"])[0]
     if not architecture.endswith(("ForCausalLM", "ForConditionalGeneration")):
         raise InputError(f"{folder}: {architecture} writes no text; serve a causal language model")
@@ -109,7 +109,7 @@ def has_chat_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").is_file():
         return True
     file = folder / "tokenizer_config.json"
-    return file.is_file() and bool(json.loads(file.read_text("utf-8")).get("chat_template"))
+    return file.is_file() and bool(json.loads(file.read_bytes()).get("chat_template"))
 
 
 def run_vllm(folder: str, options: ServeOptions, others: list[str]) -> None:

@@ -31,17 +31,14 @@ _WIDTHS = re.compile(r"d_model$|n_embd$|n_inner$|_dim$|_size$|_rank$|_width$|d_s
 _FIXED = re.compile(r"kernel|conv|group|patch|batch|image|vision|audio")
 
 _MOST = {
-    re.compile(pattern): most
-    for pattern, most in {
-        "vocab_size$": 512,
-        "state_size$|d_state$": 16,
-        "(^|_)chunk_size$|^block_size$": 16,  # 70 tokens cross the edges of chunks
-        "window(_size)?$": 32,
-        "experts$": 4,
-        "experts_per_tok(en)?$|top_?k(_experts)?$": 2,
-        "n_groups?$|ngroups$|expert_group$": 2,
-        "topk_group$": 1,
-    }.items()
+    "vocab_size$": 512,
+    "state_size$|d_state$": 16,
+    "(^|_)chunk_size$|^block_size$": 16,  # 70 tokens cross the edges of chunks
+    "window(_size)?$": 32,
+    "experts$": 4,
+    "experts_per_tok(en)?$|top_?k(_experts)?$": 2,
+    "n_groups?$|ngroups$|expert_group$": 2,
+    "topk_group$": 1,
 }
 """The largest values of fields that do not grow with the width."""
 
@@ -220,7 +217,7 @@ def narrow_fields(fields: dict[str, Any], hidden: int, width: int) -> dict[str, 
     for key, value in fields.items():
         if type(value) is not int or value <= 0 or key.endswith("token_id"):
             continue
-        most = next((most for pattern, most in _MOST.items() if pattern.search(key)), None)
+        most = next((most for pattern, most in _MOST.items() if re.search(pattern, key)), None)
         if most:
             found[key] = min(value, most)
         elif _HEAD_SIZES.search(key):
