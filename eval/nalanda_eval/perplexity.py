@@ -105,9 +105,11 @@ def perplexity(
             window = options.window or context_length(model.config.get_text_config()) or 2048
             length = options.length or LONGEST * window
             texts = list(tokenise_documents(model, tokenizer, data, limit=options.tokens))
-            with Progress(name, 0, "tokens") as progress:
+            readings = 2 if window < length else 1
+            total = readings * sum(len(ids) - 1 for ids, _, _ in texts)
+            with Progress(name, total, "tokens") as progress:
                 figures = perplexity_by_position(
-                    model, texts, min(window, length), length, progress.to, context
+                    model, texts, min(window, length), length, progress.advance, context
                 )
             measured.append(_model_facts(name, model) | figures)
 
@@ -395,7 +397,7 @@ def perplexity_by_position(
     texts: list[tuple[np.ndarray, int, int]],
     window: int,
     length: int,
-    advance: Callable = lambda done, total: None,
+    advance: Callable[[int], None] = lambda tokens: None,
     context: Context | None = None,
 ) -> dict[str, Any]:
     """The result of `perplexity` for one model: totals, and the curve over positions in rows of `length`.
@@ -403,20 +405,11 @@ def perplexity_by_position(
     Standard errors are over texts for the totals and over rows for the curve; None for a single one.
     """
     ids = [text[0] for text in texts]
-    number = sum(len(text) - 1 for text in ids)
-    read = 0
-
-    def progress(tokens: int) -> None:
-        nonlocal read
-        read += tokens
-        advance(read, total=number * (2 if window < length else 1))
-
-    progress(0)
     try:
         # If a row is no longer than a window, both readings are the same.
-        one_pass = windows = score_spans(model, ids, length, progress, context)
+        one_pass = windows = score_spans(model, ids, length, advance, context)
         if window < length:
-            windows = score_spans(model, ids, window, progress, context)
+            windows = score_spans(model, ids, window, advance, context)
     except IndexError as error:  # learnt positions are limited
         raise InputError(
             f"--length {length}: the model cannot read rows of {length} tokens; take fewer"
@@ -440,7 +433,7 @@ def perplexity_by_position(
         "window": window,
         "length": length,
         "texts": len(texts),
-        "tokens": number,
+        "tokens": sum(map(len, one_pass)),
         "words": words,
         "bytes": size,
         "one_pass": _sum_up(one_pass, words, size),
