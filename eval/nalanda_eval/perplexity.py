@@ -533,7 +533,7 @@ def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
     file = directory / "perplexity"
     with drawing(file, title, caption, 2 * len(groups), height=2.5) as panels:
         pairs = zip(panels[::2], panels[1::2], strict=True)
-        for (left, right), (_, members) in zip(pairs, groups, strict=True):
+        for (left, right), members in zip(pairs, groups, strict=True):
             for i in members:
                 _draw_model(models[i], names[i], looks[i], left, right)
             right.axhline(0, color=GREY, linestyle=":", label="windows")

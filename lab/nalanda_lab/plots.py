@@ -54,7 +54,7 @@ def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
         value, layer, part = max((y, x, part) for part, mine in points.items() for x, y in mine)
         title = f"{quantity}: largest for {part} of layer {layer}, {value:.3g}"
         with sheet(name, title, f"Markers: a layer. {caption}", len(groups), sharey=True) as panels:
-            for axes, (_, mine) in zip(panels, groups, strict=True):
+            for axes, mine in zip(panels, groups, strict=True):
                 for part in mine:
                     axes.plot(*zip(*points[part], strict=True), **looks[part], label=part)
                 by_layer(axes, f"{quantity[0].lower()}{quantity[1:]} ({unit})")

@@ -7,7 +7,16 @@ from statistics import fmean
 from typing import Any
 
 from nalanda.common.text import markdown_table, size
-from nalanda.report.figures import GREY, drawing, files, in_panels, log_axis
+from nalanda.report.figures import (
+    GREY,
+    MOST,
+    Look,
+    beside_reference,
+    drawing,
+    files,
+    in_panels,
+    log_axis,
+)
 from nalanda_lab.synthetic import Task
 
 
@@ -140,14 +149,40 @@ class _Figures:
         axes.errorbar(sizes, y, bar, clip_on=False, label=name, **look)
 
 
+def panels_by_mixer(names: list[str]) -> tuple[list[tuple[str, list[str]]], dict[str, Look]]:
+    """Titles and models of panels, and how each model is drawn.
+
+    Of many models, each mixer has panels of its own beside softmax, or else beside the first model.
+    """
+    if len(names) <= MOST:
+        panels, looks = in_panels(names)
+        return [("", models) for models in panels], looks
+    reference = next((name for name in names if name.startswith("softmax")), names[0])
+    mixers: dict[str, list[str]] = {}
+    for name in names:
+        if name != reference:
+            mixers.setdefault(name.partition(" + ")[0], []).append(name)
+
+    # Models that are alone in their mixer share the panels without a title.
+    groups = {title: models for title, models in mixers.items() if len(models) > 1}
+    if single := [models[0] for models in mixers.values() if len(models) == 1]:
+        groups[""] = single
+
+    titled, looks = [], {}
+    for title, models in groups.items():
+        panels, of_models = beside_reference(reference, models)
+        titled += [(title, panel) for panel in panels]
+        looks |= of_models
+    return titled, looks
+
+
 def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> list[Path]:
     """Draws each task's score by case, a panel for each way of matching, and its mean score by state size.
 
     The second figure is drawn only if states were matched. Of many models, each mixer has panels of its own.
     """
     names = list(dict.fromkeys(row["model"] for row in rows))
-    softmax = next((name for name in names if name.startswith("softmax")), None)
-    groups, looks = in_panels(names, softmax, lambda name: name.partition(" + ")[0])
+    groups, looks = panels_by_mixer(names)
 
     written: list[Path] = []
     for name in dict.fromkeys(row["task"] for row in rows):

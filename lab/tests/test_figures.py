@@ -14,7 +14,7 @@ from nalanda_eval.perplexity import draw_perplexity
 from nalanda_lab.lra import QUICK_ARENA, draw_arena
 from nalanda_lab.plots import draw_analysis
 from nalanda_lab.recall import QUICK
-from nalanda_lab.recall_report import draw_recall
+from nalanda_lab.recall_report import draw_recall, panels_by_mixer
 from nalanda_lab.speed.decode import FLOOR, OURS, PEER, draw_decode
 
 from nalanda.report.figures import COLUMN, GREY, MOST, PAGE, drawing, files, in_panels, look
@@ -213,11 +213,18 @@ def test_the_same_records_make_the_same_bytes(tmp_path):
 
 @pytest.mark.parametrize("many", [1, 6, 7, 11, 30])
 def test_panels_hold_every_name_once_and_the_reference_always(many):
-    names = [f"{'ab'[i % 2]}{i}" for i in range(many)]
-    panels, looks = in_panels(names, names[0], lambda name: name[0])
-    assert all(len(mine) <= MOST and mine[0] == names[0] for _, mine in panels)
-    assert sorted(name for _, mine in panels for name in mine[1:]) == sorted(names[1:])
-    assert looks.keys() == set(names)
+    names = [f"{'ab'[i % 2]} + {i}" for i in range(many)]
+    for panels, looks in (in_panels(names), by_mixer(names)):
+        assert all(len(mine) <= MOST and mine[0] == names[0] for mine in panels)
+        assert sorted(name for mine in panels for name in mine[1:]) == sorted(names[1:])
+        assert looks.keys() == set(names)
+
+
+def by_mixer(names):
+    titled, looks = panels_by_mixer(names)
+    for title, mine in titled:
+        assert {name[0] for name in mine[1:]} <= set(title or "ab")
+    return [mine for _, mine in titled], looks
 
 
 def test_forty_nine_series_differ():

@@ -63,36 +63,27 @@ def look(i: int) -> Look:
 REFERENCE: Look = {"color": GREY, "linestyle": "-", "marker": ""}
 
 
-def in_panels(
-    names: Sequence[Any], reference: Any = None, kind: Callable[[Any], str] = lambda name: ""
-) -> tuple[list[tuple[str, list[Any]]], dict[Any, Look]]:
-    """Titles and names of panels of at most `MOST` series, and how each name is drawn in all of them.
+def in_panels(names: Sequence[Any]) -> tuple[list[list[Any]], dict[Any, Look]]:
+    """The names of panels of at most `MOST` series, and how each name is drawn in all of them.
 
-    More than `MOST` names are put together by `kind`, and the reference, by default the first, is repeated
-    in grey in every panel.
+    Of more names the first is the reference, see `beside_reference`.
     """
     if len(names) <= MOST:
-        return [("", list(names))], {name: look(i) for i, name in enumerate(names)}
-    reference = names[0] if reference is None else reference
-    kinds: dict[str, list] = {}
-    for name in names:
-        if name != reference:
-            kinds.setdefault(kind(name), []).append(name)
+        return [list(names)], {name: look(i) for i, name in enumerate(names)}
+    return beside_reference(names[0], names[1:])
 
-    # Names that are alone in their kind share the panels without a title.
-    groups = {title: members for title, members in kinds.items() if len(members) > 1}
-    single = [members[0] for members in kinds.values() if len(members) == 1]
-    if single:
-        groups[""] = single
 
+def beside_reference(
+    reference: Any, names: Sequence[Any]
+) -> tuple[list[list[Any]], dict[Any, Look]]:
+    """As `in_panels`, of panels that all repeat the reference in grey."""
     panels = []
     looks = {reference: REFERENCE}
     step = MOST - 1
-    for title, members in groups.items():
-        for start in range(0, len(members), step):
-            series = members[start : start + step]
-            panels.append((title, [reference, *series]))
-            looks |= {name: look(i) for i, name in enumerate(series)}
+    for start in range(0, len(names), step):
+        series = names[start : start + step]
+        panels.append([reference, *series])
+        looks |= {name: look(i) for i, name in enumerate(series)}
     return panels, looks
 
 

@@ -149,7 +149,7 @@ def plot(
     height = 2.8 if len(groups) == 1 else 2.2
 
     with drawing(png, title, caption, len(groups), height=height, sharey=True) as panels:
-        for axes, (_, members) in zip(panels, groups, strict=True):
+        for axes, members in zip(panels, groups, strict=True):
             for i in members:
                 name = names[i] if len(curves) > 1 else None
                 _draw_run(axes, curves[i], looks[i], name, x)
