@@ -219,12 +219,13 @@ def result_rows(results: dict[str, Any]) -> list[list[Any]]:
     """A header, and one row a model, task and metric, without rounding."""
     of_model = ("fingerprint", "parameters", "dtype", "max_length", "begins_with_bos")
     of_task = ("documents", "fingerprint", "version")
-    header = ["model", "task", "metric", "value", "stderr"]
     # The model and the task both have a fingerprint.
-    header += [f"model_{key}" if key == "fingerprint" else key for key in of_model]
-    header += [f"task_{key}" if key != "documents" else key for key in of_task]
-
-    rows = [header]
+    header = [
+        *("model", "task", "metric", "value", "stderr"),
+        *("model_fingerprint", "parameters", "dtype", "max_length", "begins_with_bos"),
+        *("documents", "task_fingerprint", "task_version"),
+    ]
+    rows: list[list[Any]] = [header]
     for model in results["models"]:
         for task, scores in model["tasks"].items():
             for metric, value in scores["metrics"].items():

@@ -37,7 +37,7 @@ def choose_engine(name: str) -> str:
         raise InputError(
             "--engine vllm: not installed; pip install 'nalanda[vllm]' into an environment of its own"
         )
-    if name == "vllm" or (name == "auto" and has_vllm):
+    if has_vllm and name != "transformers":
         return "vllm"
 
     for package in ("fastapi", "openai", "uvicorn"):

@@ -153,7 +153,8 @@ def around(model: PreTrainedModel, name: str = "", lines: Sequence[str] = ()) ->
     keep_fla_off_cpus(sys.modules[type(model).__module__])
     table: Any = model.get_input_embeddings()
     count = min(len(table.weight), 1000)
-    ids = torch.randint(3, count, (2, 70), generator=torch.Generator().manual_seed(0))
+    drawn = f"ids = torch.randint(3, {count}, (2, 70), generator=torch.Generator().manual_seed(0))"
+    ids = _run(["import torch", drawn])["ids"]
     problem = Exception()
     for dtype in ("double", "float"):
         getattr(model, dtype)().eval()
@@ -165,9 +166,6 @@ def around(model: PreTrainedModel, name: str = "", lines: Sequence[str] = ()) ->
             continue
         if not bool(logits.isfinite().all()):
             raise InputError(f"{name}: its logits are NaN or infinite; mend its weights")
-        drawn = (
-            f"ids = torch.randint(3, {count}, (2, 70), generator=torch.Generator().manual_seed(0))"
-        )
         source = "\n".join([*lines, f"model = model.{dtype}().eval()", drawn])
         return Subject(name, model, ids, source)
     raise InputError(f"{name}: it computes nothing here ({first_line(problem)})")

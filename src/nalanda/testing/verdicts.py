@@ -132,8 +132,8 @@ def both_ways(holds: Property, model: Any, ids: Tensor) -> tuple[Tensor, Tensor]
 
 def accepted(model: nn.Module) -> set[str]:
     """The keywords that `forward` names, itself or by the type of its `**kwargs`."""
-    names = set(inspect.signature(model.forward).parameters)
-    hint = inspect.signature(model.forward).parameters.get("kwargs")
+    parameters = inspect.signature(model.forward).parameters
+    names, hint = set(parameters), parameters.get("kwargs")
     for unpacked in typing.get_args(hint.annotation) if hint else ():
         names |= getattr(unpacked, "__annotations__", {}).keys()
     return names
