@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import sys
 
 import pytest
@@ -242,6 +243,17 @@ def test_the_verdict_follows_the_size_of_a_leak(leak, verdict):
     row = judge_property(planted(on_outputs(change)), properties.batch_is_rows, ALLOWED)
     assert row.verdict == verdict
     assert row.difference == pytest.approx(leak, rel=0.1)
+
+
+def test_numbers_that_are_nan_where_rows_are_padded_have_a_place():
+    def change(model, inputs, out):
+        if is_padded(model, inputs):
+            out.logits[0, 33] = torch.nan
+
+    leaky = planted(on_outputs(change))
+    row = judge_property(leaky, properties.left_padded_is_alone, ALLOWED)
+    assert (row.verdict, row.difference) == ("differs", math.inf)
+    assert row.place == "row 0, token 3, layer 0 (llama)"
 
 
 def test_lengths_that_are_taken_and_not_used_are_found():

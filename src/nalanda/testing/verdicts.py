@@ -174,7 +174,7 @@ def locate(found: Tensor, expected: Tensor) -> str:
     """Row and token of the first difference that is half of the largest."""
     if found.ndim < 2 or found.shape != expected.shape:
         return ""
-    difference = (found - expected).abs()
+    difference = (found - expected).abs().nan_to_num(torch.inf)
     if difference.ndim == 3:
         difference = difference.amax(-1)  # [B, T]
     row, token = (difference >= difference.max() / 2).nonzero()[0].tolist()
