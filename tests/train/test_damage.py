@@ -190,5 +190,8 @@ def test_verify_says_of_every_checkpoint_what_it_is_worth(stopped, capsys):
     assert "manifest.json" in last.whole
     assert "model.safetensors" in last.finite
     assert last.loadable != "yes"
+    for file in ("trainer.json", "config.json"):  # JSON of another kind
+        (folder / "step-24" / file).write_text("[]")
+        assert [*verify(run)][-1].loadable != "yes"
     with pytest.raises(InputError, match="no checkpoints here"):
         next(verify(run.parent))

@@ -63,7 +63,7 @@ def _answer_of(question: Callable[..., str | None], *arguments: Any) -> str:
     """The problem that `question` returns or raises; "yes" without one."""
     try:
         return question(*arguments) or "yes"
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return first_line(error)
 
 
