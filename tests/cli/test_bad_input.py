@@ -57,6 +57,8 @@ def place(recipe, tokenizer, tmp_path_factory) -> Path:
     encoder = json.dumps({"architectures": ["NalandaForMaskedLM"]})
     (place / "encoder").mkdir()
     (place / "encoder" / "config.json").write_text(encoder)
+    (place / "cut").mkdir()
+    (place / "cut" / "config.json").write_text(encoder[:20])
     weights = (place / "model" / "model.safetensors").read_bytes()
     (place / "torn" / "model.safetensors").write_bytes(weights[:-100])
     (place / "linked" / "link.safetensors").symlink_to(place / "model" / "model.safetensors")
@@ -349,6 +351,7 @@ TABLE = [
     # servers
     ("serve runs/none", NOT_THERE),
     ("serve bare", r"bare has no tokenizer; copy its files there, or .*`nalanda export`"),
+    ("serve cut", r"cut/config\.json: unreadable: .*"),
     ("serve encoder", r"encoder: NalandaForMaskedLM writes no text; serve a causal language model"),
     ("serve model --engine sglang", r"--engine sglang: is unknown; there are auto, vllm and .*"),
     (

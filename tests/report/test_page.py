@@ -334,6 +334,10 @@ def test_runs_without_records(tmp_path, runs, capsys):
     (runs[1] / "config.yaml").write_text("a: [")
     with pytest.raises(InputError, match=r"unreadable: config\.yaml is not YAML"):
         write_page(runs)
+    (runs[0] / "final").mkdir(exist_ok=True)
+    (runs[0] / "final" / "config.json").write_text('{"model_type"')
+    with pytest.raises(InputError, match=r"final/config\.json: unreadable"):
+        write_page(runs[:1])
     (runs[0] / "baselines.json").write_text('{"bigrams": {"val_ppl": null}}')
     with pytest.raises(InputError, match=r"baselines\.json: unreadable"):
         write_page(runs[:1])

@@ -192,6 +192,17 @@ def stored_recipe(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `InputError` for a file that holds none."""
+    try:
+        content = json.loads(file.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("not a JSON object")
+    except ValueError as error:
+        raise InputError(f"{file}: unreadable: {error}") from None
+    return content
+
+
 def update_json(file: Path, **settings: Any) -> dict[str, Any]:
     """Adds settings to a JSON file, which may be missing; returns all of them."""
     table = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from nalanda.common.errors import InputError, output_file
-from nalanda.common.files import write_atomically
+from nalanda.common.files import read_object, write_atomically
 from nalanda.common.next_steps import choose_prompt
 from nalanda.common.scores import headlines
 from nalanda.common.text import duration, redact, si
@@ -339,7 +339,7 @@ def loading_code(run: PageRun) -> str:
 def _final_config(run: PageRun) -> dict[str, Any]:
     """The config of the final model; {} while there is none."""
     file = run.folder / "final" / "config.json"
-    return json.loads(file.read_bytes()) if file.is_file() else {}
+    return read_object(file) if file.is_file() else {}
 
 
 # ------------------------------ tables

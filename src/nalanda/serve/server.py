@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from nalanda.common.errors import InputError
+from nalanda.common.files import read_object
 from nalanda.common.next_steps import choose_prompt
 from nalanda.config.model_folder import NO_TOKENIZER, tokenizer_files
 from nalanda.serve.options import ServeOptions
@@ -60,7 +61,7 @@ def served_folder(name: str) -> str:
     if "@" in resolved.model:
         raise InputError(f"{folder}: servers read @ as a revision; rename the folder")
 
-    config = json.loads((folder / "config.json").read_bytes())
+    config = read_object(folder / "config.json")
     architecture = (config.get("architectures") or ["no model"])[0]
     if not architecture.endswith(("ForCausalLM", "ForConditionalGeneration")):
         raise InputError(f"{folder}: {architecture} writes no text; serve a causal language model")
@@ -109,7 +110,7 @@ def has_chat_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").is_file():
         return True
     file = folder / "tokenizer_config.json"
-    return file.is_file() and bool(json.loads(file.read_bytes()).get("chat_template"))
+    return file.is_file() and bool(read_object(file).get("chat_template"))
 
 
 def run_vllm(folder: str, options: ServeOptions, others: list[str]) -> None:

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from nalanda.common.errors import InputError, first_line
-from nalanda.common.files import stored_recipe, write_atomically
+from nalanda.common.files import read_object, stored_recipe, write_atomically
 from nalanda.common.progress import Progress
 from nalanda.common.text import duration, si, without_infinities
 from nalanda.config.schema import LogConfig
@@ -232,15 +232,7 @@ class Tracker:
 def read_facts(run_dir: Path) -> dict:
     """Reads run.json; {} if there is none. Raises `InputError` if it is unreadable."""
     file = run_dir / "run.json"
-    if not file.is_file():
-        return {}
-    try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(facts, dict):
-            raise ValueError("not a JSON object")
-    except ValueError as error:
-        raise InputError(f"{file}: unreadable: {error}") from None
-    return facts
+    return read_object(file) if file.is_file() else {}
 
 
 def write_facts(run_dir: Path, facts: dict) -> None:
