@@ -17,7 +17,14 @@ from nalanda.common.number_formats import short_name
 from nalanda.common.plugins import find_plugins, import_plugins
 from nalanda.common.text import closest, redact, suggest
 from nalanda.config.bounds import check_choice, expand_home
-from nalanda.config.schema import EXPONENT, SOURCES, STAGE_KEYS, RunConfig, StageConfig
+from nalanda.config.schema import (
+    EXPONENT,
+    SOURCES,
+    STAGE_KEYS,
+    RunConfig,
+    StageConfig,
+    TokenizerConfig,
+)
 
 
 def load_config(
@@ -57,25 +64,17 @@ def read_sections(path: Path, overrides: typing.Sequence[str] = ()) -> dict:
             f"{path}: expected sections such as `model:` and `data:`, got {_name(values)}"
         )
 
-    _name_path_of_tokenizer(values)
     # Before the overrides: they then add to a section without the settings that they replace.
     _drop_options_of_another_map(values, overrides)
     _drop_another_tokenizer(values, overrides)
     for override in overrides:
         _override(values, override)
-        _name_path_of_tokenizer(values)
 
     data = values.get("data")
     if isinstance(data, dict) and data.get("documents") == "joined":
         # The lines of one text have no bos. A recipe that asks for it is refused later.
         data.setdefault("bos", False)
     return values
-
-
-def _name_path_of_tokenizer(values: dict) -> None:
-    """Writes out a bare string, which is short for the tokenizer's path, as a section."""
-    if isinstance(values.get("tokenizer"), str):
-        values["tokenizer"] = {"path": values["tokenizer"]}
 
 
 def _drop_options_of_another_map(values: dict, overrides: typing.Sequence[str]) -> None:
@@ -96,11 +95,11 @@ def _drop_another_tokenizer(values: dict, overrides: typing.Sequence[str]) -> No
     # An override with null gives no tokenizer.
     overridden = {key for key, _, text in pairs if text not in ("", "null", "~")}
     tokenizer = values.get("tokenizer")
-    if not isinstance(tokenizer, dict):
-        return
-    if "tokenizer.path" in overridden:
+    if "tokenizer.path" in overridden and isinstance(tokenizer, dict):
         values["tokenizer"] = {key: value for key, value in tokenizer.items() if key == "path"}
-    elif "tokenizer.train" in overridden:
+    elif "tokenizer.train" in overridden and isinstance(tokenizer, str):
+        values["tokenizer"] = {}
+    elif "tokenizer.train" in overridden and isinstance(tokenizer, dict):
         tokenizer.pop("path", None)
 
 
@@ -216,6 +215,9 @@ def _override(values: dict, override: str) -> None:
     *path, last = key.split(".")
     for name in path:
         child = values.get(name)
+        if name == "tokenizer" and isinstance(child, str):
+            # A bare string is short for the path: written out, another key can join it.
+            child = {"path": child}
         if not isinstance(child, dict):
             child = {}
         values[name] = child
@@ -347,6 +349,8 @@ def section(cls: type, values: Any, where: str) -> Any:
 
     where: the prefix of its keys in errors, such as `optim.`.
     """
+    if cls is TokenizerConfig and isinstance(values, str):
+        values = {"path": values}
     if not isinstance(values, dict):
         name = where.rstrip(".") or "recipe"
         main_key = MAIN_KEYS.get(name) if isinstance(values, str) else None
