@@ -228,6 +228,7 @@ def draw_curves(runs: Sequence[StudyRun], results: Mapping[str, Result]) -> Any:
     """Validation losses of the arms: the mean over the seeds, and a band of one standard deviation."""
     panel = make_panel("tokens", "log")
     panel.height, panel.yaxis.axis_label = 420, "nats a token"
+    panel.x_range.start = 0  # one validation alone would span two tokens
     for number, arm in enumerate(dict.fromkeys(run.arm for run in runs)):
         curves = [
             dict(results[run.name].curve)
