@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nalanda.common.errors import explained
 from nalanda.inference.options import CARDS
@@ -444,3 +445,11 @@ def test_private_names_of_torch_are_listed():
             names, files = (re.findall(r"`([^`]+)`", cell) for cell in cells[:2])
             listed |= {key: set(files) for key in names}
     assert used == listed
+
+
+def test_the_faults_of_the_mutants_fit_the_code():
+    """`make mutants` leaves out a fault whose text has changed."""
+    faults = yaml.safe_load((ROOT / "tests/mutants/faults.yaml").read_text(encoding="utf-8"))
+    texts = {fault["file"]: (ROOT / fault["file"]).read_text(encoding="utf-8") for fault in faults}
+    stale = [fault for fault in faults if texts[fault["file"]].count(fault["old"]) != 1]
+    assert not stale

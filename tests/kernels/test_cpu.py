@@ -75,7 +75,9 @@ def results(feature_map, qk_norm, inputs, dtype, backend) -> list[Tensor]:
 
 def error(results: list[Tensor], reference: list[Tensor]) -> list[float]:
     return [
-        float((x.detach().double() - y).abs().max() / y.detach().abs().max().clamp_min(1e-30))
+        float(
+            (x.detach().double() - y.detach()).abs().max() / y.detach().abs().max().clamp_min(1e-30)
+        )
         for x, y in zip(results, reference, strict=True)
     ]
 

@@ -50,6 +50,8 @@ ROOMS = {
     "inference": ["src/nalanda/inference"],
     "convert": ["src/nalanda/convert"],
     "report": ["src/nalanda/report"],
+    "compare": ["src/nalanda/compare"],
+    "check": ["src/nalanda/check", "src/nalanda/testing"],
     "eval": ["eval/nalanda_eval"],
     "cli": ["src/nalanda_cli.py", "src/nalanda_typer.py"],
 }
