@@ -113,7 +113,7 @@ def test_a_run_of_a_token_set(tmp_path, calls):
     calls.clear()
     tokenizer = f"tokenizer.path={tmp_path}/set/tokenizer"
     short_run(tmp_path, f"data.source={tmp_path}/set", tokenizer)
-    assert calls["is_token_set"] == 2  # once a split
+    assert calls["is_token_set"] == 1
     assert calls["_open_corpus"] == 0
 
 

@@ -50,12 +50,12 @@ class Source:
 
     def _open_split(self, split: str) -> None:
         location = source_of(self.data, split)
-        if isinstance(location, str) and is_token_set(location):
-            self._splits[split] = TokenSet(location, split)
-            return
         share_files = self.validation and not self.data.validation_source
         splits = SPLITS if share_files else (split,)
-        self._splits |= open_texts(self.data, splits, self.validation)
+        if isinstance(location, str) and is_token_set(location):
+            self._splits |= {each: TokenSet(location, each) for each in splits}
+        else:
+            self._splits |= open_texts(self.data, splits, self.validation)
 
     def __getstate__(self) -> dict[str, Any]:
         local = {}
