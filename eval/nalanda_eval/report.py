@@ -217,21 +217,26 @@ def _cost_notes(model: dict[str, Any]) -> list[str]:
 
 def result_rows(results: dict[str, Any]) -> list[list[Any]]:
     """A header, and one row a model, task and metric, without rounding."""
-    of_model = ("fingerprint", "parameters", "dtype", "max_length", "begins_with_bos")
-    of_task = ("documents", "fingerprint", "version")
-    # The model and the task both have a fingerprint.
-    header = [
-        *("model", "task", "metric", "value", "stderr"),
-        *("model_fingerprint", "parameters", "dtype", "max_length", "begins_with_bos"),
-        *("documents", "task_fingerprint", "task_version"),
-    ]
-    rows: list[list[Any]] = [header]
+    # Keys by column: the model and the task both have a fingerprint.
+    of_model = {
+        "model_fingerprint": "fingerprint",
+        "parameters": "parameters",
+        "dtype": "dtype",
+        "max_length": "max_length",
+        "begins_with_bos": "begins_with_bos",
+    }
+    of_task = {
+        "documents": "documents",
+        "task_fingerprint": "fingerprint",
+        "task_version": "version",
+    }
+    rows: list[list[Any]] = [["model", "task", "metric", "value", "stderr", *of_model, *of_task]]
     for model in results["models"]:
         for task, scores in model["tasks"].items():
             for metric, value in scores["metrics"].items():
                 row = [model["name"], task, metric, value, scores["stderr"].get(metric)]
-                row += [model[key] for key in of_model]
-                row += [scores[key] for key in of_task]
+                row += [model[key] for key in of_model.values()]
+                row += [scores[key] for key in of_task.values()]
                 rows.append(row)
     return rows
 

@@ -89,8 +89,10 @@ def _half(*handles) -> bool:
 
 
 def _handle(x: np.ndarray):
-    """Of a result in fp32, or of a comparison."""
-    return interpreter.TensorHandle(*((x, tl.int1) if x.dtype == bool else (_down(x), BF16)))
+    """Of a comparison, or of a result in fp32."""
+    if x.dtype == bool:
+        return interpreter.TensorHandle(x, tl.int1)
+    return interpreter.TensorHandle(_down(x), BF16)
 
 
 def _float(handle):

@@ -15,7 +15,6 @@ WHOLE = 0
 SAMPLES = 16
 """Samples of a file, head and tail included."""
 
-
 AT_A_TIME = 8
 """Files hashed at a time while a command waits for them."""
 

@@ -344,8 +344,11 @@ class Preparation:
         # The splits that a document belongs to, each with its part of it.
         parts: list[tuple[Document, str]] = []
         for document, split in itertools.product(documents, writers):
-            text = self.hold_out.part(document.text, split) if self.hold_out else document.text
-            if text is not None and not_blank(document.text):
+            if self.hold_out:
+                text = self.hold_out.part(document.text, split)
+            else:
+                text = document.text if not_blank(document.text) else None
+            if text is not None:
                 parts.append((document._replace(text=text), split))
 
         # All texts at once: the tokenizer is called once a group.

@@ -1,12 +1,12 @@
 """A run as its page shows it, read from the files in its folder."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nalanda.common.errors import InputError, first_line
+from nalanda.common.files import read_object
 from nalanda.common.scores import Score, find_results, read_scores
 from nalanda.report.figures import COLOURS
 from nalanda.report.runs import RunSummary, read_run, run_recipe
@@ -91,13 +91,13 @@ def read_run_scores(folder: Path) -> list[Score]:
 def read_baselines(folder: Path) -> dict[str, dict[str, float]]:
     """The contents of baselines.json, which the demo writes; {} without it."""
     file = folder / "baselines.json"
+    baselines = read_object(file) if file.is_file() else {}
     try:
-        text = file.read_text(encoding="utf-8") if file.is_file() else "{}"
         return {
             name: {key: float(value) for key, value in values.items()}
-            for name, values in json.loads(text).items()
+            for name, values in baselines.items()
         }
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise InputError(f"{file}: unreadable: {first_line(error)}") from None
 
 
