@@ -516,12 +516,6 @@ def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
     groups, looks = in_panels(range(len(models)))
     windows = sorted({model["window"] for model in models})
 
-    title = f"Perplexity on {result['text']}"
-    if not incomparable(models):
-        # Bits a byte do not depend on the tokenizer.
-        best = min(range(len(models)), key=lambda i: models[i]["one_pass"]["bits_per_byte"])
-        of_best = f"lowest for {names[best]}" if len(models) > 1 else names[best]
-        title += f": {of_best}, {_format_cell(models[best]['one_pass']['perplexity'])}"
     rows = sorted({point["rows"] for model in models for point in model["curve"]})
     caption = (
         "Left: one pass (lines; bands: ± 1 standard error over rows) and windows of "
@@ -531,7 +525,7 @@ def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
     )
 
     file = directory / "perplexity"
-    with drawing(file, title, caption, 2 * len(groups), height=2.5) as panels:
+    with drawing(file, _title(result, names), caption, 2 * len(groups), height=2.5) as panels:
         pairs = zip(panels[::2], panels[1::2], strict=True)
         for (left, right), members in zip(pairs, groups, strict=True):
             for i in members:
@@ -546,6 +540,18 @@ def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
             left.set_ylabel("perplexity (a token)")
             right.set_ylabel("one pass beside windows (%)")
     return files(file)
+
+
+def _title(result: dict[str, Any], names: list[str]) -> str:
+    """The perplexity of a model, or the span of several that compare."""
+    title, models = f"Perplexity on {result['text']}", result["models"]
+    if len(models) == 1:
+        return f"{title}: {names[0]}, {_format_cell(models[0]['one_pass']['perplexity'])}"
+    if incomparable(models):
+        return title
+    # No model is called the best: it may be by its seed. Bits a byte do not depend on the tokenizer.
+    bits = [model["one_pass"]["bits_per_byte"] for model in models]
+    return f"{title}: {len(models)} models, {min(bits):.3f} to {max(bits):.3f} bits a byte"
 
 
 def _draw_model(
@@ -617,7 +623,7 @@ def _totals_table(models: list[dict[str, Any]]) -> Table:
         one_pass, windows = model["one_pass"], model["windows"]
         table.add_row(
             model["name"],
-            f"{model['tokens']:,}".replace(",", " "),
+            f"{model['tokens']:,}",
             _format_cell(one_pass["perplexity"], one_pass["stderr"]),
             _format_cell(windows["perplexity"], windows["stderr"]),
             _format_cell(one_pass["word_perplexity"]),

@@ -303,6 +303,18 @@ def test_models_that_read_other_windows_or_texts_are_not_compared():
     assert len(module.incomparable([same, {"window": 8, "length": 128, "bytes": 1200}])) == 3
 
 
+def test_a_picture_of_several_models_names_none_of_them():
+    def title(*bits, **changes):
+        same = {"name": "runs/a", "window": 16, "length": 256, "bytes": 1000}
+        models = [same | {"one_pass": {"perplexity": 2**x, "bits_per_byte": x}} for x in bits]
+        models[0] |= changes
+        return module._title({"text": "python", "models": models}, ["a", "b"][: len(bits)])
+
+    assert title(3.0) == "Perplexity on python: a, 8.00"
+    assert title(3.0, 2.0) == "Perplexity on python: 2 models, 2.000 to 3.000 bits a byte"
+    assert title(3.0, 2.0, window=32) == "Perplexity on python"
+
+
 def test_weights_that_are_not_finite_are_said(folder, tokenizer, tmp_path):
     model = build().float()
     with torch.no_grad():
