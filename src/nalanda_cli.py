@@ -484,10 +484,10 @@ def convert(
     nalanda convert runs/hybrid_30m/final published --to qwen3_5
     nalanda convert published ours
 
-    Flash-linear-attention's DeltaNet, Gated DeltaNet, KDA, DeltaProduct, GLA, RetNet and Transformer++,
-    transformers' Llama, Qwen3, Qwen3.5 and KimiLinear. What the other format cannot express is an error. Both
-    models compute on a CPU, and no folder is made if they differ; the differences go into its README.md.
-    llama.cpp and mlx-lm compute their own files.
+    Flash-linear-attention's DeltaNet, Gated DeltaNet, Comba, KDA, DeltaProduct, GLA, RetNet, Transformer++ and
+    Forgetting Transformer, transformers' Llama, Qwen3, Qwen3.5 and KimiLinear. What the other format cannot
+    express is an error. Both models compute on a CPU, and no folder is made if they differ; the differences go
+    into its README.md. llama.cpp and mlx-lm compute their own files; flash-linear-attention's are not compared.
     """
     resolved = resolve_models([source])[0]
     out = Path(destination)

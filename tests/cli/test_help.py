@@ -207,6 +207,15 @@ def test_help_names_the_number_formats_that_an_error_names():
         )
 
 
+def test_help_names_the_models_that_convert_takes():
+    from nalanda.convert import fla
+
+    help = re.sub(r"\W", "", COMMANDS[("convert",)].help)
+    for form in fla.FORMATS.values():
+        name = form.architecture.removesuffix("ForCausalLM")
+        assert name.replace("GatedDeltaProduct", "DeltaProduct") in help
+
+
 @pytest.mark.parametrize(
     ("line", "usage"),
     [
