@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import nbformat
@@ -13,6 +14,7 @@ import yaml
 from links import broken_links, site
 from markdown import Markdown
 
+from nalanda.compare.study import Study
 from nalanda.model import FEATURE_MAPS, MIXERS
 from nalanda.report.tables import map_rows
 
@@ -66,6 +68,12 @@ def test_a_source_has_its_formula(kind, name, source):
             if set(re.findall(r"\d{4}\.\d{5}", source)) <= papers:
                 return
     pytest.fail(f"docs/formulas.md: no section has the {kind} `{name}` and {source}")
+
+
+def test_the_page_of_studies_has_every_key_of_their_files():
+    page = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
+    keys = [key.name for key in fields(Study)]
+    assert [key for key in keys if not re.search(f"^{key}:|`{key}`", page, re.MULTILINE)] == []
 
 
 def test_the_code_beside_the_formulas_is_that_of_the_model():
