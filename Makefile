@@ -12,7 +12,7 @@ demo: .venv/.ready
 test: .venv/.ready
 	@$(PYTEST) -m "not slow" tests
 
-# Fifteen seconds: one hash a part of the house, compared with tests/smoke.json. `make smoke RECORD=1` writes it.
+# 15 to 25 seconds: one hash a part of the house, compared with tests/smoke.json. `make smoke RECORD=1` writes it.
 smoke: .venv/.ready
 	@$(BIN)/python tests/smoke.py $(if $(RECORD),--record)
 

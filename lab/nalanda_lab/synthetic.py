@@ -300,7 +300,7 @@ class StateTracking(Task):
     shorter: lengths that are trained as well. Their words are easier: elements are replaced by generators of
         the group, with a probability that differs from word to word.
 
-    What mixers learn, measured and by their papers: `docs/state_tracking.md`.
+    What mixers learn, measured and by their papers: `lab/pages/state_tracking.md`.
     """
 
     name: str

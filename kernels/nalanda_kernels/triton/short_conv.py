@@ -412,7 +412,7 @@ def _tile_sizes(kernel: str, D: int, W: int, silu: bool) -> dict[str, int]:
 def _launch(
     kernel, name: str, count: int, weights: Sequence[Tensor], silu: Sequence[bool], **values
 ):
-    """Launches a kernel of all convolutions over so many blocks, or places of a state. name: as in `_tiles`."""
+    """Launches a kernel of all convolutions over so many blocks, or places of a state. name: as in `_tile_sizes`."""
     widths, W = tuple(map(len, weights)), weights[0].shape[1]
     tiles = _tile_sizes(name, max(widths), W, any(silu))
     # All convolutions take tiles for the widest, so that their blocks can be counted together.
