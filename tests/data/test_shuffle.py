@@ -362,7 +362,7 @@ def test_texts_of_a_mixture_for_a_tokenizer(folder):
         ([("a", 1), ("a", 1)], {}, "another name; there are a, a"),
         ([("a", 0)], {}, "data.mixture: a: needs .* a weight above 0"),
         ([("", 1)], {}, "a component: needs a name"),
-        ([("a", 1)], {"source": "python"}, "either source or mixture"),
+        ([("a", 1)], {"source": "python"}, r"either source or mixture; data.source=\[\] drops"),
         ([("a", 1)], {"documents": "joined", "bos": False}, "a mixture has several"),
         ([("a", 1)], {"long_documents": "carry"}, "a mixture cuts"),
     ],

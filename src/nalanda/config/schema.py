@@ -210,7 +210,9 @@ class DataConfig:
         if not self.mixture:
             return
         if self.source:
-            raise InputError("data: give either source or mixture")
+            raise InputError(
+                "data: give either source or mixture; data.source=[] drops the recipe's source"
+            )
         for component in self.mixture:
             finite_weight = 0 < component.weight < float("inf")
             if not component.name or not component.source or not finite_weight:
