@@ -83,7 +83,7 @@ tables: .venv/.ready
 docs: .venv/.ready
 	@$(BIN)/python docs/build.py
 
-# Kills, full disks, poisoned steps, failing servers: tests/TORTURE.md has what came of it. Some 20 minutes.
+# Kills, full disks, poisoned steps, failing servers: tests/TORTURE.md has what came of it. 17 to 70 minutes.
 torture: .venv/.ready
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/torture/run.py --report tests/TORTURE.md
 

@@ -192,7 +192,7 @@ Text = Annotated[
     str,
     Option(
         help="text file, directory or glob of documents, python (the demo's validation part), or a "
-        "recipe, for its validation part"
+        "recipe's .yaml, for its validation part"
     ),
 ]
 
