@@ -15,7 +15,7 @@ from links import broken_links, site
 from markdown import Markdown
 
 from nalanda.compare.study import Study
-from nalanda.model import FEATURE_MAPS, MIXERS
+from nalanda.model import FEATURE_MAPS, MIXERS, minimal
 from nalanda.report.tables import map_rows
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +80,13 @@ def test_the_code_beside_the_formulas_is_that_of_the_model():
     (shown,) = re.findall(r"^```py\n(.*?)^```", FORMULAS, re.MULTILINE | re.DOTALL)
     lines = (ROOT / "src/nalanda/model/minimal.py").read_text(encoding="utf-8").splitlines()
     assert shown in "".join(f"{line.removeprefix(' ' * 12)}\n" for line in lines)
+
+
+def test_the_table_of_rules_has_those_of_the_code():
+    table = minimal.__doc__.partition("    rule ")[2]
+    rows = re.findall(r"^    (\S.*?) {2,}\S", table, re.MULTILINE)
+    assert len(rows) == 9
+    assert [name for name in rows if f"\n| {name} |" not in FORMULAS] == []
 
 
 def test_formulas_render():
