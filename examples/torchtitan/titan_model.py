@@ -133,6 +133,9 @@ def check(recipe: Any, model: Any, titan: Any) -> None:
         "train.precision: fp16 is for nalanda train": recipe.train.precision == "fp16",
         "data.long_documents: carry is for nalanda train": recipe.data.long_documents == "carry",
         "distill.teacher: is for nalanda train": recipe.distill.teacher,
+        "stages: are for nalanda train": recipe.stages,
+        "train.ema: is for nalanda train": recipe.train.ema,
+        "train.resume: is for nalanda train": recipe.train.resume is not None,
         "train.context_parallel: is for nalanda train; set 1": recipe.train.context_parallel > 1
         or degrees.context_parallel_degree > 1,
         "--training.seq_len: set data.seq_len": titan.training.seq_len != recipe.data.seq_len,
