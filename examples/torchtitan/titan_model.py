@@ -130,6 +130,8 @@ def check(recipe: Any, model: Any, titan: Any) -> None:
         and not model.base_model_tp_plan,
         "model.tie_word_embeddings: a pipeline has its ends apart; set it to false": pipeline > 1
         and model.tie_word_embeddings,
+        "optim.name: muon takes no cut heads; set --parallelism.tensor_parallel_degree 1": heads > 1
+        and recipe.optim.name == "muon",
         "train.precision: fp16 is for nalanda train": recipe.train.precision == "fp16",
         "data.long_documents: carry is for nalanda train": recipe.data.long_documents == "carry",
         "distill.teacher: is for nalanda train": recipe.distill.teacher,

@@ -152,6 +152,7 @@ refused(tensor=2, pipeline=2)
 refused("stages.late.after_step=4")
 refused("train.ema=[0.9]")
 refused("train.resume=4")
+refused("optim.name=muon", tensor=2)
 
 class Harm:
     def __reduce__(self):
@@ -174,7 +175,8 @@ def test_what_it_refuses(recipe, tmp_path):
     lines = [line for line in done.stdout.splitlines() if not line.startswith("[")]
     assert done.returncode == 0, done.stderr[-3000:]
     context, tied, heads, *unread, pickled = lines
-    assert [line.split(":")[0] for line in unread] == ["stages", "train.ema", "train.resume"]
+    keys = ["stages", "train.ema", "train.resume", "optim.name"]
+    assert [line.split(":")[0] for line in unread] == keys
     assert context.startswith("train.context_parallel: ")
     assert tied.startswith("model.tie_word_embeddings: ")
     assert "3" in heads
