@@ -290,7 +290,7 @@ def test_mistral_without_its_package(monkeypatch, tmp_path):
         importlib.util, "find_spec", lambda name: None if name == "mistral_common" else find(name)
     )
     for name in ("mistral", "mistral-common"):
-        with pytest.raises(InputError, match="pip install mistral-common") as caught:
+        with pytest.raises(InputError, match=r"pip install 'nalanda\[mistral\]'") as caught:
             build_tokenizer(TokenizerConfig(path=name), None, tmp_path)  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
 

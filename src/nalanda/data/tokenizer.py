@@ -191,7 +191,7 @@ def mistral_model() -> Path:
         if path.is_file():
             return path
     raise InputError(
-        "tokenizer: mistral needs the package mistral-common; pip install mistral-common, "
+        "tokenizer: mistral needs the package mistral-common; pip install 'nalanda[mistral]', "
         "or give a directory, a Hub id or a file"
     )
 
