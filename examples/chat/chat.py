@@ -323,7 +323,7 @@ def main(arguments: list[str]) -> None:
     add("--top-k", type=int, default=0, help="sample from at most this many tokens; 0: all")
     add("--seed", type=int, help="seed of the sampling; by default every answer differs")
     add("--device", help="cpu, cuda, cuda:1, …; by default a GPU if there is one")
-    add("--dtype", default="auto", help="auto (as saved), float32, bfloat16 or float16")
+    add("--dtype", default="auto", help="auto (as saved), fp32, bf16, fp16 or fp64")
     add("--trust-remote-code", action="store_true", help="run code from the checkpoint")
     options = parser.parse_args(arguments)
 
