@@ -70,6 +70,13 @@ def test_a_source_has_its_formula(kind, name, source):
     pytest.fail(f"docs/formulas.md: no section has the {kind} `{name}` and {source}")
 
 
+def test_the_reference_has_every_mixer_and_map():
+    page = (ROOT / "docs" / "api" / "mixers.md").read_text(encoding="utf-8")
+    shown = {name for names in re.findall(r"members: \[(.*)\]", page) for name in names.split(", ")}
+    rows = [*MIXERS.values(), *FEATURE_MAPS.values()]
+    assert {getattr(row, "func", row).__name__ for row in rows} - shown == set()
+
+
 def test_the_page_of_studies_has_every_key_of_their_files():
     page = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
     keys = [key.name for key in fields(Study)]
