@@ -320,6 +320,14 @@ def test_another_fit_in_the_folder_is_refused(recipe, llama, tmp_path):
         fit_layers(settings(recipe, llama, tmp_path / "run", "linearize.steps=7"), str(llama))
 
 
+@pytest.mark.parametrize("override", ["stages.late.after_step=2", "train.resume=2"])
+def test_a_fit_refuses_what_it_does_not_read(override, recipe, llama, tmp_path):
+    config = settings(recipe, llama, tmp_path / "run", override)
+    with pytest.raises(InputError, match=r"^(stages|train\.resume): a fit"):
+        fit_layers(config, str(llama))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_fit_that_cannot_start_leaves_no_folder(recipe, llama, tmp_path):
     config = settings(recipe, llama, tmp_path / "runs/fit", f"tokenizer={tmp_path}")
     with pytest.raises(InputError, match="tokenizer"):

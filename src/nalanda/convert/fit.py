@@ -84,6 +84,8 @@ def fit_layers(config: RunConfig, model: str) -> list[Path]:
     config.check(training=True)
     if config.stages:
         raise InputError("stages: a fit of layers has none; take them out of the recipe")
+    if config.train.resume is not None:
+        raise InputError("train.resume: a fit goes on from its newest checkpoint; leave it out")
     run_dir = config.run_dir
     if "://" in config.output_dir:
         raise InputError(f"output_dir: {config.output_dir}: fits are written to a local folder")
