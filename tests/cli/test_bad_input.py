@@ -112,6 +112,7 @@ LOADING = (
     *("generate {} x", "eval model {} --tasks piqa", "perplexity model {} --output out"),
     *("convert {} out", "train r.yaml 'model={{init_from: {}}}'"),
 )
+NO_CONFIG = r"no config\.json there; name a model's folder, such as final/ of a run"
 NOT_THERE = r"no such run: runs/none; there are stopped"
 NO_HUB = r"there is no folder owner/none, and HF_HUB_OFFLINE is set, so the hub is not asked"
 DANGLING = (
@@ -323,6 +324,9 @@ TABLE = [
     ),
     ("train r.yaml 'model={init_from: runs/none}'", f"model: {NOT_THERE}"),
     ("train r.yaml 'model={auto: runs/none}'", f"model: {NOT_THERE}"),
+    # a run, whose model lies in it
+    ("train r.yaml 'model={init_from: runs/stopped}'", rf"model: runs/stopped: {NO_CONFIG}"),
+    ("train r.yaml distill.teacher=runs/stopped", rf"distill\.teacher: runs/stopped: {NO_CONFIG}"),
     ("train r.yaml tokenizer=runs/none", f"tokenizer: 'runs/none': {NOT_THERE}"),
     ("train r.yaml data.source=none.jsonl", r".*none\.jsonl.*"),
     ("runs runs/none", r"runs/none: no such directory; .*"),

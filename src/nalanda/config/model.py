@@ -23,7 +23,7 @@ from transformers import (
 
 from nalanda.common.errors import InputError, first_line, out_of_memory
 from nalanda.common.text import suggest
-from nalanda.config.model_folder import check_hub, not_here
+from nalanda.config.model_folder import check_config, check_hub, not_here
 from nalanda.config.schema import RunConfig
 from nalanda.model import NalandaConfig
 from nalanda.model.mixers import uncut_mixers
@@ -90,6 +90,8 @@ def stored_config(source: str, keys: dict[str, Any]) -> PreTrainedConfig:
     """The config.json of a path or hub id, with the recipe's `keys` in place of its own."""
     with in_one_line("model"):
         check_hub(source)
+    with in_one_line(f"model: {source}"):
+        check_config(source)
     with in_one_line(f"model: {not_here(source)}".removesuffix(": ")):
         loaded: Any = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **keys)
     model_config, unknown = loaded

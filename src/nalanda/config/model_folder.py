@@ -107,6 +107,13 @@ def check_name(name: str) -> None:
         raise InputError(f"no such model: {not_here(name)}{first_line(error)}") from None
 
 
+def check_config(name: str) -> None:
+    """Raises `InputError` for a folder without a config.json, such as that of a run."""
+    path = Path(name).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise InputError("no config.json there; name a model's folder, such as final/ of a run")
+
+
 def check_run(name: str) -> None:
     """Raises `InputError` for a missing run: a name in a folder of runs, which is no owner on the hub."""
     folder, slash, last = name.rpartition("/")

@@ -19,7 +19,7 @@ from nalanda.common.errors import DiskFull, InputError, OutOfMemory, asked_for, 
 from nalanda.common.processes import local_processes
 from nalanda.common.text import size
 from nalanda.config.model import in_one_line
-from nalanda.config.model_folder import check_hub
+from nalanda.config.model_folder import check_config, check_hub
 from nalanda.config.schema import CheckpointConfig, DistillConfig, RunConfig, Stage
 from nalanda.model import NalandaConfig, chunk_forward
 from nalanda.train import memory, parallel
@@ -161,6 +161,7 @@ def teacher_bytes(config: DistillConfig) -> int:
         return 0
     with in_one_line(f"distill.teacher: {config.teacher}"):
         check_hub(config.teacher)
+        check_config(config.teacher)
         settings = AutoConfig.from_pretrained(config.teacher)
     head = settings.vocab_size * settings.hidden_size
     count = head if config.device else on_meta(settings).num_parameters()
