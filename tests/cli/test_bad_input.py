@@ -66,6 +66,7 @@ def place(recipe, tokenizer, tmp_path_factory) -> Path:
         (place / folder / "model.safetensors").unlink()
         index = {"metadata": {}, "weight_map": {"lm_head.weight": file}}
         (place / folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (place / "garbled" / "model.safetensors").unlink()
     (place / "garbled" / "model.safetensors.index.json").write_text('{"weight_map": [')
     text = recipe.read_text()
     settings = yaml.safe_load(text) | {"output_dir": "run", "tokenizer": "model"}

@@ -614,6 +614,18 @@ def test_published_configs(name, tmp_path, capsys):
     assert changed <= {*unread, "_name_or_path", "architectures", "dtype", "rope_interleaved"}
 
 
+def test_shards_that_were_saved_anew_as_one_file(tmp_path):
+    """save_pretrained leaves the shards' index, which transformers does not read beside one file."""
+    llama = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    llama.save_pretrained(tmp_path / "llama", max_shard_size="10KB")
+    with torch.no_grad():
+        llama.lm_head.weight.add_(1.0)
+    llama.save_pretrained(tmp_path / "llama")
+    assert (tmp_path / "llama" / "model.safetensors.index.json").is_file()
+    ours = convert(str(tmp_path / "llama"), str(tmp_path / "ours"), check=False)
+    assert torch.equal(read(ours)["lm_head.weight"], llama.lm_head.weight)
+
+
 def test_from_one_kind_of_theirs_to_another(tmp_path):
     LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "llama")
     fla = convert(str(tmp_path / "llama"), str(tmp_path / "fla"), "fla")

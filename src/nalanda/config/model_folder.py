@@ -43,7 +43,8 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"] if (folder / "model.safetensors").is_file() else []
-    if index.is_file():
+    # transformers reads the single file where both are: an index stays when shards are saved anew as one file.
+    if not names and index.is_file():
         try:
             weights = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             names = sorted(set(weights.values()))
