@@ -820,6 +820,11 @@ QWEN3_5 = {"gated_deltanet": {}, "softmax": {"qk_norm": True, "gate": "channel"}
         ("llama", {"mixer": "softmax", "mixer_options": {"rope_theta": None}}, "rope_theta=None"),
         ("llama", {"mixer": "softmax", "expand_v": 2.0}, "value_dim=16"),
         ("llama", {"mixer": "softmax", "scale_embeddings": True}, "scale_embeddings=True"),
+        (
+            "llama",
+            {"mixer": "softmax", "num_heads": 3, "head_dim": 8},
+            "to llama: The hidden size (16) is not a multiple of the number of attention heads (3)",
+        ),
         ("llama", {"mixer": "gla"}, "mixer 'gla' can become fla: not llama"),
         ("llama", {"mixer": "softmax", "mixer_options": {"qk_norm": True}}, "qk_norm=True"),
         ("qwen3", {"mixer": "softmax"}, "qk_norm=False"),

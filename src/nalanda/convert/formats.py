@@ -5,16 +5,19 @@ of ours that each of theirs holds. Most formats store weights alike, RoPE's halv
 differ.
 """
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from nalanda.common.errors import InputError
+from nalanda.config.model import silence_transformers
 from nalanda.model import MIXERS, NalandaConfig
 from nalanda.model.attention import SoftmaxAttention
 
@@ -196,7 +199,11 @@ class Format:
             raise InputError(str(error)) from None
 
     def foreign(self, config: NalandaConfig) -> Config:
-        """The equivalent config there. Raises InputError where reading it back would give a different model."""
+        """The equivalent config there.
+
+        Raises:
+            InputError: reading it back would give a different model, or transformers refuses it.
+        """
         if not self.takes(set(config.layer_mixers)):
             raise InputError(f"mixer={config.mixer!r} cannot be expressed there")
 
@@ -219,6 +226,12 @@ class Format:
                     raise InputError(
                         f"{name}={value!r} of mixer {mixer!r} cannot be expressed there"
                     )
+        if self.config:
+            try:
+                with silence_transformers():
+                    self.config(**copy.deepcopy(foreign))
+            except StrictDataclassError as error:  # in lines, the last of which is its cause
+                raise InputError(str(error.__cause__).rstrip(".")) from None
         return foreign
 
     def tensors(self, names: Iterable[str], foreign: Config) -> list[Tensors]:
