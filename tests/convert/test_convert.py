@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 import typer.testing
 from covering import covering, slow_but_for
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import (
@@ -1125,15 +1126,29 @@ def test_what_is_not_sent_at_all(hub, whole, tmp_path, monkeypatch):
 
 
 def test_a_model_of_the_hub_is_converted(monkeypatch, tmp_path):
+    """With its chat templates, and a tokenizer that may only be read there."""
     source = write(tmp_path / "theirs", config_of("gla"), tensors_of("gla"))
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("x")
+    (source / "tokenizer_config.json").write_text("{}")
+    (source / "tokenizer_config.json").chmod(0o444)
     monkeypatch.setattr("nalanda.config.model_folder.hub_problem", lambda: "")
     asked = []
-    monkeypatch.setattr(
-        converting, "snapshot_download", lambda name, **_: asked.append(name) or str(source)
-    )
+
+    def download(name, allow_patterns):
+        asked.append(name)
+        files = {str(p.relative_to(source)) for p in source.rglob("*") if p.is_file()}
+        for left in files - {*filter_repo_objects(files, allow_patterns=allow_patterns)}:
+            (source / left).unlink()
+        return str(source)
+
+    monkeypatch.setattr(converting, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
-    assert len(read(convert("fla-hub/gla", "ours"))) == len(tensors_of("gla"))
+    ours = convert("fla-hub/gla", "ours")
+    assert len(read(ours)) == len(tensors_of("gla"))
     assert asked == ["fla-hub/gla"]
+    assert (ours / "additional_chat_templates" / "tool_use.jinja").read_text() == "x"
+    assert (ours / "tokenizer_config.json").stat().st_mode & 0o200
 
 
 def test_the_commands(tmp_path, monkeypatch):

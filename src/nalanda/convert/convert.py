@@ -63,7 +63,7 @@ _SIDE_FILES = (
     "vocab.*",
     "merges.txt",
     "chat_template*",
-    "additional_chat_templates",
+    "additional_chat_templates/*",
     "generation_config.json",
     "LICENSE*",
     "NOTICE*",
@@ -342,9 +342,11 @@ def find_leading_bos(folder: Path, config: NalandaConfig) -> int | None:
 def copy_side_files(folder: Path, staging: Path) -> None:
     """Copies the tokenizer, see `pad_batches` and `keep_tokenizer`, and other files beside the weights."""
     for pattern in _SIDE_FILES:
-        for path in folder.glob(pattern):
-            copy = shutil.copytree if path.is_dir() else shutil.copy
-            copy(path, staging / path.name)
+        for file in filter(Path.is_file, folder.glob(pattern)):
+            copy = staging / file.relative_to(folder)
+            copy.parent.mkdir(exist_ok=True)
+            # Only the content: copies of files that may only be read are written to.
+            shutil.copyfile(file, copy)
     pad_batches(staging)
     keep_tokenizer(folder, staging)
 
