@@ -547,6 +547,24 @@ def test_rounding_that_moves_too_much_names_a_finer_dtype(
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
+def test_mlx_ends_a_text_where_the_model_does(tokenizer, tmp_path, monkeypatch):
+    """A chat model's generation config often names other ids than its config."""
+    mlx_lm = pytest.importorskip("mlx_lm")
+    ours, load = write(tmp_path / "ours", TAME), certificate.compute
+    tokenizer.save_pretrained(ours)
+    (ours / "generation_config.json").write_text('{"eos_token_id": [5, 2]}')
+    out = convert(str(ours), str(tmp_path / "mlx"), "mlx")
+    assert mlx_lm.load(str(out))[1].eos_token_ids >= {2, 5}
+
+    def compute(folder, *sample):
+        if folder.name == ".tmp-out":
+            (folder / "generation_config.json").write_text('{"eos_token_id": [2]}')
+        return load(folder, *sample)
+
+    monkeypatch.setattr(certificate, "compute", compute)
+    refused(ours, "mlx", "the list of ids that end a text is [5, 2] and [2]")
+
+
 def test_a_folder_of_mlx_is_a_target_only(tokenizer, tmp_path):
     pytest.importorskip("mlx_lm")
     write(tmp_path / "ours", TAME)

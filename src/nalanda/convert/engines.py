@@ -61,18 +61,21 @@ def _computed(
     logits: Tensor,
     steps: list[Tensor],
     config: Any,
+    ends: list[int],
     tokenizer: Any,
     probes: list[str],
 ) -> Computed:
     """The results of logits `[T, vocabulary]`.
 
-    steps: the logits `[vocabulary]` before each greedy token.
+    steps: the logits `[vocabulary]` before each greedy token. ends: of `end_ids`.
     """
     # values and indices [CONTINUATION, 2]: the greedy token and the next best
     top = torch.stack(steps).float().topk(2)
     margins = top.values[:, 0] - top.values[:, 1]
-    special = {f"config.{name}": getattr(config, name, None) for name in _SPECIAL}
-    cuts = []
+    special: dict[str, Any] = {
+        f"config.{name}": getattr(config, name) for name in _SPECIAL if hasattr(config, name)
+    }
+    special[_ENDS], cuts = ends, []
     if tokenizer:
         special |= {f"tokenizer.{name}": getattr(tokenizer, name) for name in _SPECIAL}
         cuts = [tokenizer.encode(text, add_special_tokens=False) for text in probes]
@@ -138,8 +141,7 @@ def with_transformers(folder: Path, ids: Tensor, probes: list[str]) -> Computed:
     del model
     gc.collect()
     steps = [step[0] for step in done.logits]  # [vocabulary] each
-    computed = _computed("transformers", logits, steps, config, tokenizer, probes)
-    return dataclasses.replace(computed, special=computed.special | {_ENDS: ends})
+    return _computed("transformers", logits, steps, config, ends, tokenizer, probes)
 
 
 def with_mlx(folder: Path, ids: Tensor, probes: list[str]) -> Computed:
@@ -163,7 +165,11 @@ def with_mlx(folder: Path, ids: Tensor, probes: list[str]) -> Computed:
             steps.append(logits(unread, cache)[-1])
             # From the second pass on the cache has all tokens but this one.
             unread = [int(steps[-1].argmax())]
-    return _computed("mlx-lm", all_logits, steps, SimpleNamespace(**config), tokenizer, probes)
+    # mlx-lm overrules the config's ids that end a text by those of generation_config.json.
+    eos = SimpleNamespace(eos_token_id=config.pop("eos_token_id", None))
+    ends = end_ids(SimpleNamespace(generation_config=None, config=eos), tokenizer)
+    settings = SimpleNamespace(**config)
+    return _computed("mlx-lm", all_logits, steps, settings, ends, tokenizer, probes)
 
 
 def with_llama_cpp(file: Path, ids: Tensor, probes: list[str]) -> Computed:
