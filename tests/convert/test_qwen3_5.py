@@ -27,6 +27,7 @@ import nalanda_cli
 from nalanda import NalandaConfig
 from nalanda.common.errors import InputError
 from nalanda.convert import certificate, mlx
+from nalanda.convert import convert as converting
 from nalanda.convert.convert import convert
 from nalanda.inference.load import load_model
 from nalanda.train.log import read_metrics
@@ -302,6 +303,23 @@ def refused(source, to, message):
     assert set(source.parent.iterdir()) == before
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_field_that_is_left_out_has_its_default():
+    format = converting.FORMATS["qwen3_5_text"]
+    config = format.foreign(NalandaConfig(**SIZES | HYBRID))
+
+    def meaning(config):
+        try:
+            ours = format.ours(config)
+        except InputError as error:
+            return str(error)
+        names = converting._shapes(ours)
+        return ours.to_dict(), [layout.foreign for layout in format.tensors(names, config)]
+
+    for name, field in format.fields.items():
+        left_out = {key: value for key, value in config.items() if key != name}
+        assert meaning(left_out) == meaning(config | {name: field.default}), name
 
 
 # ------------------------------ the certificate

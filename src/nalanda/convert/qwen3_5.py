@@ -106,11 +106,12 @@ class Qwen3_5(Format):
         embeddings = {"model.embed_tokens.weight", "lm_head.weight"} & names
         tensors = [Tensors(name, (name,)) for name in sorted(embeddings)]
         tensors.append(shifted("model.norm.weight", "model.norm.weight", dtype))
+        heads = foreign.get("num_attention_heads", self.fields["num_attention_heads"].default)
         for i, kind in enumerate(_layer_types(foreign)):
             layer = f"model.layers.{i}."
             # A layer beyond ours is the null layer.
             if layer + "mixer_norm.weight" in names:
-                tensors += _layer(layer, kind, foreign["num_attention_heads"], dtype)
+                tensors += _layer(layer, kind, heads, dtype)
             else:
                 tensors += null_layer(layer, foreign, _null_attention(foreign))
         return tensors
