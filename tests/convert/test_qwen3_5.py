@@ -222,6 +222,7 @@ def test_a_tokenizer_stays_what_transformers_made_of_it(multimodal, tokenizer, t
         ({"text_config": {"attention_bias": True}}, "attention_bias=True"),
         ({"text_config": {"attn_output_gate": False}}, "attn_output_gate=False"),
         ({"text_config": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type='yarn'"),
+        ({"text_config": {"rope_parameters": {"type": "linear"}}}, "rope_type='linear'"),
         ({"text_config": {"attention_chunk_size": 3}}, "attention_chunk_size=3"),
         (
             {"text_config": {"linear_key_head_dim": 6}},

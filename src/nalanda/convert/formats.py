@@ -264,13 +264,14 @@ def checked(settings: Config, fields: dict[str, Field], prefix: str = "") -> Con
 
 
 def rope_settings(foreign: Config, *names: str) -> Config:
-    """A copy of the first of these fields that has a value."""
-    for name in names:
-        if foreign[name]:
-            if not isinstance(foreign[name], dict):
-                raise unsupported(name, foreign[name])
-            return dict(foreign[name])
-    return {}
+    """A copy of the first of these fields that has a value, and its `rope_type`."""
+    name = next((name for name in names if foreign[name]), names[-1])
+    rope = foreign[name] or {}
+    if not isinstance(rope, dict):
+        raise unsupported(name, rope)
+    # `type` is the older name of `rope_type`.
+    older = {"rope_type": rope.get("type", "default")}
+    return older | {key: value for key, value in rope.items() if key != "type"}
 
 
 def add_softmax(ours: Config, layers: list[int], options: Config) -> None:

@@ -19,9 +19,7 @@ def _read_rope(foreign: Config, ours: Config) -> None:
     rope = rope_settings(foreign, "rope_scaling", "rope_parameters")
     options = ours["mixer_options"]
     options["rope_theta"] = rope.pop("rope_theta", foreign["rope_theta"])
-    # `type` is the older name of `rope_type`.
-    older = rope.pop("type", "default")
-    kind = rope.pop("rope_type", older)
+    kind = rope.pop("rope_type")
     if kind == "llama3":
         rope.setdefault("original_max_position_embeddings", foreign["max_position_embeddings"])
         options["rope_scaling"] = {"rope_type": kind, **rope}

@@ -201,7 +201,7 @@ def _read(foreign: Config, ours: Config) -> None:
 
     if full := [i for i, kind in enumerate(types) if kind == "full_attention"]:
         rope = rope_settings(foreign, "rope_parameters")
-        if (kind := rope.get("rope_type", "default")) != "default":
+        if (kind := rope["rope_type"]) != "default":
             raise unsupported("rope_type", kind)
         factor = rope.get("partial_rotary_factor", foreign["partial_rotary_factor"])
         options = {
