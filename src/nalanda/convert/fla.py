@@ -33,10 +33,13 @@ _SOFTMAX = {
     "rope_theta": Field(10000.0, ".rope_theta"),
 }
 _ATTN = _SOFTMAX | {"layers": Field([]), "num_heads": Field(None)}
-_DELTA = _RECURRENT | {
-    "use_short_conv": Field(True),
-    "conv_size": Field(4, "conv_size"),
-    "allow_neg_eigval": Field(False, ".allow_neg_eigval"),
+_CONV = _RECURRENT | {"use_short_conv": Field(True), "conv_size": Field(4, "conv_size")}
+_DELTA = _CONV | {"allow_neg_eigval": Field(False, ".allow_neg_eigval")}
+_GATED = {  # sizes of Gated DeltaNet and of those that began with its code
+    "num_hidden_layers": Field(21, "num_hidden_layers"),
+    "num_heads": Field(6, "num_heads"),
+    "head_dim": Field(256),
+    "expand_v": Field(2.0),
 }
 _RETENTION = _RECURRENT | {
     "num_kv_heads": Field(None),
@@ -232,12 +235,9 @@ FORMATS = {
         "GatedDeltaNetForCausalLM",
         "gated_deltanet",
         _DELTA
+        | _GATED
         | {
-            "num_hidden_layers": Field(21, "num_hidden_layers"),
-            "num_heads": Field(6, "num_heads"),
             "num_v_heads": Field(None, ".num_v_heads"),
-            "head_dim": Field(256),
-            "expand_v": Field(2.0),
             "use_gate": Field(True, "use_gate"),
             "output_gate_activation": only("swish", "silu"),
         },
@@ -248,15 +248,10 @@ FORMATS = {
     "comba": Format(
         "CombaForCausalLM",
         "comba",
-        _RECURRENT
+        _CONV
+        | _GATED
         | {
-            "use_short_conv": Field(True),
-            "conv_size": Field(4, "conv_size"),
-            "num_hidden_layers": Field(21, "num_hidden_layers"),
-            "num_heads": Field(6, "num_heads"),
             "num_v_heads": Field(None, ".num_v_heads"),
-            "head_dim": Field(256),
-            "expand_v": Field(2.0),
             "use_output_gate": Field(True, "use_gate"),
             "use_output_correction": Field(True),
             "correction_factor": Field(1.0, ".correction"),
@@ -288,11 +283,8 @@ FORMATS = {
         "GatedDeltaProductForCausalLM",
         "delta_product",
         _DELTA
+        | _GATED
         | {
-            "num_hidden_layers": Field(21, "num_hidden_layers"),
-            "num_heads": Field(6, "num_heads"),
-            "head_dim": Field(256),
-            "expand_v": Field(2.0),
             "use_output_gate": Field(True, "use_gate"),
             "use_forget_gate": Field(False, ".use_forget_gate"),
             "num_householder": Field(1, ".num_householder"),
