@@ -34,6 +34,7 @@ from nalanda.common.errors import InputError, SourceUnavailable
 from nalanda.convert import certificate, engines
 from nalanda.convert import convert as converting
 from nalanda.convert.convert import convert
+from nalanda.convert.formats import resolved
 from nalanda.model.state import fingerprint
 from nalanda.testing import build
 from nalanda.train import export as exporting
@@ -890,6 +891,18 @@ def test_options_that_they_lack(to, fields, message, tmp_path):
     assert message in refused(
         write(tmp_path / "ours", config.to_dict(), {"x": torch.zeros(1)}), tmp_path, to
     )
+
+
+@pytest.mark.parametrize("kind", ["gated_deltanet", "transformer", "llama", "qwen3_5_text"])
+def test_a_setting_that_is_left_open_equals_its_default(kind):
+    format = converting.FORMATS[kind]
+    sizes = {"hidden_size": 16, "num_heads": 2, "num_hidden_layers": 2, "mixer": format.mixer}
+    left_open = NalandaConfig(**sizes)
+    names = ("conv_size", "feature_map", "intermediate_size")
+    written = {name: resolved(left_open)[name] for name in names} | {"value_conv": 0}
+    for name, value in written.items():
+        config = NalandaConfig(**sizes, **{name: value})
+        assert format.foreign(config) == format.foreign(left_open), name
 
 
 def test_tensors_that_do_not_fit(tmp_path):

@@ -324,6 +324,7 @@ def resolved(config: NalandaConfig) -> Config:
         "mixer_options": options,
         "feature_map": main.rule.map,
         "conv_size": main.rule.conv,
+        "value_conv": main.rule.value_conv,
         "use_gate": main.rule.gated,
     }
 
