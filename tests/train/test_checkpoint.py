@@ -705,6 +705,32 @@ class Counting(torch.optim.SGD):
             state["step"] = state.get("step", 0) + 1
 
 
+class CountingInGroups(torch.optim.SGD):
+    """Its step count would begin anew in a resumed run."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+
+class CountingItself(torch.optim.SGD):
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+
+
+class ByDimensions(torch.optim.Optimizer):
+    """Momentum for matrices, mean squares for vectors."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p] = {"momentum" if p.ndim == 2 else "squares": p.grad.square()}
+
+
 class Demanding(torch.optim.SGD):
     def __init__(self, params, lr, secret):
         super().__init__(params, lr)
@@ -721,6 +747,8 @@ class Demanding(torch.optim.SGD):
             lambda groups: Counting(groups),
             "Counting keeps step .* as int: checkpoints hold float tensors",
         ),
+        (lambda groups: CountingInGroups(groups), "CountingInGroups keeps step outside the"),
+        (lambda groups: CountingItself(groups), "CountingItself keeps steps outside the"),
         (
             lambda groups: Demanding(groups, 1.0, 2.0),
             "Demanding cannot be made again from a group's keys",
@@ -733,6 +761,19 @@ def test_optimizers_whose_moments_no_checkpoint_holds_are_refused(make, words):
     optimizer = make([{"params": [torch.nn.Parameter(torch.zeros(4, 4))]}])
     with pytest.raises(InputError, match=words) if words else contextlib.nullcontext():
         checkpoint.check_optimizer(optimizer)
+
+
+def test_vectors_may_have_other_moments_than_matrices(tmp_path):
+    model, _ = made()
+    optimizer = ByDimensions(model.parameters())
+    model(torch.arange(8)).square().sum().backward()
+    optimizer.step()
+    path = save(tmp_path, 1, model, optimizer)
+    other = ByDimensions(model.parameters())
+    checkpoint.load(path, model=model, optimizer=other)
+    for p in model.parameters():
+        (squares,) = other.state[p].values()
+        assert torch.equal(squares, p.grad.square())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e30])

@@ -515,9 +515,9 @@ def check_moments(
     # Groups hold parameters, the file their names.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
-        expected = moments_of(optimizer, group)
+        of_dimensions = moments_of(optimizer, group)
         for parameter in group["params"]:
-            name = names[id(parameter)]
+            name, expected = names[id(parameter)], of_dimensions[parameter.ndim]
             moments = remaining.pop(name, None)
             if moments is None:
                 if without_moments is not None and name not in without_moments:
@@ -544,38 +544,66 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         moments_of(optimizer, group)
 
 
-def moments_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, bool]:
+def moments_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any]
+) -> dict[int, dict[str, bool]]:
     """Names of the moments that `optimizer` keeps per parameter of `group`, and whether each is a scalar.
 
-    They are read off a step with a parameter of shape 2 × 3. Raises `InputError` if a checkpoint cannot hold
-    them.
+    By the parameters' numbers of dimensions: some optimizers treat vectors differently. They are read off a step
+    with a small parameter. Raises `InputError` if a checkpoint cannot hold them.
     """
     bare = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
     members = getattr(bare, "parts", [bare])  # of `optim.Joined`
     kind = next(type(member) for member in members if any(g is group for g in member.param_groups))
     # `capturable` is for GPUs, and the probe is on the CPU.
-    settings = inspect.signature(kind).parameters.keys() & group.keys() - {"params", "capturable"}
+    names = inspect.signature(kind).parameters.keys() & group.keys() - {"params", "capturable"}
+    settings = {name: group[name] for name in names}
+    dimensions = sorted({p.ndim for p in group["params"]})
+    return {ndim: _probed_moments(kind, settings, ndim) for ndim in dimensions}
 
-    # A matrix, since Muon takes no other. Its sides differ, so a factored moment has another shape.
-    probe = torch.nn.Parameter(torch.zeros(2, 3))
-    probe.grad = torch.zeros(2, 3)
+
+def _probed_moments(
+    kind: type[torch.optim.Optimizer], settings: dict[str, Any], ndim: int
+) -> dict[str, bool]:
+    """`moments_of` for a parameter of `ndim` dimensions."""
+    # Its sides differ, so a factored moment has another shape.
+    probe = torch.nn.Parameter(torch.zeros((2, 3, 4, 5, 6)[:ndim]))
+    probe.grad = torch.ones_like(probe)
     try:
-        fresh = kind([probe], **{key: group[key] for key in settings})
+        fresh: Any = kind([probe], **settings)
+        before = _outside_state(fresh)
         fresh.step()
     except Exception as error:  # of a plugin
         raise InputError(
             f"optim.name: {kind.__name__} cannot be made again from a group's keys: {first_line(error)}"
         ) from None
 
-    for key, moment in fresh.state[probe].items():
+    moments = dict(fresh.state[probe])
+    held = "checkpoints hold float tensors of the parameter's shape or without dimensions"
+    for key, moment in moments.items():
         is_tensor = isinstance(moment, torch.Tensor)
         if not (is_tensor and moment.is_floating_point() and moment.shape in ((), probe.shape)):
             what = f"{moment.dtype} of {list(moment.shape)}" if is_tensor else type(moment).__name__
             raise InputError(
-                f"optim.name: {kind.__name__} keeps {key} of a matrix {list(probe.shape)} as {what}: "
-                "checkpoints hold float tensors of the parameter's shape or without dimensions"
+                f"optim.name: {kind.__name__} keeps {key} of a tensor {list(probe.shape)} as {what}: {held}"
             )
-    return {key: moment.ndim == 0 for key, moment in fresh.state[probe].items()}
+    for key, value in _outside_state(fresh).items():
+        if before.get(key) != value:
+            raise InputError(
+                f"optim.name: {kind.__name__} keeps {key} outside the parameters' state: {held}"
+            )
+    return {key: moment.ndim == 0 for key, moment in moments.items()}
+
+
+def _outside_state(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The optimizer's public attributes and its group's keys as text, without the parameters and their state."""
+    (group,) = optimizer.param_groups
+    beside = {
+        key: str(value)
+        for key, value in (vars(optimizer) | group).items()
+        if key not in ("params", "param_groups", "state")
+    }
+    return {key: text for key, text in beside.items() if not key.startswith("_")}
 
 
 def random_state() -> dict:

@@ -257,8 +257,9 @@ def register_optimizer(name: str, build: Builder) -> None:
     """Lets `optim.name` be `name`: `build(groups, config)` makes the optimizer of `parameter_groups`' groups.
 
     Checkpoints hold its state, which must be float tensors by parameter, of its shape or without dimensions
-    (not a Python number); `nalanda train` refuses another. To learn it, the class is called with the keys of
-    a group that it takes. Raises ValueError for a name that is taken or for a `build` that cannot be called.
+    (not a Python number, and nothing in groups or attributes); `nalanda train` refuses another. To learn it, the
+    class is called with the keys of a group that it takes. Raises ValueError for a name that is taken or for a
+    `build` that cannot be called.
     """
     if BUILDERS.get(name, build) is not build:
         raise ValueError(f"register_optimizer({name!r}): the name is taken; choose another")
