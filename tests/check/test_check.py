@@ -1,6 +1,7 @@
 """`nalanda check` finds planted leaks, and no others."""
 
 import functools
+import importlib
 import json
 import math
 import sys
@@ -493,9 +494,12 @@ RECURRENT += [
 ]
 RECURRENT += ["qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid", "bailing_hybrid"]
 
+# A pattern that is a number, settings of layers by their numbers, and `moe_k`.
+ATTENTION = ["gemma3_text", "exaone4", "gemma4_text", "ernie4_5_moe"]
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("kind", [*RECURRENT, *ATTENTION])
 def test_a_config_of_any_size_becomes_a_small_model_that_a_leak_moves(kind):
     small = make(kind)
     assert small.model.num_parameters() < 3e6
@@ -508,6 +512,14 @@ def test_a_config_of_any_size_becomes_a_small_model_that_a_leak_moves(kind):
     with torch.no_grad():
         moved = [small.model(t, use_cache=False).logits[:, 44:] for t in (small.ids, changed)]
     assert relative_difference(*moved) > 5e-4
+
+
+@pytest.mark.slow
+def test_a_type_of_transformers_stays_its_own_behind_another_that_imports_fla():
+    pytest.importorskip("fla")
+    importlib.import_module("fla.models")  # registers its own Mamba
+    model = make("mamba").model
+    assert type(model).__module__ == "transformers.models.mamba.modeling_mamba"
 
 
 def test_sizes_and_layers_are_taken_as_asked():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nalanda_kernels import keep_fla_off_cpus
+from nalanda_kernels import keep_fla_off_cpus, keep_model_types
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -31,12 +31,12 @@ _WIDTHS = re.compile(r"d_model$|n_embd$|n_inner$|_dim$|_size$|_rank$|_width$|d_s
 _FIXED = re.compile(r"kernel|conv|group|patch|batch|image|vision|audio")
 
 _MOST = {
-    "vocab_size$": 512,
+    "vocab_size(_per_layer_input)?$": 512,
     "state_size$|d_state$": 16,
     "(^|_)chunk_size$|^block_size$": 16,  # 70 tokens cross the edges of chunks
     "window(_size)?$": 32,
     "experts$": 4,
-    "experts_per_tok(en)?$|top_?k(_experts)?$": 2,
+    "experts_per_tok(en)?$|top_?k(_experts)?$|moe_k$": 2,
     "n_groups?$|ngroups$|expert_group$": 2,
     "topk_group$": 1,
 }
@@ -83,6 +83,8 @@ def make(
         except Exception as error:  # anybody's code
             why = first_line(error)
             raise InputError(f"module {module}: it cannot be imported ({why})") from error
+    if "fla" not in imports:
+        keep_model_types()  # an earlier model may have imported it
     lines += [f"import {module}" for module in imports] + [f"torch.manual_seed({seed})"]
     remote = ", trust_remote_code=True" if trust_remote_code else ""
     load = f"for_model({name!r}" if name in CONFIG_MAPPING else f"from_pretrained({name!r}{remote}"
@@ -239,7 +241,8 @@ def layer_choices(
     of_layers = {
         key: value
         for key, value in fields.items()
-        if (isinstance(value, list) or "pattern" in key) and len(value) == count > 1
+        if (isinstance(value, list) or (isinstance(value, str) and "pattern" in key))
+        and len(value) == count > 1
     }
     names = [value for value in of_layers.values() if isinstance(value[0], str)]
     rows: list[Any] = [*zip(*names, strict=True)] or [*kinds_of_layers(config)] or [None] * count
@@ -249,6 +252,9 @@ def layer_choices(
         for key, value in of_layers.items():
             picked = [value[i] for i in chosen]
             found[key] = "".join(picked) if isinstance(value, str) else picked
+        if by_number := fields.get("per_layer_config"):  # such as {"05": {"head_dim": 512}}
+            own = {int(i): value for i, value in by_number.items()}
+            found["per_layer_config"] = {n: own[i] for n, i in enumerate(chosen) if i in own}
         return found
 
     if layers:
