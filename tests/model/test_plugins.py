@@ -1,5 +1,6 @@
 """Mixers, maps, optimizers and readers from outside the package: `plugins` of a recipe."""
 
+import importlib
 import json
 import os
 import re
@@ -442,6 +443,8 @@ register_feature_map("twice_{name}", Twice)
             "line 2: imports nalanda.train.optim; ",
         ),
         ("takes_sibling", "import nalanda.model.ops", "line 2: imports nalanda.model.ops; "),
+        ("takes_the_package", "from nalanda import model", "line 2: imports nalanda; "),
+        ("takes_testing", "from nalanda import testing", "line 2: imports nalanda; "),
         ("layers", "", "must be one flat file, named unlike those of nalanda.model"),
     ],
 )
@@ -455,6 +458,31 @@ def test_what_cannot_travel_is_refused(name, line, says, tmp_path, monkeypatch, 
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=says):
         build("deltanet", f"twice_{name}").save_pretrained(tmp_path / "model")
+
+
+LAYOUTS = {
+    "form_feed": "\f",
+    "line_separator": "'\u2028'",
+    "after_a_word": "beta = 'β'; from nalanda.model.layers import at_least_fp32 as φ",
+    "two_in_a_line": "from nalanda.model.rule import Rule; from nalanda.model.ops import map_features",
+    "three_lines": "from nalanda.model import (\n    ops,\n)",
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_copy_loads_however_its_file_is_laid_out(name, tmp_path, monkeypatch, forget):
+    monkeypatch.syspath_prepend(tmp_path)
+    file = write(tmp_path, name, PLUGIN.format(name=name, line=LAYOUTS[name]))
+    file.write_text(file.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    importlib.import_module(name)
+    model = build("deltanet", f"twice_{name}", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "model")
+
+    file.unlink()
+    forget()
+    again = NalandaForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
+    assert type(again.model.layers[0].mixer.feature_map).__module__ == f"nalanda.model.{name}"
+    assert torch.equal(logits(again, ids(2, 9)), logits(model, ids(2, 9)))
 
 
 def test_plugins_that_cannot_be_imported(recipe, tmp_path, monkeypatch):

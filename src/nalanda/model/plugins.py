@@ -111,13 +111,15 @@ def plugin_files(names: Iterable[str]) -> dict[str, str]:
 
 def portable_source(name: str, path: Path) -> str:
     """A plugin's text, its imports of `nalanda` made relative. Raises ValueError where it cannot travel."""
-    source = path.read_text(encoding="utf-8")
+    source = path.read_text(encoding="utf-8-sig")
     if path.with_name(f"{name}.py") != path or (Path(__file__).parent / f"{name}.py").exists():
         raise ValueError(
             f"{path}: a plugin must be one flat file, named unlike those of {__package__}"
         )
-    lines = source.splitlines(keepends=True)
-    for node in ast.walk(ast.parse(source, str(path))):
+    # Columns of `ast` count bytes, and form feeds end no line of it.
+    lines = source.encode().split(b"\n")
+    # From the last one, so that columns of earlier ones stay.
+    for node in reversed([*ast.walk(ast.parse(source, str(path)))]):
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
         for module in _imported_modules(node):
@@ -134,10 +136,11 @@ def portable_source(name: str, path: Path) -> str:
             first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
             indent, rest = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
             imports = [
-                f"{indent}from .{file} import {', '.join(names)}" for file, names in files.items()
+                indent + f"from .{file} import {', '.join(names)}".encode()
+                for file, names in files.items()
             ]
-            lines[first : last + 1] = ["\n".join(imports) + rest, *[""] * (last - first)]
-    return "".join(lines)
+            lines[first : last + 1] = [b"\n".join(imports) + rest, *[b""] * (last - first)]
+    return b"\n".join(lines).decode()
 
 
 def _imported_modules(node: ast.Import | ast.ImportFrom) -> list[str]:
@@ -155,7 +158,7 @@ def _defining_files(node: ast.ImportFrom, module: str) -> dict[str, list[str]] |
             value = getattr(importlib.import_module(module), alias.name, None)
             owner = str(getattr(value, "__module__", ""))
             if isinstance(value, ModuleType):
-                owner = package
+                owner = value.__name__.rpartition(".")[0]
         if owner != package and not owner.startswith(f"{package}."):
             return None
         text = alias.name + (f" as {alias.asname}" if alias.asname else "")
