@@ -257,6 +257,23 @@ def test_numbers_that_are_nan_where_rows_are_padded_have_a_place():
     assert row.place == "row 0, token 3, layer 0 (llama)"
 
 
+def test_padding_that_is_nan_in_float64_alone_is_judged_in_fp32():
+    """Eager attention has its softmax in fp32, where the least number of float64 is −∞."""
+    eager = around(subject(attn_implementation="eager").model)
+    assert eager.source.startswith("model = model.float()")
+    row = judge_property(eager, properties.left_padded_is_alone, ALLOWED)
+    assert row.verdict in ("holds", "rounding"), row
+
+    def change(model, inputs, out):
+        if is_padded(model, inputs):
+            out.logits[0, 33] = torch.nan
+
+    broken = around(planted(on_outputs(change)).model)
+    assert broken.model.dtype == torch.float64
+    row = judge_property(broken, properties.left_padded_is_alone, ALLOWED)
+    assert row.verdict == "differs"
+
+
 def test_lengths_that_are_taken_and_not_used_are_found():
     class Deaf(LlamaForCausalLM):
         def forward(self, input_ids=None, cu_seqlens=None, **inputs):

@@ -45,8 +45,8 @@ _MOST = {
 
 @dataclass(frozen=True)
 class Subject:
-    """model: in float64 where it can be cast, else fp32, in evaluation mode. ids: `[2, 70]`. source: the lines of
-    Python that make both."""
+    """model: in float64 where it can compute and pad in it, else fp32, in evaluation mode. ids: `[2, 70]`. source: the
+    lines of Python that make both."""
 
     name: str
     model: PreTrainedModel
@@ -145,7 +145,7 @@ def _run(lines: Sequence[str]) -> dict[str, Any]:
 def around(model: PreTrainedModel, name: str = "", lines: Sequence[str] = ()) -> Subject:
     """The subject of a model that is there. lines: the Python that makes it.
 
-    The model is cast to float64, or to fp32 where it cannot compute in float64.
+    The model is cast to float64, or to fp32 where it cannot compute or pad in float64.
 
     Raises:
         InputError: it is an encoder, or computes nothing, NaN or infinity.
@@ -168,9 +168,28 @@ def around(model: PreTrainedModel, name: str = "", lines: Sequence[str] = ()) ->
             continue
         if not bool(logits.isfinite().all()):
             raise InputError(f"{name}: its logits are NaN or infinite; mend its weights")
+        if dtype == "double" and not pads(model, ids) and pads(model.float(), ids):
+            dtype = "float"
+        getattr(model, dtype)()
         source = "\n".join([*lines, f"model = model.{dtype}().eval()", drawn])
         return Subject(name, model, ids, source)
     raise InputError(f"{name}: it computes nothing here ({first_line(problem)})")
+
+
+def pads(model: PreTrainedModel, ids: torch.Tensor) -> bool:
+    """Whether a left-padded row has finite logits, or the model refuses one.
+
+    A softmax in fp32 makes −∞ of the least number of float64, with which transformers masks. A row of padding is NaN
+    then, in float64 alone.
+    """
+    mask = torch.ones_like(ids)
+    mask[0, :30] = 0
+    try:
+        with torch.no_grad():
+            logits = model(ids, attention_mask=mask, use_cache=False).logits
+    except Exception:  # the property of padding says so
+        return True
+    return bool(logits[0, 30:].isfinite().all())
 
 
 def refuse_encoder(config: PretrainedConfig) -> None:
