@@ -539,6 +539,14 @@ def test_a_type_of_transformers_stays_its_own_behind_another_that_imports_fla():
     assert type(model).__module__ == "transformers.models.mamba.modeling_mamba"
 
 
+def test_a_decoder_that_its_config_calls_none_is_checked():
+    pythia = make("gpt_neox")
+    assert pythia.model.config.is_decoder is False
+    assert judge_property(pythia, properties.causal, ALLOWED).verdict == "holds"
+    with pytest.raises(InputError, match="an encoder, whose tokens see later ones"):
+        around(build("linear_attention", is_decoder=False))
+
+
 def test_sizes_and_layers_are_taken_as_asked():
     config = make("llama", layers=3, width=64, changes={"intermediate_size": 80}).model.config
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (3, 64, 80)

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nalanda.common.errors import InputError, first_line
+from nalanda.testing.properties import causal
 
 WIDTH = 128
 """Default of the narrowed hidden size."""
@@ -100,7 +101,6 @@ def make(
         text = whole.get_text_config()
         if text is not whole:  # the text model of one that sees or hears too
             load = f"for_model(**AutoConfig.{load}).get_text_config().to_dict()"
-        refuse_encoder(text)
         narrower = narrowings(text, layers, width)
     except Exception as error:  # configs and remote code raise anything
         why = first_line(error).removeprefix(f"{name}: ")
@@ -122,7 +122,7 @@ def make(
             return around(_run(made)["model"], name, [*lines, *made])
         except Exception as error:
             problems.append(error)
-            if "Unrecognized configuration class" in str(error):
+            if "Unrecognized configuration class" in str(error) or ENCODER in str(error):
                 break
     why = first_line(problems[0]).removeprefix(f"{name}: ")
     raise InputError(f"{name}: the model cannot be made ({why})")
@@ -150,7 +150,6 @@ def around(model: PreTrainedModel, name: str = "", lines: Sequence[str] = ()) ->
     Raises:
         InputError: it is an encoder, or computes nothing, NaN or infinity.
     """
-    refuse_encoder(model.config)
     name = name or type(model).__name__
     keep_fla_off_cpus(sys.modules[type(model).__module__])
     table: Any = model.get_input_embeddings()
@@ -168,6 +167,7 @@ def around(model: PreTrainedModel, name: str = "", lines: Sequence[str] = ()) ->
             continue
         if not bool(logits.isfinite().all()):
             raise InputError(f"{name}: its logits are NaN or infinite; mend its weights")
+        refuse_encoder(model, ids)
         if dtype == "double" and not pads(model, ids) and pads(model.float(), ids):
             dtype = "float"
         getattr(model, dtype)()
@@ -192,9 +192,15 @@ def pads(model: PreTrainedModel, ids: torch.Tensor) -> bool:
     return bool(logits[0, 30:].isfinite().all())
 
 
-def refuse_encoder(config: PretrainedConfig) -> None:
-    if getattr(config, "is_decoder", True) is False:
-        raise InputError("an encoder, whose tokens see later ones; take is_decoder=true")
+ENCODER = "an encoder, whose tokens see later ones; take is_decoder=true"
+
+
+@torch.no_grad()
+def refuse_encoder(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    """Raises `InputError` for a model that is no decoder by its config and its logits."""
+    decodes = getattr(model.config, "is_decoder", True)  # False of GPT-NeoX too
+    if decodes is False and not torch.allclose(*causal(model, ids)):
+        raise InputError(ENCODER)
 
 
 def narrowings(
