@@ -293,6 +293,30 @@ def test_a_leak_of_a_later_layer_names_it_and_leaves_the_model_whole():
     assert len(deep.model.model.layers) == 5
 
 
+class Experts(torch.nn.Module):
+    """Four of a layer, in a list that is longer than that of the layers."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.experts = torch.nn.ModuleList(kind() for _ in range(4))
+
+    def forward(self, x):
+        return sum(expert(x) for expert in self.experts)
+
+
+class Mean(torch.nn.Module):
+    def forward(self, x):
+        return x + x.mean(0)
+
+
+def test_a_list_of_experts_is_none_of_layers():
+    mixture = subject()
+    for layer, kind in zip(mixture.model.model.layers, (torch.nn.Tanh, Mean), strict=True):
+        layer.mlp = Experts(kind)
+    row = judge_property(mixture, properties.batch_is_rows, ALLOWED)
+    assert row.place.endswith(", layer 1 (llama)")
+
+
 def test_the_page_says_what_differs_where_and_how_to_see_it():
     leaky = planted(on_outputs(sees_other_rows))
     row = judge_property(leaky, properties.batch_is_rows, ALLOWED)
@@ -320,7 +344,8 @@ def test_an_error_is_told_apart_from_a_door_that_is_missing():
     for error, verdict in [
         (AttributeError("in the model"), "fails"),
         (ValueError("no"), "refused"),
-        (TypeError("got an unexpected keyword argument 'x'"), "not offered"),
+        (TypeError("got an unexpected keyword argument 'use_cache'"), "not offered"),
+        (TypeError("Block.forward() got an unexpected keyword argument 'x'"), "fails"),
     ]:
         row = judge_property(raises(error), properties.piece_by_piece, ALLOWED)
         assert (row.verdict, row.note) == (verdict, f"{type(error).__name__}: {error}")

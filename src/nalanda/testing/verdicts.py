@@ -98,18 +98,20 @@ def check(subject: Subject, chosen: Iterable[Property] = PROPERTIES) -> Iterator
 def judge_property(subject: Subject, holds: Property, allowed: float) -> Finding:
     """allowed: the largest difference that rounding explains, as a share of the largest value."""
     name, says = holds.__name__.replace("_", " "), inspect.getdoc(holds) or ""
-    ignored: set[str] = set()
+    given: set[str] = set()
     missing = DOORS - accepted(subject.model)
     hook = subject.model.register_forward_pre_hook(
-        lambda _, __, inputs: ignored.update(inputs.keys() & missing), with_kwargs=True
+        lambda _, __, inputs: given.update(inputs), with_kwargs=True
     )
     try:
         found, expected = both_ways(holds, subject.model, subject.ids)
     except Exception as error:  # anybody's code raises anything
-        return unable(name, says, error, ignored)
+        refused = re.findall(r"unexpected keyword argument '(\w+)'", str(error))
+        return unable(name, says, error, given & {*missing, *refused})
     finally:
         hook.remove()
 
+    ignored = given & missing
     difference = relative_difference(found, expected)
     if difference <= EXACT:
         return Finding(name, says, "holds", difference)
@@ -147,12 +149,9 @@ def unable(name: str, says: str, error: Exception, ignored: Iterable[str] = ()) 
     if isinstance(error, ProcessRaisedException):
         said = str(error).strip().splitlines()[-1]
     missing = isinstance(error, AttributeError | KeyError | StopIteration)
+    missing |= "unexpected keyword" in str(error)
     verdict: Verdict = "fails"
-    if (
-        ignored
-        or "unexpected keyword" in str(error)
-        or (missing and properties.__file__ in asked_by)
-    ):
+    if ignored or (missing and properties.__file__ in asked_by):
         verdict = "not offered"
     elif isinstance(error, ValueError | NotImplementedError) or said.startswith("ValueError"):
         verdict = "refused"
@@ -184,8 +183,10 @@ def locate(found: Tensor, expected: Tensor) -> str:
 def first_layer(subject: Subject, holds: Property, allowed: float) -> str:
     """The first layer that makes the difference: the model is cut behind it, by halves."""
     model: Any = subject.model
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    name, layers = max(lists, key=lambda pair: len(pair[1]), default=("", []))
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    lists = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList))
+    # The outermost one comes first: a layer may have as many experts.
+    name, layers = next(((n, m) for n, m in lists if len(m) == count), ("", []))
 
     def differs(count: int) -> bool:
         model.set_submodule(name, layers[:count])
