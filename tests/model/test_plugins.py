@@ -523,6 +523,22 @@ def test_a_plugin_is_named_by_its_path(recipe, tmp_path, monkeypatch, forget):
         load_config(recipe, ["plugins=[elsewhere/by_path.py]", *chosen])
 
 
+@pytest.mark.parametrize("place", ["elsewhere", "run"])
+@pytest.mark.parametrize("plugin", ["came_along", "came_along.py"])
+def test_a_folder_with_weights_brings_no_plugin(place, plugin, recipe, tmp_path, monkeypatch):
+    """`nalanda verify` of a run from elsewhere must not run its code, also where one stands in it."""
+    run_dir = tmp_path / "run"
+    for folder in (run_dir / "checkpoints", tmp_path / "elsewhere"):
+        folder.mkdir(parents=True)
+    write(run_dir, "came_along", f"open({str(tmp_path / 'ran')!r}, 'w')")
+    stored = run_dir / "config.yaml"
+    stored.write_text(f"plugins: [{plugin}]\n{recipe.read_text()}")
+    monkeypatch.chdir(tmp_path / place)
+    with pytest.raises(InputError, match=r"plugins: came_along.* (cannot be imported|no such)"):
+        load_config(stored)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_config_imports_plugins_only(tmp_path, monkeypatch):
     """Config files come from anywhere: what they name is imported if it is a plugin that a user put there."""
     monkeypatch.syspath_prepend(tmp_path)

@@ -24,7 +24,7 @@ def find_plugins(names: Iterable[str], *folders: Path) -> list[str]:
         paths = [folder / Path(name).expanduser() for folder in folders]
         file = next((path for path in paths if path.is_file()), None)
         if file is None:
-            raise InputError(f"plugins: {name}: no such file; write its path from {folders[0]}")
+            raise InputError(f"plugins: {name}: no such file; write its path from {Path.cwd()}")
         whole.append(str(file.resolve()))
     return whole
 

@@ -50,10 +50,17 @@ def load_config(
 def recipe_of(sections: dict, folder: Path, *, training: bool = False) -> RunConfig:
     """The recipe of these sections, whose plugins may lie in `folder`. Raises as `load_config` does."""
     config = section(RunConfig, sections, "")
-    config.plugins = find_plugins(config.plugins, Path.cwd(), folder)
-    import_plugins(config.plugins, Path.cwd(), folder)
+    folders = [each for each in (Path.cwd(), folder) if not _came_with_weights(each)]
+    config.plugins = find_plugins(config.plugins, *folders)
+    import_plugins(config.plugins, *folders)
     config.check(training=training)
     return config
+
+
+def _came_with_weights(folder: Path) -> bool:
+    """Whether this is a run's or model's folder. It may come from anywhere, so its code is no plugin of the user's."""
+    weights = ("checkpoints", "config.json")
+    return (folder / "config.yaml").exists() and any((folder / x).exists() for x in weights)
 
 
 def read_sections(path: Path, overrides: typing.Sequence[str] = ()) -> dict:
