@@ -50,7 +50,9 @@ def load_config(
 def recipe_of(sections: dict, folder: Path, *, training: bool = False) -> RunConfig:
     """The recipe of these sections, whose plugins may lie in `folder`. Raises as `load_config` does."""
     config = section(RunConfig, sections, "")
-    folders = [each for each in (Path.cwd(), folder) if not _came_with_weights(each)]
+    folders = [Path.cwd(), folder]
+    if _came_with_weights(folder):
+        folders = [each for each in folders if not each.samefile(folder)]
     config.plugins = find_plugins(config.plugins, *folders)
     import_plugins(config.plugins, *folders)
     config.check(training=training)
