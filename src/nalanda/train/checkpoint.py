@@ -598,12 +598,9 @@ def _probed_moments(
 def _outside_state(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """The optimizer's public attributes and its group's keys as text, without the parameters and their state."""
     (group,) = optimizer.param_groups
-    beside = {
-        key: str(value)
-        for key, value in (vars(optimizer) | group).items()
-        if key not in ("params", "param_groups", "state")
-    }
-    return {key: text for key, text in beside.items() if not key.startswith("_")}
+    left_out = ("params", "param_groups", "state")
+    beside = {key: x for key, x in (vars(optimizer) | group).items() if key not in left_out}
+    return {key: str(x) for key, x in beside.items() if not key.startswith("_")}
 
 
 def random_state() -> dict:
