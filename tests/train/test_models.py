@@ -16,6 +16,7 @@ from nalanda.config.model import build_model_config
 from nalanda.data.tokenizer import build_tokenizer, tokenizer_fingerprint
 from nalanda.train import loop
 from nalanda.train.build import build_model
+from nalanda.train.export import export
 from nalanda.train.log import read_metrics
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -86,6 +87,20 @@ def test_a_checkpoint_without_its_run_is_exported_without_tokenizer_and_recipe(
             assert (promised in card) != alone
         assert ("nalanda generate" in said.err) != alone
         assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "nalanda"
+
+
+def test_a_run_that_may_only_be_read_is_exported(whole, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "run")
+    paths = [run, *run.rglob("*")]
+    for path in paths:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    out = export(run, tmp_path / "out")
+    for path in paths:
+        path.chmod(0o755)
+    assert (out / "tokenizer_config.json").is_file()
+    assert (out / "config.yaml").is_file()
+    # Of each the owner may write: a run as root exports in any case.
+    assert all(path.stat().st_mode & 0o200 for path in [out, *out.rglob("*")])
 
 
 def test_a_model_that_would_take_kernels_of_a_gpu_is_given_torchs(recipe, tmp_path):

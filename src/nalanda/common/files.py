@@ -211,6 +211,18 @@ def update_json(file: Path, **settings: Any) -> dict[str, Any]:
     return table
 
 
+def copy_contents(source: Path, folder: Path) -> None:
+    """Copies the files of `source` but for its manifest, which holds for it alone.
+
+    The copies may be written to, whoever may write to the files.
+    """
+    for file in source.rglob("*"):
+        if file.is_file() and file.name != "manifest.json":
+            copy = folder / file.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+
+
 def discard(path: Path) -> None:
     """Removes a folder with its files, a file or a link. What the system keeps stays."""
     if path.is_dir() and not path.is_symlink():

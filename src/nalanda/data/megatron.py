@@ -14,7 +14,6 @@ every document ends (begins) with the tokenizer's.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nalanda.common.errors import InputError, first_line, local_output
-from nalanda.common.files import new_folder, verify_manifest, write_manifest
+from nalanda.common.files import copy_contents, new_folder, verify_manifest, write_manifest
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.prepare_run import ShardWriter
 from nalanda.data.stored_sets import local_set
@@ -304,7 +303,7 @@ def write_megatron(token_set: str | Path, directory: str | Path) -> dict[str, tu
     index = read_index(token_set)
     code = 8 if index["tokenizer"]["vocab_size"] < SMALL else 4
     with _new_set(directory) as folder:
-        shutil.copytree(token_set / "tokenizer", folder / "tokenizer")
+        copy_contents(token_set / "tokenizer", folder / "tokenizer")
         for split in SPLITS:
             if index[split]["documents"]:
                 _write_split(token_set, index, split, folder / split, code)

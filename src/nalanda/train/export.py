@@ -16,7 +16,7 @@ from nalanda_kernels import import_fla, keep_model_types
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from nalanda.common.errors import InputError, SourceUnavailable, first_line
-from nalanda.common.files import new_folder, refuse_existing, update_json
+from nalanda.common.files import copy_contents, new_folder, refuse_existing, update_json
 from nalanda.common.scores import Score, find_results, read_scores
 from nalanda.common.text import redact
 from nalanda.config.load import load_config
@@ -82,7 +82,7 @@ def export(
         model.save_pretrained(folder, state_dict=weights)
         copy_tokenizer(run_dir / "tokenizer", folder, config)
         if (run_dir / "config.yaml").is_file():
-            shutil.copy(run_dir / "config.yaml", folder)
+            shutil.copyfile(run_dir / "config.yaml", folder / "config.yaml")
 
         facts = facts if facts is not None else read_facts(run_dir)
         private = ("host", "pid", "command")  # and of no use in a copy
@@ -111,8 +111,7 @@ def copy_tokenizer(tokenizer: Path, folder: Path, config: Any) -> None:
     """Copies a run's tokenizer, if there is one, into the folder of a model with this config."""
     if not tokenizer.is_dir():
         return
-    manifest = shutil.ignore_patterns("manifest.json")  # holds for the run's folder only
-    shutil.copytree(tokenizer, folder, dirs_exist_ok=True, ignore=manifest)
+    copy_contents(tokenizer, folder)
     ours = config.model_type == "nalanda"
     pad_batches(folder, "right" if is_encoder(config) else "left", token_types=not ours)
 
