@@ -210,6 +210,18 @@ def test_a_refused_first_try_leaves_nothing(tmp_path, byte_tokenizer):
     assert is_token_set(out)
 
 
+def test_an_output_that_cannot_be_made_is_refused_before_a_tokenizer_is_trained(
+    tmp_path, monkeypatch
+):
+    data = DataConfig(source=str(corpus(tmp_path / "in", files=1)))
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(
+        "nalanda.data.prepare.build_tokenizer", lambda *_: pytest.fail("trained first")
+    )
+    with pytest.raises(InputError, match=r"^output .*/file/out: a file; name a folder"):
+        prepare(data, TokenizerConfig(train="bpe"), tmp_path / "file" / "out")
+
+
 def test_a_second_preparation_is_refused_in_one_line(tmp_path, byte_tokenizer):
     data, out = DataConfig(source=str(corpus(tmp_path / "in", files=1))), tmp_path / "out"
     with alone_in(out), pytest.raises(InputError) as error:

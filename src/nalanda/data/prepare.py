@@ -14,7 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nalanda.common.errors import DiskFull, InputError, first_line, local_output, no_room
+from nalanda.common.errors import (
+    DiskFull,
+    InputError,
+    first_line,
+    local_output,
+    no_room,
+    output_folder,
+)
 from nalanda.common.files import alone, write_atomically
 from nalanda.common.plugins import imported
 from nalanda.common.progress import Progress
@@ -105,7 +112,7 @@ def alone_in(directory: Path) -> Iterator[None]:
     """Keeps a second preparation out of the directory. The lock ends with its process.
 
     Raises:
-        InputError: another process prepares there, or the directory has other files.
+        InputError: another process prepares there, the directory has other files, or nothing may be written there.
     """
     _refuse_other_files(directory)
     work = directory / "preparing"
@@ -113,9 +120,10 @@ def alone_in(directory: Path) -> Iterator[None]:
     lock: contextlib.AbstractContextManager[bool] = alone(work / ".lock", taken)
     try:
         work.mkdir(parents=True, exist_ok=True)
-    except (
-        OSError
-    ):  # a finished set that is read-only; a lock would make the target of a dangling link
+    except OSError:
+        if not is_token_set(directory):
+            output_folder(directory, "output")
+        # A finished set that is read-only; a lock would make the target of a dangling link.
         lock = contextlib.nullcontext(False)
     try:
         with lock as locked:
