@@ -228,8 +228,10 @@ class Conversation:
             return
 
         ids = self._as_row(self.tokens + tokens)
-        if self.cache is not None:
-            options |= {CACHE: self.cache}
+        # A call writes into its cache: one that fails leaves tokens there that were not said.
+        cache, self.cache = self.cache, None
+        if cache is not None:
+            options |= {CACHE: cache}
         out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         self.tokens = out.sequences[0].tolist()
         self.cache = cache_of(out)
@@ -240,7 +242,6 @@ class Conversation:
             self.state = self.model.read(self._as_row(answer), state=self.state)
         else:
             self.tokens = self.tokens + tokens + answer
-            self.cache = None
 
     def _as_row(self, tokens: list[int]) -> torch.Tensor:
         return torch.tensor([tokens], device=self.model.device)  # [1, T]

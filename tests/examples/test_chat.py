@@ -1,5 +1,6 @@
 """examples/chat/chat.py: the commands at the terminal, and a conversation that reads each token once."""
 
+import contextlib
 import copy
 import importlib.util
 import io
@@ -282,3 +283,25 @@ def test_what_was_interrupted_or_refused_was_not_said(tokenizer, monkeypatch, ca
     with pytest.raises(InputError, match="the chat template refuses: no system"):
         talk.answer("two")
     assert (talk.state, talk.messages) == (state, messages)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, InputError])
+def test_a_turn_that_failed_leaves_nothing_in_a_cache(error, tokenizer, capsys):
+    """Models of other libraries write into their cache, which the next turn continues."""
+    model = llama(len(tokenizer))
+    options = sampling_options(Sampling(temperature=0, max_new_tokens=9)) | letters(tokenizer)
+    talks = [Conversation(model, tokenizer, options) for _ in range(2)]
+    for talk in talks:
+        talk.answer("one")
+
+    def failing(*_):
+        raise error("")
+
+    with model.lm_head.register_forward_pre_hook(failing), contextlib.suppress(InputError):
+        talks[0].answer("many words")
+    for talk in talks:
+        talk.answer("two")
+    a, b = (talk.tokens for talk in talks)
+    assert a == b
+    a, b = (talk.cache.layers[-1].keys for talk in talks)
+    close(a, b, 1e-6)
