@@ -136,14 +136,14 @@ class Conversation:
     def answer(self, message: str) -> str:
         """Streams the answer to stdout, prints its speed on stderr, and returns it.
 
-        Ctrl-C ends the answer early. Before its first token, ctrl-C drops the message.
+        Ctrl-C ends the answer early. Before its first token, or a second time, ctrl-C drops the message.
         Raises InputError for a message that is no text, or that the chat template refuses.
         """
         self.messages.append({"role": "user", "content": message})
         try:
             text = self._render_readable()
             tokens = self._new_tokens(text)
-        except InputError:
+        except (InputError, KeyboardInterrupt):
             self.messages.pop()
             raise
 
@@ -151,18 +151,13 @@ class Conversation:
         printer = Printer(self.tokenizer, tokens, self.stop)
         start = time.perf_counter()
         try:
-            self._generate(tokens, printer)
-        except InputError:  # the model computes no numbers
+            self._generate_or_keep(tokens, printer)
+        except (InputError, KeyboardInterrupt) as error:
             self.messages.pop()
             self.state = state_before
-            raise
-        except KeyboardInterrupt:
-            printer.end()
-            if not printer.tokens:
-                self.messages.pop()
-                self.state = state_before
-                return ""
-            self._keep_interrupted(tokens, printer.tokens)
+            if isinstance(error, InputError):  # the model computes no numbers
+                raise
+            return ""
         seconds = time.perf_counter() - start
 
         self.text = text
@@ -213,6 +208,16 @@ class Conversation:
         if self.text and last[-1] in self.options.get("eos_token_id", ()):
             return str(self.tokenizer.decode(last))
         return ""
+
+    def _generate_or_keep(self, tokens: list[int], printer: Printer) -> None:
+        """Generates the answer, or its part before ctrl-C."""
+        try:
+            self._generate(tokens, printer)
+        except KeyboardInterrupt:
+            printer.end()
+            if not printer.tokens:
+                raise
+            self._keep_interrupted(tokens, printer.tokens)
 
     def _generate(self, tokens: list[int], printer: Printer) -> None:
         stopping = StoppingCriteriaList([StopAtText(printer)])
@@ -307,7 +312,7 @@ def talk(conversation: Conversation) -> None:
                 raise InputError(HELP)
             elif line:
                 conversation.answer(line)
-        except InputError as error:
+        except (InputError, KeyboardInterrupt) as error:
             print(error, file=sys.stderr)
 
 

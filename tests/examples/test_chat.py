@@ -305,3 +305,34 @@ def test_a_turn_that_failed_leaves_nothing_in_a_cache(error, tokenizer, capsys):
     assert a == b
     a, b = (talk.cache.layers[-1].keys for talk in talks)
     close(a, b, 1e-6)
+
+
+def test_ctrl_c_again_and_again_ends_no_conversation(checkpoint, tmp_path, monkeypatch, capsys):
+    """While the part of an answer is read that was printed, and while a state is written."""
+    put, reads = Printer.put, []
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    def read(*arguments, **options):
+        reads.append(arguments)
+        return interrupted() if len(reads) == 3 else whole(*arguments, **options)
+
+    def breaking(self, value):
+        put(self, value)
+        if len(reads) == 2 and len(self.tokens) == 4:
+            interrupted()
+
+    whole = NalandaForCausalLM.read
+    monkeypatch.setattr(NalandaForCausalLM, "read", read)
+    monkeypatch.setattr(Printer, "put", breaking)
+    monkeypatch.setattr(script.State, "save", interrupted)
+    lines = ["one", "many words", f"/save {tmp_path / 'talk'}", "two", "/quit"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
+    script.main([checkpoint, "--temperature", "0", "--max-new-tokens", "8"])
+    interrupted_talk = capsys.readouterr().out.split("> ")[-2]
+
+    monkeypatch.undo()
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    script.main([checkpoint, "--temperature", "0", "--max-new-tokens", "8"])
+    assert capsys.readouterr().out.split("> ")[-2] == interrupted_talk
