@@ -671,10 +671,12 @@ def test_what_no_state_is_refused(saved, tmp_path):
 
 def test_a_state_that_cannot_be_written_leaves_nothing(saved, tmp_path):
     model, path = saved
-    state, before = model.load_state(path), path.read_bytes()
+    state, before, pipe = model.load_state(path), path.read_bytes(), tmp_path / "pipe"
+    os.mkfifo(pipe)
     no_folder = "its folder does not exist; make it: "
     for there, says in (
         (tmp_path, "a folder; name a file: "),
+        (pipe, "a device or a pipe; name a file: "),
         (tmp_path / "none" / "state", no_folder),
         (path / "state", no_folder),
     ):
@@ -685,8 +687,9 @@ def test_a_state_that_cannot_be_written_leaves_nothing(saved, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no such file; write one with State\.save: "):
         model.load_state(tmp_path / "none")
     assert list(tmp_path.parent.glob(f"{tmp_path.name}*")) == [tmp_path]
-    assert [*tmp_path.rglob("*")] == [path]
+    assert {*tmp_path.rglob("*")} == {path, pipe}
     assert path.read_bytes() == before
+    assert pipe.is_fifo()
 
 
 def test_a_saved_state_is_on_the_disk_before_its_name(saved, monkeypatch):
@@ -1047,6 +1050,7 @@ def test_generate_refuses(checkpoint, tmp_path):
     whole = bytearray((tmp_path / "damaged").read_bytes())
     whole[-1] ^= 1
     (tmp_path / "damaged").write_bytes(whole)
+    os.mkfifo(tmp_path / "pipe")
     for args, says in (
         (
             ("hello", "--states", str(tmp_path)),
@@ -1064,6 +1068,7 @@ def test_generate_refuses(checkpoint, tmp_path):
         ),
         (("hello", "--state", str(tmp_path)), "a folder; name a file"),
         (("hello", "--state", os.devnull), "a device or a pipe; name a file with a state"),
+        (("hello", "--save-state", str(tmp_path / "pipe")), "a device or a pipe; name a file"),
         (("hello", "--state-dtype", "int4"), "--state-dtype int4: unknown; choose fp32"),
         (("hello", "--temperature", "nan"), "temperature is nan"),
         (("hello", "--temperature", "1e-40"), "temperature is 1e-40"),

@@ -254,6 +254,8 @@ def output_file(path: str | os.PathLike, option: str) -> Path:
     path = local_output(path, option)
     if path.is_dir():
         raise InputError(f"{option} {path}: a folder; name a file")
+    if path.exists() and not path.is_file():  # a file would take its place
+        raise InputError(f"{option} {path}: a device or a pipe; name a file")
     if path.is_symlink() and not path.exists():
         raise InputError(f"{option} {path}: {_describe_link(path)}")
     output_folder(path.parent, option)

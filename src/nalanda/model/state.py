@@ -360,6 +360,8 @@ def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> Non
     """Writes a file that has the old content or the new, whenever the machine stops. Raises OSError."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "a folder; name a file", str(path))
+    if path.exists() and not path.is_file():  # a file would take its place
+        raise OSError(errno.EINVAL, "a device or a pipe; name a file", str(path))
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "its folder does not exist; make it", str(path))
     unfinished = path.with_name(f"{path.name}.part")
