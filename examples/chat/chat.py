@@ -41,6 +41,7 @@ from nalanda.inference.load import (
     is_ours,
     load_model,
     number_check,
+    tokens_behind,
 )
 from nalanda.inference.options import Sampling, sampling_options
 from nalanda.model import State
@@ -195,11 +196,13 @@ class Conversation:
     def _new_tokens(self, text: str) -> list[int]:
         """The tokens of `text` that were not read, with bos at the start of a conversation."""
         new = text[len(self.text) :].removeprefix(self.end)
-        tokens = self.tokenizer(new, add_special_tokens=False).input_ids
+        if self.state is not None or self.tokens:
+            tokens = tokens_behind(new, self.tokenizer, self.end or "\n")
+        else:
+            tokens = self.tokenizer(new, add_special_tokens=False).input_ids
+            tokens = after_bos(tokens, bos_token(self.model, self.tokenizer))
         check_tokens(tokens, self.model, self.tokenizer)
-
-        started = self.state is not None or bool(self.tokens)
-        return tokens if started else after_bos(tokens, bos_token(self.model, self.tokenizer))
+        return tokens
 
     @property
     def end(self) -> str:

@@ -262,6 +262,21 @@ def test_a_turns_end_of_another_token_is_read_once(tokenizer, capsys):
     assert end_tokens(model, tokenizer) == {}
 
 
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_turns_are_cut_as_in_the_whole(scheme, capsys):
+    """SentencePiece puts a blank before a text, or behind each special token too."""
+    tokens = ["<|endoftext|>", "▁", *(f"<0x{i:02X}>" for i in range(256))]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    end = "<|endoftext|>"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=end, eos_token=end)
+    _, talk = talker(tokenizer)
+    for said in ("one", "two and three"):
+        talk.answer(said)
+    assert len(talk.state) == len([0, *tokenizer(talk.text + end).input_ids])
+
+
 def test_what_was_interrupted_or_refused_was_not_said(tokenizer, monkeypatch, capsys):
     model, talk = talker(tokenizer)
     talk.answer("one")

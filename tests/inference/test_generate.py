@@ -27,7 +27,7 @@ from nalanda import NalandaCache, NalandaForCausalLM, State
 from nalanda.common.errors import InputError
 from nalanda.inference import generate as generation
 from nalanda.inference.generate import Printer, fingerprint, fingerprint_of
-from nalanda.inference.load import load_model
+from nalanda.inference.load import load_model, tokens_behind
 from nalanda.model import MIXERS
 from nalanda.model.state import file_sum
 from nalanda.testing import in_threads
@@ -1244,6 +1244,38 @@ def test_bytes_that_are_no_text_do_not_hold_it_back(make, capsys):
         assert len(printed[len(before) + len(noise) - 1]) >= len("ab日本") + len(noise) // 8
         if make is byte_level:
             assert last == decoded(tokenizer, before + noise + after)
+
+
+@pytest.mark.parametrize("make", [byte_fallback, byte_level, unigram])
+def test_text_behind_another_one_has_the_tokens_of_the_whole(make):
+    """SentencePiece puts a blank before each text, which was then read in mid-text."""
+    tokenizer, draw = make(), random.Random(0)
+    for _ in range(40):
+        words = draw.choices(WORDS, k=draw.randint(2, 12))
+        text = "".join(word + draw.choice(["", " ", "  "]) for word in words)
+        whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        at = draw.randint(1, len(whole.input_ids) - 1)
+        start, before = whole.offset_mapping[at][0], whole.offset_mapping[at - 1][1]
+        if start == before:  # not within a character
+            assert tokens_behind(text[start:], tokenizer) == whole.input_ids[at:]
+
+
+def test_a_word_behind_a_state_begins_with_its_space(tmp_path):
+    """The first token's text depends on the token before it, which the state holds."""
+    backend = Tokenizer(models.Unigram([("▁gate", 0.0), ("<unk>", 0.0)], unk_id=1))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    model = build(vocab_size=2, dtype=torch.float32, bos_token_id=None, **ENDLESS)
+    model.lm_head.weight.data.zero_()  # so that each token is the first
+    model.save_pretrained(tmp_path)
+
+    (tmp_path / "text").write_text("gate")
+    options = ("--max-new-tokens", "2", "--temperature", "0")
+    text, state = ("--file", str(tmp_path / "text")), str(tmp_path / "read.state")
+    read = run("generate", str(tmp_path), *text, "--save-state", state, *options)
+    alone = run("generate", str(tmp_path), "--state", state, *options)
+    kept = run("generate", str(tmp_path), *text, "--states", str(tmp_path), *options)
+    assert read.stdout == alone.stdout == kept.stdout == " gate gate\n"
 
 
 def test_printing_stops_at_the_stop_text(tokenizer, capsys):

@@ -33,6 +33,7 @@ from nalanda.inference.load import (
     is_ours,
     load_model,
     number_check,
+    tokens_behind,
 )
 from nalanda.inference.options import (
     LoadOptions,
@@ -270,7 +271,9 @@ def generate(
         transformers.set_seed(sampling.seed)
     if stream and prompt and prompt != "-" and not chat:
         print(prompt, end="", flush=True)
-    printer = Printer(tokenizer, tokens) if stream else None
+    # Behind a state alone the first word may begin with a space, too.
+    last = tokens if state is None else state.last[0].tolist() + tokens
+    printer = Printer(tokenizer, last) if stream else None
 
     start = time.perf_counter()
     # Ours read the prompt into a state, piece by piece; other models take it whole.
@@ -400,12 +403,13 @@ def prompt_tokens(
     text: str | None, model: Any, tokenizer: PreTrainedTokenizerBase, *, in_mid_text: bool
 ) -> list[int]:
     """The tokens of a prompt, after bos unless it stands in mid-text. Raises InputError without any."""
-    tokens = tokenizer(text, add_special_tokens=False).input_ids if text else []
-    check_tokens(tokens, model, tokenizer)
     if in_mid_text:
-        return tokens
-    tokens = after_bos(tokens, bos_token(model, tokenizer))
-    if not tokens:
+        tokens = tokens_behind(text or "", tokenizer)
+    else:
+        tokens = tokenizer(text, add_special_tokens=False).input_ids if text else []
+        tokens = after_bos(tokens, bos_token(model, tokenizer))
+    check_tokens(tokens, model, tokenizer)
+    if not tokens and not in_mid_text:
         raise InputError("the prompt is empty and the tokenizer has no bos token; give a prompt")
     return tokens
 

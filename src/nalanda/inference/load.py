@@ -209,6 +209,24 @@ def after_bos(tokens: list[int], bos: list[int]) -> list[int]:
     return tokens if tokens[: len(bos)] == bos else bos + tokens
 
 
+def tokens_behind(text: str, tokenizer: PreTrainedTokenizerBase, before: str = "\n") -> list[int]:
+    """The tokens of a text that stands behind another one, which may end with `before`.
+
+    SentencePiece puts a blank before the text that it is given. So it gets a short one before it, whose tokens are
+    then left out.
+    """
+
+    def cut(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+    for start in (before, "."):
+        first, both = cut(start), cut(start + text)
+        # Tokens may join; of unknown characters several are one token.
+        if both[: len(first)] == first and tokenizer.unk_token_id not in first:
+            return both[len(first) :]
+    return cut(text)
+
+
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The options of `generate` for the tokens that end a text, the tokenizer's and the model's, and for
     padding. Empty if there are none.
