@@ -17,7 +17,7 @@ from covering import covering, slow_but_for
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tiny_models import SAME_STATES, VARIANTS, VOCAB, build, close, ids, llama, logits
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerFast, StoppingCriteria
@@ -27,7 +27,7 @@ from nalanda import NalandaCache, NalandaForCausalLM, State
 from nalanda.common.errors import InputError
 from nalanda.inference import generate as generation
 from nalanda.inference.generate import Printer, fingerprint, fingerprint_of
-from nalanda.inference.load import load_model, tokens_behind
+from nalanda.inference.load import bos_token, load_model, tokens_behind
 from nalanda.model import MIXERS
 from nalanda.model.state import file_sum
 from nalanda.testing import in_threads
@@ -1095,6 +1095,19 @@ def test_a_prompt_that_begins_with_bos_gets_no_second(checkpoint, tokenizer):
     plain = run("generate", checkpoint, "state and", *options).stdout
     bos = tokenizer.decode([0])
     assert run("generate", checkpoint, f"{bos}state and", *options).stdout == bos + plain
+
+
+def test_a_tokenizer_without_a_token_of_a(tmp_path):
+    """As those of proteins are. Other libraries' tokenizers show by "a" whether bos precedes a text."""
+    backend = Tokenizer(models.BPE({"<s>": 0, "M": 1, "K": 2}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    model = llama(3)
+    assert bos_token(model, tokenizer) == []
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    assert bos_token(model, tokenizer) == [0]
 
 
 SPECIAL = ["<unk>", "<s>", "</s>"]

@@ -200,7 +200,7 @@ def bos_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> lis
     if is_ours(model):
         written = model.config.bos_token_id is not None
     else:
-        written = tokenizer("a").input_ids[0] == bos
+        written = tokenizer("a").input_ids[:1] == [bos]  # "a" alone may have no token
     return [bos] if bos is not None and written else []
 
 
