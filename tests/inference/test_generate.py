@@ -1051,6 +1051,7 @@ def test_generate_refuses(checkpoint, tmp_path):
     whole[-1] ^= 1
     (tmp_path / "damaged").write_bytes(whole)
     os.mkfifo(tmp_path / "pipe")
+    load_model(checkpoint)[0].read(ids(2, 5)).save(tmp_path / "two")
     for args, says in (
         (
             ("hello", "--states", str(tmp_path)),
@@ -1066,6 +1067,7 @@ def test_generate_refuses(checkpoint, tmp_path):
             ("hello", "--state", str(tmp_path / "damaged")),
             "damaged does not have the bytes .* read the text",
         ),
+        (("--state", str(tmp_path / "two")), "two: the state of 2 texts; save that of one"),
         (("hello", "--state", str(tmp_path)), "a folder; name a file"),
         (("hello", "--state", os.devnull), "a device or a pipe; name a file with a state"),
         (("hello", "--save-state", str(tmp_path / "pipe")), "a device or a pipe; name a file"),

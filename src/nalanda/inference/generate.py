@@ -194,7 +194,10 @@ def fingerprint_of(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
 def load_state(
     path: str | Path, model: Any, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> State:
-    """The saved state. Raises InputError if it cannot be read, or belongs to another model or tokenizer."""
+    """The saved state of one text.
+
+    Raises InputError if it cannot be read, has several texts, or belongs to another model or tokenizer.
+    """
     if not is_ours(model):
         raise InputError(
             f"{model.config.model_type} models have no state to load; leave the state file out"
@@ -203,9 +206,12 @@ def load_state(
     # The code that an older export copied takes no tokenizer.
     checks = "tokenizer" in inspect.signature(model.load_state).parameters
     try:
-        return model.load_state(path, known) if checks else model.load_state(path)
+        state = model.load_state(path, known) if checks else model.load_state(path)
     except (OSError, ValueError) as error:
         raise InputError(first_line(error)) from error
+    if state.batch_size > 1:
+        raise InputError(f"{path}: the state of {state.batch_size} texts; save that of one")
+    return state
 
 
 def cache_bytes(cache: Any) -> int:
