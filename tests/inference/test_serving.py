@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DOCUMENT = EXAMPLES / "document.py"
 TEMPLATE = (EXAMPLES / "assistant" / "chat_template.jinja").read_text()
+TEMPLATE += "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
 SPOKEN = [{"role": "user", "content": "state"}, {"role": "assistant", "content": "gate"}]
 MESSAGES = [[SPOKEN[0]], [*SPOKEN, {"role": "user", "content": "decay"}]]
 
@@ -147,6 +148,16 @@ def test_a_length_below_1_is_answered_400(client, folder, length):
     asked = {"model": str(folder), "prompt": "state", "max_tokens": length}
     with pytest.raises(openai.BadRequestError, match=f"max_tokens={length}: take 1 or more"):
         client.completions.create(**asked)
+
+
+def test_a_request_that_cannot_be_answered_gets_the_reason(client, folder):
+    """transformers answers 500 without any."""
+    openai = pytest.importorskip("openai")
+    asked = {"model": str(folder), "max_tokens": 4}
+    with pytest.raises(openai.BadRequestError, match="the chat template refuses: no tools"):
+        client.chat.completions.create(**asked, messages=[{"role": "tool", "content": "x"}])
+    with pytest.raises(openai.BadRequestError, match="could not convert string to float: 'warm'"):
+        client.completions.create(**asked, prompt="state", temperature="warm")
 
 
 def test_32_clients_at_once_get_what_each_gets_alone(client, folder, tokenizer):

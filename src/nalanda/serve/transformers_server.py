@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -32,7 +33,7 @@ def run_transformers(folder: str, options: ServeOptions, others: list[str]) -> N
         for handler in (ChatCompletionHandler, ResponseHandler):
             handler.handle_request = refuse_chat  # pyrefly: ignore[bad-assignment]
     for handler in (CompletionHandler, ChatCompletionHandler, ResponseHandler):
-        handler.handle_request = refusing_lengths(handler.handle_request)  # pyrefly: ignore[bad-assignment]
+        handler.handle_request = refusing(handler.handle_request)  # pyrefly: ignore[bad-assignment]
 
     command = ["serve", folder, "--host", options.host, "--port", str(options.port), *others]
     try:
@@ -45,15 +46,20 @@ async def refuse_chat(handler: Any, body: dict[str, Any], request_id: str) -> JS
     return refusal(f"{body.get('model')}: {NO_TEMPLATE}")
 
 
-def refusing_lengths(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """`answer`, which refuses a length below 1."""
+def refusing(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """`answer`, which refuses a length below 1, and says why a request's turns or values do not serve."""
 
     async def handle_request(handler: Any, body: dict[str, Any], request_id: str) -> Any:
         for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             length = body.get(name)
             if isinstance(length, int | float) and length < 1:
                 return refusal(f"{name}={length}: take 1 or more")
-        return await answer(handler, body, request_id)
+        try:
+            return await answer(handler, body, request_id)
+        except TemplateError as error:
+            return refusal(f"the chat template refuses: {error}")
+        except ValueError as error:
+            return refusal(first_line(error))
 
     return handle_request
 
