@@ -23,7 +23,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from nalanda.common.errors import InputError, first_line, one_line_errors, output_file
+from nalanda.common.errors import InputError, explained, first_line, one_line_errors, output_file
 from nalanda.inference.generate import (
     Printer,
     decode,
@@ -144,7 +144,7 @@ class Conversation:
         try:
             text = self._render_readable()
             tokens = self._new_tokens(text)
-        except (InputError, KeyboardInterrupt):
+        except BaseException:
             self.messages.pop()
             raise
 
@@ -153,12 +153,12 @@ class Conversation:
         start = time.perf_counter()
         try:
             self._generate_or_keep(tokens, printer)
-        except (InputError, KeyboardInterrupt) as error:
+        except BaseException as error:  # ctrl-C, no numbers, no memory
             self.messages.pop()
             self.state = state_before
-            if isinstance(error, InputError):  # the model computes no numbers
-                raise
-            return ""
+            if isinstance(error, KeyboardInterrupt):
+                return ""
+            raise
         seconds = time.perf_counter() - start
 
         self.text = text
@@ -315,8 +315,12 @@ def talk(conversation: Conversation) -> None:
                 raise InputError(HELP)
             elif line:
                 conversation.answer(line)
-        except (InputError, KeyboardInterrupt) as error:
-            print(error, file=sys.stderr)
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+        except Exception as error:
+            if (line := explained(error)) is None:
+                raise
+            print(line, file=sys.stderr)
 
 
 def main(arguments: list[str]) -> None:

@@ -351,3 +351,24 @@ def test_ctrl_c_again_and_again_ends_no_conversation(checkpoint, tmp_path, monke
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
     script.main([checkpoint, "--temperature", "0", "--max-new-tokens", "8"])
     assert capsys.readouterr().out.split("> ")[-2] == interrupted_talk
+
+
+def test_a_conversation_outlives_what_can_be_explained(checkpoint, monkeypatch, capsys):
+    """A machine out of memory, and a path of nobody."""
+
+    def read(self, *arguments, **options):
+        if arguments[0].shape[1] > 60:
+            raise RuntimeError("out of memory")
+        return whole(self, *arguments, **options)
+
+    whole = NalandaForCausalLM.read
+    monkeypatch.setattr(NalandaForCausalLM, "read", read)
+    answers = []
+    for between in ([], ["many words " * 9, "/load ~nobody_of_that_name/talk"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(["one", *between, "two"]) + "\n"))
+        script.main([checkpoint, "--temperature", "0", "--max-new-tokens", "8"])
+        printed = capsys.readouterr()
+        answers.append(printed.out.split("> ")[-2])
+    assert answers[0] == answers[1]
+    assert "\nout of memory; take" in printed.err
+    assert "\na path begins with ~ and the name of an unknown user" in printed.err
