@@ -1,5 +1,6 @@
 """Generation with every mixer: states that are cropped, kept, saved and continued; the commands."""
 
+import contextlib
 import copy
 import json
 import math
@@ -7,6 +8,7 @@ import os
 import pickle
 import random
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -667,6 +669,15 @@ def test_what_no_state_is_refused(saved, tmp_path):
         model.read(ids(3, 1), state=model.read(ids(2, 5)))
     with pytest.raises(ValueError, match="with a token"):
         model.read(ids(1, 0))
+
+
+def test_a_state_file_that_may_not_be_read_is_not_called_missing(saved, tmp_path):
+    """A socket opens for nobody, as the file of another user does not."""
+    with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(tmp_path):
+        bound.bind("other")
+        with pytest.raises(OSError, match=r"'other'$") as error:
+            saved[0].load_state("other")
+    assert not isinstance(error.value, FileNotFoundError)
 
 
 def test_a_state_that_cannot_be_written_leaves_nothing(saved, tmp_path):

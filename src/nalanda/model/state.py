@@ -394,6 +394,7 @@ def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """
     if not Path(path).exists():
         raise FileNotFoundError(errno.ENOENT, "no such file; write one with State.save", str(path))
+    Path(path).open("rb").close()  # safe_open calls a file missing that may not be read
     try:
         with safe_open(path, "pt") as file:
             about = file.metadata() or {}
