@@ -8,6 +8,8 @@ from covering import slow_but_for
 from transformers import AutoModelForCausalLM
 
 from nalanda import NalandaConfig
+from nalanda.common.errors import InputError
+from nalanda.config.model_folder import check_name
 from nalanda.model import MIXERS
 
 peft = pytest.importorskip("peft")
@@ -88,6 +90,8 @@ def test_adapters_train_save_load_and_merge(mixer, tmp_path):
         "adapter_config.json",
         "adapter_model.safetensors",
     }
+    with pytest.raises(InputError, match="an adapter of PEFT; load it by AutoPeftModelForCausalLM"):
+        check_name(str(tmp_path))
     again = peft.PeftModel.from_pretrained(build(mixer), tmp_path)
     assert torch.equal(logits(again), expected)
     with model.disable_adapter():  # layers with adapters are products of their own

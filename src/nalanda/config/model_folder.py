@@ -86,6 +86,11 @@ def check_name(name: str) -> None:
         except InputError as error:
             raise InputError(f"cannot load {name}: {error}") from None
         return
+    if (path / "adapter_config.json").is_file():
+        raise InputError(
+            f"{name}: an adapter of PEFT; load it by AutoPeftModelForCausalLM and save what its "
+            "merge_and_unload() returns"
+        )
     if path.exists():
         raise InputError(
             f"{name} holds no config.json: give the directory of a run or a checkpoint"
