@@ -65,5 +65,5 @@ def main(arguments: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (OSError, openai.OpenAIError) as error:
+    except (OSError, UnicodeError, openai.OpenAIError) as error:
         sys.exit(f"document.py: {error}")

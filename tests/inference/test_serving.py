@@ -205,6 +205,15 @@ def test_questions_about_a_text_are_answered(served, folder, tokenizer, tmp_path
     assert "the server kept" in printed.splitlines()[-1]
 
 
+def test_a_text_that_is_not_utf_8_is_said(tmp_path):
+    pytest.importorskip("openai")
+    (tmp_path / "text").write_bytes(b"caf\xe9")
+    command = [sys.executable, str(DOCUMENT), str(tmp_path / "text"), "state"]
+    said = subprocess.run(command, capture_output=True, text=True).stderr
+    assert said.startswith("document.py: 'utf-8' codec can't decode")
+    assert said.count("\n") == 1
+
+
 def test_the_printed_question_fits_the_model_that_is_listed(served, folder):
     client, _, log = served
     assert [model.id for model in client.models.list()] == [str(folder)]
