@@ -22,7 +22,9 @@ ids = tokenizer(
     given.prompt, return_tensors="pt"
 ).input_ids  # with bos, if texts began with it in training
 made = model.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None)
-ours = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+# With the text before it: alone it may lose its first blank.
+whole, before = (tokenizer.decode(x[0], skip_special_tokens=True) for x in (made, ids))
+ours = whole[len(before) :]
 
 params = xllamacpp.CommonParams()
 params.model.path, params.verbosity, params.port = given.file, -1, 0

@@ -5,13 +5,15 @@ import functools
 import itertools
 import json
 import math
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 import typer.testing
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import nalanda_cli
@@ -633,3 +635,33 @@ def test_llama_cpp_answers_with_the_same_text(shape, tokenizer, tmp_path):
         **inputs, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     assert answer["choices"][0]["text"] == tokenizer.decode(new[0, inputs.input_ids.shape[1] :])
+
+
+@pytest.mark.slow
+def test_the_example_shows_equal_texts_with_a_tokenizer_like_llamas(tmp_path):
+    """Its decoder drops the blank before a text; llama.cpp's answer begins with it."""
+    pytest.importorskip("xllamacpp")
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "▁a"]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocabulary, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence(steps)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    ends = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **ends)
+    changes = {"vocab_size": len(tokens), "bos_token_id": None, "eos_token_id": 2}
+    model = save(tmp_path / "m", tokenizer, **SHAPES["pure"], **changes)
+    with torch.no_grad():
+        # All tokens are alike, and the likeliest next one is the last.
+        model.model.embed_tokens.weight.fill_(0.1)
+        h = model.model(input_ids=torch.tensor([[259]])).last_hidden_state[0, -1]
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[-1] = h
+    model.save_pretrained(tmp_path / "m")
+
+    file = write_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    script = Path(__file__).parents[2] / "examples" / "llama_cpp.py"
+    command = [sys.executable, str(script), str(tmp_path / "m"), str(file), "a a"]
+    said = subprocess.run(command, capture_output=True, text=True).stdout
+    assert said.endswith(f"llama.cpp  {' a' * 64!r}\nequal: True\n")
