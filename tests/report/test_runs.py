@@ -475,6 +475,27 @@ def test_smoothing_keeps_the_fall_and_calms_the_end():
     assert all(3.5 < value < 4.5 for value in smooth[-20:])
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 79, 80, 81, 641])
+def test_smoothing_takes_the_mean_of_each_window(count):
+    """Also of losses that fall by 12 decades, with a gap. A gap stays in the windows that have it."""
+    values = [10.0 ** (6 - 12 * i / max(1, count)) for i in range(count)]
+    if count > 3:
+        values[count // 3] = math.nan
+    half = max(1, count // 40)
+    windows = [values[i - min(half, i) : i + min(half, i) + 1] for i in range(count)]
+    means = [math.fsum(window) / len(window) for window in windows]
+    assert smoothed(values) == pytest.approx(means, rel=1e-14, abs=0, nan_ok=True)
+
+
+def test_a_long_curve_is_smoothed_sooner_than_it_is_read(tmp_path):
+    folder = make(tmp_path / "run", lines=losses(100_000))
+    begun = time.process_time()
+    values = [point.loss for point in curve(folder).train]
+    read = time.process_time()
+    smoothed(values)
+    assert time.process_time() - read < read - begun
+
+
 def test_a_loss_that_is_no_number_is_text_in_json(tmp_path, capsys):
     line = {"step": 1, "tokens": 512, "loss": "nan"}
     make(tmp_path / "run", lines=[line], facts={"state": "failed"})

@@ -362,8 +362,18 @@ def smoothed(values: Sequence[float]) -> list[float]:
     is cut off.
     """
     half = max(1, len(values) // 40)
-    means = []
-    for i in range(len(values)):
-        window = values[i - min(half, i) : i + min(half, i) + 1]
-        means.append(math.fsum(window) / len(window))
-    return means
+    at = np.arange(len(values))
+    reach = np.minimum(half, at)
+    start = at - reach
+    count = np.minimum(2 * reach + 1, len(values) - start)
+
+    # A window's sum is that of stretches of 1, 2, 4, … values. None is subtracted, so a NaN stays in its windows.
+    stretches, totals, size = np.array(values, float), np.zeros(len(values)), 1
+    with np.errstate(invalid="ignore", over="ignore"):
+        while size <= 2 * half + 1:
+            has = count & size > 0
+            totals[has] += stretches[start[has]]
+            start[has] += size
+            stretches = stretches[:-size] + stretches[size:]
+            size *= 2
+        return (totals / count).tolist()
