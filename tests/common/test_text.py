@@ -1,10 +1,10 @@
-"""Text of messages: URLs without their secrets, durations."""
+"""Text of messages: URLs without their secrets, durations, numbers."""
 
 import math
 
 import pytest
 
-from nalanda.common.text import duration, redact
+from nalanda.common.text import duration, redact, si
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,21 @@ def test_secrets_of_urls_are_not_shown(text, plain):
 @pytest.mark.parametrize("seconds", [math.inf, -math.inf, math.nan])
 def test_a_duration_that_is_no_number_is_unknown(seconds):
     assert duration(seconds) == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (999.4, "999"),
+        (999.5, "1 K"),
+        (340e6, "340 M"),
+        (205.7e9, "205.7 G"),
+        (999.97e9, "1 T"),
+        (989e12, "989 T"),  # an H100's peak
+        (8 * 989e12, "7.912 P"),
+        (2e18, "2 E"),
+    ],
+)
+def test_a_large_number_has_its_unit(number, text):
+    assert si(number) == text

@@ -103,12 +103,12 @@ def duration(seconds: float) -> str:
 
 
 def si(number: float) -> str:
-    """`12.3 K`, `340 M`."""
-    for unit in ("", " K", " M"):
-        if number < 999.5:
-            return f"{number:.3g}{unit}"
+    """`12.3 K`, `340 M`, `15.73 G`, `989 T`."""
+    for unit, digits in (("", 3), (" K", 3), (" M", 3), (" G", 4), (" T", 4), (" P", 4)):
+        if round(number, digits - 3) < 1000:
+            return f"{number:.{digits}g}{unit}"
         number /= 1000
-    return f"{number:.4g} G"
+    return f"{number:.4g} E"
 
 
 def size(count: float) -> str:
