@@ -231,6 +231,18 @@ def test_events_and_their_losses_are_no_losses(tmp_path):
     assert c.validation[0][3] == loss or c.validation[0][3] > 3
 
 
+def test_a_run_that_went_back_is_at_the_steps_that_it_makes_again(tmp_path):
+    lines = losses(50, events=dict.fromkeys(range(46, 51), "skipped"))
+    undone = [line for line in lines if line["step"] <= 25 or "event" in line]
+    undone.append({"step": 26, "event": "rollback", "reason": "", "to": 25, "at": 50})
+    again = losses(30)[26:]
+    steps = [runs.read_run(make(tmp_path / "back", lines=undone)).step]
+    steps.append(runs.read_run(make(tmp_path / "on", lines=undone + again)).step)
+    border = [*losses(20), staged(21, "anneal")]
+    steps.append(runs.read_run(make(tmp_path / "border", lines=border)).step)
+    assert steps == [25, 30, 20]
+
+
 def staged(step: int, name: str) -> dict:
     return {"step": step, "tokens": (step - 1) * 512, "event": "stage", "name": name, "reason": ""}
 

@@ -25,6 +25,7 @@ from nalanda.config.bounds import check_bounds
 from nalanda.config.schema import MIN_GOOD_STEPS, GuardConfig
 from nalanda.data import packing
 from nalanda.data.loader import PackedBatches
+from nalanda.report.runs import read_run
 from nalanda.train import build, checkpoint, guards, loop
 from nalanda.train import step as training_step
 from nalanda.train.checkpoint_dir import (
@@ -276,11 +277,25 @@ def test_a_run_that_does_not_get_past_it_stops(recipe, tmp_path, monkeypatch):
     assert "left out" in facts["reason"]
 
 
+def steps_named(monkeypatch) -> list[tuple[int, int]]:
+    """Of each step that begins: how many the run has made, and how many `nalanda runs` names then."""
+    named, make_step = [], loop.forward_backward
+
+    def name_and_make(run):
+        named.append((run.at.step, read_run(run.config.run_dir).step))
+        return make_step(run)
+
+    monkeypatch.setattr(loop, "forward_backward", name_and_make)
+    return named
+
+
 @pytest.mark.slow
 def test_where_going_back_does_not_help_it_goes_further_back(recipe, tmp_path, monkeypatch, capsys):
     """Steps 17 to 20 are bad: back to 15 and bad again, back to 10, where the steps are good once more."""
     poisoned(monkeypatch, dict.fromkeys(range(17, 21), "nan loss"))
+    named = steps_named(monkeypatch)
     loop.train(configured(recipe, tmp_path / "run", "guard.max_bad_steps=2", *NO_VALIDATION))
+    assert named == [(step, step) for step in (*range(18), 15, 16, *range(10, 24))]
     lines = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert [line["to"] for line in lines if line.get("event") == "rollback"] == [15, 10]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 25))
@@ -293,12 +308,14 @@ def test_where_going_back_does_not_help_it_goes_further_back(recipe, tmp_path, m
 def test_a_later_spike_goes_back_to_the_newest_checkpoint(recipe, tmp_path, monkeypatch):
     """After a rollback to 4 steps are good again: the next one is to 6, and 4 stays sound."""
     poisoned(monkeypatch, dict.fromkeys((5, 6, 9, 10), "nan loss"))
+    named = steps_named(monkeypatch)
     settings = ("guard.max_bad_steps=2", "checkpoint.every=2", "train.steps=8")
     loop.train(configured(recipe, tmp_path / "run", *settings, *NO_VALIDATION))
     lines = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert [line["to"] for line in lines if line.get("event") == "rollback"] == [4, 6]
     folders = checkpoint_folders(tmp_path / "run" / "checkpoints")
     assert [step_of(path) for path in folders if why_unusable(path) is None] == [2, 4, 6, 8]
+    assert named == [(step, step) for step in (0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7)]
 
 
 def spoil(model, optimizer, kind: str) -> None:

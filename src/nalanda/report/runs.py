@@ -177,7 +177,9 @@ def _last_lines(folder: Path, validates: bool) -> tuple[int, dict]:
     """
     step, newest = 0, {}
     for line in last_metrics(folder / "metrics.jsonl"):
-        step = max(step, line["step"])
+        # The newest line alone: before it may be events of steps that a rollback has undone. Its own event, and that
+        # of a stage, have the number of the step to come.
+        step = step or line["step"] - (line.get("event") in ("rollback", "stage"))
         if "event" not in line:
             # Lines come from the end: values that are there already are newer.
             newest = line | newest

@@ -501,6 +501,9 @@ def roll_back(run: Run, step: Step, unsound: str | None) -> None:
         raise Diverged(rollback_message(step.number, why, back, saved))
     run.rollbacks[back] += 1
     run.rolled_back_to = back
+    run.facts["step"] = run.at.step
+    if main:
+        write_facts(run.config.run_dir, run.facts)
 
     # A new log: the lines of the steps that are undone go, their events stay.
     run.log.close()
