@@ -56,8 +56,11 @@ def test_every_stage_is_rehearsed(recipe, tmp_path, monkeypatch):
     figures = rehearse(configured(recipe, tmp_path / "mine", stages))
     rates = {x["step"]: x["tokens_per_second"] for x in seen if "loss" in x}
     assert [*rates] == [1, 2, 3, 4, 5, 6]
-    first, last = ((rates[i] + rates[i + 1]) / 2 for i in (2, 5))
-    assert figures["seconds"] == pytest.approx(20 * 256 / first + 4 * 512 / last)
+    # A step has 256 tokens, then 512.
+    first, last = (
+        (tokens / rates[i] + tokens / rates[i + 1]) / 2 for i, tokens in ((2, 256), (5, 512))
+    )
+    assert figures["seconds"] == pytest.approx(20 * first + 4 * last)
     assert [x["name"] for x in seen if x.get("event") == "stage"] == ["long"]
 
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
+from statistics import harmonic_mean
 from typing import Any
 
 import psutil
@@ -140,7 +140,8 @@ def measured_seconds(folder: Path, number: int, stage: Stage) -> float:
     steps = range(number * STEPS + 1, (number + 1) * STEPS + 1)
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
     rates = [line["tokens_per_second"] for line in lines if line["step"] in steps]
-    return stage.tokens_after() / mean(rates[1:] or rates or [float("nan")])
+    # Of the rates of equal steps: the seconds of a step are then the mean of theirs.
+    return stage.tokens_after() / harmonic_mean(rates[1:] or rates or [float("nan")])
 
 
 def folder_bytes(folder: Path) -> int:
