@@ -316,6 +316,14 @@ def test_a_stage_begins_at_a_line(runs):
     assert [x.x for x in panel.center if isinstance(x, Label)] == [65 * 2048]
 
 
+def test_a_tick_of_a_long_run_is_its_step(runs):
+    """Zoomed in, ticks of 123,440 and 123,460 were both 123,400 or 123,500."""
+    panel = draw_panels([read_page_run(runs[0], 0)])["loss"].figure
+    for axis in panel.axis:
+        assert [axis.formatter.format % step for step in (60, 123_460)] == ["60", "123460"]
+        assert axis.formatter.format % (0.1 + 0.2) == "0.3"
+
+
 def test_runs_without_records(tmp_path, runs, capsys):
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "metrics.jsonl").touch()

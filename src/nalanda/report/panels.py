@@ -170,7 +170,8 @@ def make_panel(axis: str, scale: Any) -> Any:
     colour_panel(panel)
     panel.toolbar.logo, panel.toolbar.autohide = None, True
     panel.axis.minor_tick_line_color = None
-    panel.axis.formatter = PrintfTickFormatter(format="%.4g")
+    # As many digits as a tick between two neighbouring steps needs; fewer would round it to another step.
+    panel.axis.formatter = PrintfTickFormatter(format="%.9g")
     return panel
 
 
