@@ -462,6 +462,12 @@ def test_a_lone_loss_is_a_dot_and_no_empty_line(tmp_path, drawn):
     assert line.get_marker() == "."
 
 
+def test_a_curve_whose_validations_are_nan_has_its_name(tmp_path, drawn):
+    lines = [line | ({"val_loss": "nan"} if "val_loss" in line else {}) for line in losses(60)]
+    plot([make(tmp_path / str(i), lines=lines, seed=i) for i in (0, 1)], tmp_path / "a.png")
+    assert [text.get_text() for text in drawn[0].axes[0].texts] == ["seed 0", "seed 1"]
+
+
 @pytest.mark.slow
 def test_a_run_that_ended_without_a_loss_says_so(tmp_path):
     """A line that just ends looks like a run that was stopped."""

@@ -176,15 +176,16 @@ def _draw_run(axes: Any, run: Curve, style: Look, name: str | None, x: str) -> N
     axes.plot(xs, raw, color=line["color"], alpha=alpha, linewidth=0.6)
     (means,) = axes.plot(xs, drawn, **line, label="training" if name is None else name)
 
-    if run.validation:
+    # A name stands at a point: of a validation that is not finite there is none.
+    if validation := [point for point in run.validation if math.isfinite(point.loss)]:
         dots = look(1) | {"label": "validation"}
         if name is not None:
             # The run's name stands at the loss that the title counts.
             means.set_label("_training")
             dots = style | {"linestyle": "", "marker": style["marker"] or "o", "label": name}
             dots["markeredgecolor"] = "white"
-        ends = [getattr(point, x) for point in run.validation]
-        axes.plot(ends, [point.loss for point in run.validation], **dots, zorder=3)
+        ends = [getattr(point, x) for point in validation]
+        axes.plot(ends, [point.loss for point in validation], **dots, zorder=3)
 
     # Events stand on the curve, between the steps that were logged.
     steps = [point.steps for point in run.train]
