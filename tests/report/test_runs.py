@@ -27,8 +27,10 @@ from nalanda.common.errors import InputError
 from nalanda.common.terminal import narrowed
 from nalanda.report import plot as plots
 from nalanda.report import runs
+from nalanda.report.page import write_number
 from nalanda.report.plot import _caption, _title, curve, labels, plot, smoothed
 from nalanda.report.runs import RunSummary
+from nalanda.train.log import describe_perplexity
 
 
 def make(
@@ -241,6 +243,18 @@ def test_a_run_that_went_back_is_at_the_steps_that_it_makes_again(tmp_path):
     border = [*losses(20), staged(21, "anneal")]
     steps.append(runs.read_run(make(tmp_path / "border", lines=border)).step)
     assert steps == [25, 30, 20]
+
+
+def test_a_perplexity_of_many_digits_leaves_room_for_the_others(tmp_path, monkeypatch, capsys):
+    lost = {"step": 9, "tokens": 1, "val_loss": 80.0, "val_ppl": math.exp(80)}
+    run = runs.read_run(make(tmp_path / "run", lines=[*losses(9), lost]), "run")
+    monkeypatch.setenv("COLUMNS", "80")
+    runs.print_runs([run, replace(run, val_ppl=1234.5)])
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert "tok/s" in heading
+    assert [row.split()[6] for row in rows] == ["5.54e+34", "1,234.50"]
+    assert describe_perplexity({"val_ppl": math.exp(80)}) == "perplexity 5.54e+34"
+    assert write_number(math.exp(80)) == "5.541e+34"
 
 
 def staged(step: int, name: str) -> dict:

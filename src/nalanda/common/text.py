@@ -111,6 +111,11 @@ def si(number: float) -> str:
     return f"{number:.4g} E"
 
 
+def fixed(number: float, form: str) -> str:
+    """A number in a form such as `.2f`; `5.54e+34` in place of so many places, as of a model that diverged."""
+    return f"{number:{form}}" if number < 1e9 else f"{number:.3g}"
+
+
 def size(count: float) -> str:
     """Bytes as `512 B`, `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):

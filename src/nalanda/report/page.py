@@ -473,6 +473,8 @@ def write_number(value: float) -> str:
     """The one form of numbers on the page: `0.006`, `1.717`, `74.68`, `6,958`, `2.37 M`."""
     if not math.isfinite(value):
         return str(value)
+    if abs(value) >= 1e18:  # no amount, but the perplexity of a model that diverged
+        return f"{value:.4g}"
     if abs(value) >= 100_000:
         return si(value).strip()
     return f"{value:,.0f}" if abs(value) >= 1000 or isinstance(value, int) else f"{value:.4g}"

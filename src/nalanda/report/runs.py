@@ -16,7 +16,7 @@ from rich.text import Text
 from nalanda.common.errors import InputError, first_line
 from nalanda.common.files import alone, read_recipe
 from nalanda.common.terminal import narrowed, stdout
-from nalanda.common.text import si
+from nalanda.common.text import fixed, si
 from nalanda.config.schema import DataConfig
 from nalanda.train.log import last_metrics, read_facts
 
@@ -149,7 +149,7 @@ def print_runs(runs: Sequence[RunSummary]) -> None:
             (run.parameters, si),
             (step, str),
             (run.loss, "{:.3f}".format),
-            (run.val_ppl, "{:,.2f}".format),
+            (run.val_ppl, lambda value: fixed(value, ",.2f")),
             (run.val_bpb, "{:.3f}".format),
             (run.tokens_per_second, si),
             (run.mfu, "{:.0%}".format),

@@ -15,7 +15,7 @@ from typing import Any
 from nalanda.common.errors import InputError, first_line
 from nalanda.common.files import read_object, stored_recipe, write_atomically
 from nalanda.common.progress import Progress
-from nalanda.common.text import duration, si, without_infinities
+from nalanda.common.text import duration, fixed, si, without_infinities
 from nalanda.config.schema import LogConfig
 
 UTILISATION = (0.1, 0.4)
@@ -330,12 +330,12 @@ def _values(line: bytes) -> dict | None:
 def describe_perplexity(values: dict[str, float]) -> str:
     """`perplexity 12.34 (web 11.20, code 5.31), bits a byte 0.912 (web 0.950, code 0.641)`."""
     texts = []
-    for title, key, digits in (("perplexity", "val_ppl", 2), ("bits a byte", "val_bpb", 3)):
+    for title, key, form in (("perplexity", "val_ppl", ".2f"), ("bits a byte", "val_bpb", ".3f")):
         if key not in values:
             continue
-        text = f"{title} {values[key]:.{digits}f}"
+        text = f"{title} {fixed(values[key], form)}"
         by_source = [
-            f"{name.partition('/')[2]} {value:.{digits}f}"
+            f"{name.partition('/')[2]} {fixed(value, form)}"
             for name, value in values.items()
             if name.startswith(f"{key}/")
         ]
