@@ -191,6 +191,8 @@ def test_settings_that_differ_from_the_recipe(posted):
     (posted / "config.yaml").write_text(yaml.safe_dump(config))
     text = Texts(write_page([posted]).read_text(encoding="utf-8")).text
     own = text.partition("Settings that differ from the recipe demo")[2]
+    # Each start writes its own command: of a resumed run it is not that of the beginning.
+    assert own.startswith(" The run was last started by nalanda train demo optim.lr=0.123")
     rows = own.partition("this run")[2].split("Recipe, data and versions")[0].split()
     # The run has written out its model's defaults, of which the recipe says nothing.
     assert rows[:6] == ["model.conv_size", "–", "3", "model.num_heads", "2", "4"]

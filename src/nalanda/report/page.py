@@ -404,7 +404,7 @@ def score_table(runs: Sequence[PageRun]) -> Table:
 
 
 def settings_beside_recipe(run: PageRun) -> tuple[str, list[tuple[str, str, str]]] | None:
-    """The recipe with which the run began, and each setting that differs: its value there and in the run.
+    """The recipe with which the run last started, and each setting that differs: its value there and in the run.
 
     None if the run's command names no recipe that can be read now.
     """
