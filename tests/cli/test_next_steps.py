@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 import nalanda_cli
+from nalanda.common.next_steps import next_steps
+from nalanda.config.load import parse_yaml
 
 TINY = (
     *("model.hidden_size=32", "model.num_hidden_layers=1", "model.intermediate_size=32"),
@@ -155,3 +157,10 @@ def test_tuning_says_nothing_more():
     from nalanda.common.next_steps import NEXT
 
     assert "tune" not in NEXT
+
+
+@pytest.mark.parametrize("folder", ["runs/fit/final", "a[1], b", "a: b", "größe {x} #1", "x" * 300])
+def test_a_folder_of_any_name_is_read_from_the_line(folder):
+    line = next_steps("linearize", recipe="r", model="m", run="fit", folder=folder)[0]
+    (model,) = (word for word in shlex.split(line) if word.startswith("model="))
+    assert parse_yaml(model.removeprefix("model="), model) == {"init_from": folder}

@@ -1,6 +1,7 @@
 """The commands to type after a command."""
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -70,7 +71,7 @@ def next_steps(done: str, of: object = None, **values: Any) -> list[str]:
         values["model"] = models[0]
     values["measure"] = _measuring_command(done, kind, values)
     if "folder" in values:
-        values["init"] = f"{{init_from: {values['folder']}}}"
+        values["init"] = _in_yaml(init_from=str(values["folder"]))
         values["load"] = _loading_code(done, str(values["folder"]), trust)
 
     commands = []
@@ -113,6 +114,14 @@ def _loading_code(done: str, folder: str, trust: bool) -> str:
     head = "MaskedLM" if done == "write an encoder" else "CausalLM"
     argument = ", trust_remote_code=True" if trust and done.startswith("write") else ""
     return library + LOAD.format(folder=json.dumps(folder), head=head, trust=argument)
+
+
+def _in_yaml(**settings: str) -> str:
+    """`{init_from: PATH}`, with quotes only around a path that needs them."""
+    import yaml
+
+    text = yaml.safe_dump(settings, default_flow_style=True, allow_unicode=True, width=math.inf)
+    return text.strip()
 
 
 def _fill_template(template: str, values: dict[str, Any]) -> list[str]:
