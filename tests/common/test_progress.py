@@ -97,6 +97,16 @@ def test_a_terminal_gets_a_bar_that_goes(monkeypatch, total):
     assert text.endswith("\x1b[2K")  # the last line is erased
 
 
+@pytest.mark.parametrize("terminal", ["dumb", "unknown"])
+def test_a_terminal_without_a_cursor_gets_lines(monkeypatch, clock, terminal):
+    stream = open_terminal(monkeypatch)
+    monkeypatch.setenv("TERM", terminal)
+    with Progress("reading", 4, "files") as shown:
+        clock[0] = 20.0
+        shown.advance()
+    assert stream.getvalue() == "reading 1/4 files  ETA 60 s\n"
+
+
 STEP = "step 26,000/28,672  loss 2.5417  401 K tok/s  MFU 46.2%  grad norm 0.55  lr 5.43e-05  ETA 3 h 05 min"
 MEMORY = "memory     36.1 MiB a device for weights, gradients and moments, at most 190.7 MiB for activations"
 

@@ -41,7 +41,8 @@ class Pace:
 class Progress:
     """Shows what is under way, how much of it is done, and the time left. A context manager.
 
-    A terminal gets a bar, or a clock if `total` is None. Elsewhere lines are written at the pace of `Pace`.
+    A terminal gets a bar, or a clock if `total` is None. Elsewhere, and on a dumb terminal, lines are written at the
+    pace of `Pace`.
     Only the first process of a launch shows anything.
 
     what: one or a few words, such as `reading`.
@@ -75,8 +76,9 @@ class Progress:
     def __enter__(self) -> Self:
         if self.quiet:
             return self
-        if self.stream.isatty():
-            self.bar = self._make_bar()
+        # A terminal that cannot move its cursor, such as Emacs' shell, shows no bar, and gets lines.
+        if self.stream.isatty() and (bar := self._make_bar()).console.is_interactive:
+            self.bar = bar
             self.bar.start()
         elif self.total is None:
             threading.Thread(target=self._write_clock, daemon=True).start()
