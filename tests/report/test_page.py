@@ -166,6 +166,8 @@ def test_the_first_screen_of_a_run(posted):
     text = Texts(page).text
     first, _, rest = text.partition("Events")
     assert "Bits a byte 1.717 in validation bigrams 1.853 perplexity 74.68" in first
+    # A masked model and a large corpus have fewer than are held out.
+    assert "tokens predicted 56,322" in first
     assert "ARC easy, accuracy 32.5 ± 3.3 %" in first
     assert "PIQA" not in text  # another model's
     assert "SciQ" not in text  # an earlier step's

@@ -259,7 +259,8 @@ def quality_tile(run: PageRun) -> Tile | None:
     if key != "loss" and (loss := last_value(run, "loss")) is not None:
         rows.append(("training loss, nats a token", write_number(loss)))
     if tokens := last_value(run, "val_tokens"):
-        rows.append(("tokens held out", write_number(tokens)))
+        # Of a masked model those with a label; of a large corpus fewer than are held out.
+        rows.append(("tokens predicted", write_number(tokens)))
     return Tile(title, write_number(last_value(run, key)), unit, rows)
 
 
