@@ -320,6 +320,18 @@ def test_a_stage_begins_at_a_line(runs):
     assert [x.x for x in panel.center if isinstance(x, Label)] == [65 * 2048]
 
 
+def test_many_events_of_a_kind_are_drawn_at_once(runs):
+    """One by one, the page of a run with hundreds of them took a minute, and the browser longer."""
+    run = read_page_run(runs[1], 0)
+    run.events = [{"step": step, "event": "skipped"} for step in range(15, 300, 5)]
+    drawn = [x.data_source.data for x in draw_panels([run])["loss"].figure.renderers]
+    (marks,) = (data for data in drawn if "mean" not in data)
+    assert list(marks["x"]) == list(range(15, 300, 5))
+    losses = dict(zip(*(drawn[0][name] for name in ("step", "value")), strict=True))
+    assert marks["y"][1] == losses[20]
+    assert marks["y"][0] == pytest.approx((losses[10] + losses[20]) / 2)
+
+
 def test_a_tick_of_a_long_run_is_its_step(runs):
     """Zoomed in, ticks of 123,440 and 123,460 were both 123,400 or 123,500."""
     panel = draw_panels([read_page_run(runs[0], 0)])["loss"].figure

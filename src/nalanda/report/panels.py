@@ -250,10 +250,10 @@ def draw_run(
     show_values(panel, line, "value", ", step @step{0,0}")
 
     # Events stand on the curve, between the steps that were logged.
-    for event in run.events:
-        if key in ("loss", "grad_norm") and event["event"] in EVENTS:
+    for kind, (marker, _) in EVENTS.items():
+        steps = [event["step"] for event in run.events if event["event"] == kind]
+        if key in ("loss", "grad_norm") and steps:
             at, level = (
-                np.interp(event["step"], columns["step"], columns[name]) for name in (axis, "value")
+                np.interp(steps, columns["step"], columns[name]) for name in (axis, "value")
             )
-            marker, _ = EVENTS[event["event"]]
-            panel.scatter([at], [level], marker=marker, size=10, color=colour, line_width=2)
+            panel.scatter(at, level, marker=marker, size=10, color=colour, line_width=2)
