@@ -283,6 +283,23 @@ def test_losses_by_source_share_a_panel(runs):
     assert {"mfu", "tokens_per_second"} < both.keys()  # of two models they differ
 
 
+def test_the_errors_of_a_fit_come_first(runs):
+    lines = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
+    kept = ("step", "tokens", "lr")
+    fit = [{key: line[key] for key in kept} | {"error/a": 0.5} for line in lines if "lr" in line]
+    (runs[0] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in fit))
+    run = read_page_run(runs[0], 0)
+    assert [x.title for x in draw_panels([run]).values()] == [
+        "Relative error of a",
+        "Learning rate",
+    ]
+    run.lines = [line | {"error/b": 0.4} for line in fit]
+    alone, both = draw_panels([run]), draw_panels([run, run])
+    assert [name for name, *_ in alone["arms"].legend] == ["a", "b"]
+    assert [*alone] == ["arms", "lr"]
+    assert [*both] == ["error/a", "error/b", "lr"]  # whose colours are the runs'
+
+
 def test_curves_of_an_interrupted_run(runs):
     run = read_page_run(runs[1], 0)
     points = read_points(run, "loss")

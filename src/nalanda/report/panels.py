@@ -111,7 +111,12 @@ def choose_panels(runs: Sequence[PageRun]) -> dict[str, Panel]:
     main = next((key for key in MAIN if key in keys and (key != "val_bpb" or bits)), None)
     if main:
         keys.insert(0, keys.pop(keys.index(main)))
-    panels = {key: Panel(TITLES[key], [key]) for key in keys}
+    # Of a fit of layers, which has no loss, each arm's error comes first.
+    arms = sorted(key for key in every if key.startswith("error/"))
+    panels = {key: Panel(f"Relative error of {key.partition('/')[2]}", [key]) for key in arms}
+    if len(runs) == 1 and len(arms) > 1:
+        panels = {"arms": Panel("Relative error by arm", arms)}
+    panels |= {key: Panel(TITLES[key], [key]) for key in keys}
 
     kind, unit = ("val_bpb", "bits a byte") if bits else ("val_ppl", "perplexity")
     sources = sorted(key for key in every if key.startswith(f"{kind}/"))
