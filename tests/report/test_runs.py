@@ -183,6 +183,22 @@ def test_the_list(tmp_path, monkeypatch, capsys):
     assert runs.read_run(tmp_path / "deep" / "live").state == "killed"
 
 
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ({"auto": "state-spaces/mamba-130m"}, "mamba-130m"),
+        ({"init_from": "runs/fit/hybrid"}, "hybrid"),
+        # Every run has one of this name.
+        ({"init_from": "/data/runs/hybrid/final"}, "hybrid/final"),
+        ({"init_from": "runs/demo/final-ema-0.999"}, "demo/final-ema-0.999"),
+        ({"init_from": "final"}, "final"),
+        ({"init_from": "runs/demo/final", "mixer": "gla"}, "gla"),
+    ],
+)
+def test_a_model_that_was_trained_before_is_called_by_its_folder(tmp_path, model, name):
+    assert runs.read_run(make(tmp_path / "run", model=model)).model == name
+
+
 @pytest.mark.parametrize("width", range(16, 32))
 def test_a_narrow_table_has_fewer_columns_and_no_shortened_text(width):
     console = Console(width=width, file=io.StringIO())

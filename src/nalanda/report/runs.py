@@ -237,9 +237,10 @@ def same_amount(amounts: Sequence[float]) -> bool:
 
 
 def _model_name(model: dict) -> str:
-    """`gated_deltanet + nala`, `3 × gla, 1 × softmax`, or the name in `auto` or `init_from`."""
+    """`gated_deltanet + nala`, `3 × gla, 1 × softmax`, or the name in `auto` or `init_from`; of a run `demo/final`."""
     if foreign := model.get("auto") or ("mixer" not in model and model.get("init_from")):
-        return Path(str(foreign)).name
+        path = Path(str(foreign))
+        return "/".join(path.parts[-2:]) if path.name.startswith("final") else path.name
     mixer = model.get("mixer")
     if mixer is None:
         from nalanda.model.configuration import NalandaConfig  # takes seconds: it imports torch
