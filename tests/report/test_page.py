@@ -141,7 +141,7 @@ def posted(runs) -> Path:
     (run / "final" / "run.json").write_text('{"step": 512}')
     facts = json.loads((run / "run.json").read_text())
     facts |= {
-        "command": "nalanda train demo optim.lr=0.123 model.conv_size=3",
+        "command": "nalanda train demo optim.lr=0.123 'model={conv_size: 3, rope: {theta: 5}}'",
         "hardware": "NVIDIA H200",
         "pid": 3651,
     }
@@ -189,7 +189,7 @@ def test_settings_that_differ_from_the_recipe(posted):
     config = yaml.safe_load((posted / "config.yaml").read_text())
     config["optim"]["lr"] = 0.123
     config["log"]["tensorboard"] = "auto"  # its default when the run was made was another
-    config["model"] |= {"num_heads": 4, "conv_size": 3}
+    config["model"] |= {"num_heads": 4, "conv_size": 3, "rope": {"theta": 5}}
     (posted / "config.yaml").write_text(yaml.safe_dump(config))
     text = Texts(write_page([posted]).read_text(encoding="utf-8")).text
     own = text.partition("Settings that differ from the recipe demo")[2]
@@ -198,6 +198,7 @@ def test_settings_that_differ_from_the_recipe(posted):
     rows = own.partition("this run")[2].split("Recipe, data and versions")[0].split()
     # The run has written out its model's defaults, of which the recipe says nothing.
     assert rows[:6] == ["model.conv_size", "–", "3", "model.num_heads", "2", "4"]
+    assert rows[6:9] == ["model.rope.theta", "–", "5"]  # typed within a section
     assert rows[-3:] == ["optim.lr", "0.006", "0.123"]
     assert not {"model.norm_eps", "output_dir"} & set(rows)
 

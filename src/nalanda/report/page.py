@@ -18,7 +18,7 @@ from nalanda.common.files import read_object, write_atomically
 from nalanda.common.next_steps import choose_prompt
 from nalanda.common.scores import headlines
 from nalanda.common.text import duration, redact, si
-from nalanda.config.load import find_recipe, read_sections, section
+from nalanda.config.load import find_recipe, parse_yaml, read_sections, section
 from nalanda.config.schema import RunConfig
 from nalanda.report.page_run import PageRun, flatten, last_value, read_page_run
 from nalanda.report.panels import EVENTS, draw_panels
@@ -413,14 +413,16 @@ def settings_beside_recipe(run: PageRun) -> tuple[str, list[tuple[str, str, str]
     name = next((word for word in words if not word.startswith("-") and _is_recipe(word)), None)
     if name is None:
         return None
+    settings = [word.partition("=") for word in words if "=" in word]
     try:
+        # By key, also those that were typed as a section: `model={conv_size: 3}`.
+        typed = flatten({key: parse_yaml(value, key) for key, _, value in settings})
         # Unchecked: a check takes torch.
         recipe = section(RunConfig, read_sections(find_recipe(name)), "").to_dict()
     except InputError:  # of another version
         return None
     before, after = flatten(recipe), run.config
     # A run writes out its model's defaults: of those that the recipe leaves out, the command names the changed ones.
-    typed = {word.partition("=")[0] for word in words if "=" in word}
     keys = [key for key in after if key in before or key in typed or not key.startswith("model.")]
     rows = [
         (key, write_setting(before.get(key)), write_setting(after[key]))
