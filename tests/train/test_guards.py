@@ -545,6 +545,19 @@ def test_nohup_keeps_a_run_going():
         signal.signal(signal.SIGHUP, before)
 
 
+def test_an_interrupted_set_up_has_no_reason_of_an_earlier_failure(tmp_path):
+    """The list of runs shows the reason, and a page when the run ended."""
+    failed = {
+        "state": "failed",
+        "reason": "out of memory",
+        "diverged": False,
+        "ended": "2026-01-01",
+    }
+    with pytest.raises(KeyboardInterrupt), loop.record_interruption(tmp_path, failed, main=True):
+        raise KeyboardInterrupt
+    assert read_facts(tmp_path) == {"state": "interrupted", "step": 0, "saved": 0}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", slow_but_for([signal.SIGINT], [signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_while_the_run_is_set_up_ends_it_and_the_next_start_begins_again(

@@ -220,7 +220,11 @@ def record_interruption(run_dir: Path, facts: dict, main: bool) -> Iterator[None
         if main:
             print("interrupted while setting up: the same command starts again", flush=True)
             if facts.get("state") != "finished":
-                write_facts(run_dir, {"step": 0, "saved": 0} | facts | {"state": "interrupted"})
+                # Without those of an earlier end.
+                kept = {
+                    key: facts[key] for key in facts if key not in ("reason", "diverged", "ended")
+                }
+                write_facts(run_dir, {"step": 0, "saved": 0} | kept | {"state": "interrupted"})
         raise
 
 
