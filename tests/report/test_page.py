@@ -221,12 +221,14 @@ def test_large_settings_that_differ_a_little_stand_beside_each_other(runs):
         ("2.5", "5.00, at 2.5 an hour"),
         ("$2.50", "$5.00, at $2.50 an hour"),
         ("3 €", "6.00 €, at 3 € an hour"),
+        ("3 dollars", "6.00 dollars, at 3 dollars an hour"),
     ],
 )
 def test_a_price_has_any_currency(price, cost):
     assert pages.cost_of(price, hours=2) == cost
-    with pytest.raises(InputError, match="--cost-per-hour cheap: not a price; write it as"):
-        pages.cost_of("cheap", hours=2)
+    for wrong in ("cheap", "$2.49/h", "2.49 per hour", "-3"):
+        with pytest.raises(InputError, match=re.escape(f"--cost-per-hour {wrong}: not a price;")):
+            pages.cost_of(wrong, hours=2)
 
 
 def test_a_page_follows_its_run(runs, capsys):

@@ -178,8 +178,9 @@ def render(template: str, figures: dict[str, Any], **values: Any) -> str:
 
 
 def cost_of(price: str, hours: float) -> str:
-    """The cost of some hours at `$2.49` or `2 €` an hour. Raises `InputError` for a price without a number."""
-    found = re.fullmatch(r"(\D*)(\d+(?:\.\d+)?)(\D*)", price.strip())
+    """The cost of some hours at `$2.49` or `2 €` an hour. Raises `InputError` for another text."""
+    # A currency, not `/h` or `per hour`: these would stand behind the cost too.
+    found = re.fullmatch(r"([^\d/-]{0,8})(\d+(?:\.\d+)?)([^\d/-]{0,8})", price.strip())
     if not found:
         raise InputError(
             f"--cost-per-hour {price}: not a price; write it as 2.49, $2.49 or '2.49 €'"
