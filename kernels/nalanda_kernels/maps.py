@@ -100,6 +100,7 @@ def exponents_and_units(
     """Pola's 1 + α σ(w) and 1/softplus(s), fp32 `[H, K]`, which torch differentiates; None for what a map lacks."""
     if MAP.name != "pola":
         return None, None
-    # Few entries beside those of q and k, so torch's own operators cost nothing here.
-    p = 1 + MAP.alpha * parameters[0].float().sigmoid()
-    return p, F.softplus(parameters[1].float()).reciprocal() if MAP.scaled else None
+    # Few entries beside those of q and k, so torch's own operators cost nothing here. Kernels read them without gaps.
+    w, *s = (x.float().contiguous() for x in parameters)
+    p = 1 + MAP.alpha * w.sigmoid()
+    return p, F.softplus(s[0]).reciprocal() if MAP.scaled else None

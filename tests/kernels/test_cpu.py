@@ -12,6 +12,7 @@ from pathlib import Path
 import nalanda_kernels
 import pytest
 import torch
+from drawn import with_gaps
 from nalanda_kernels import Attempt, Unsupported, watch
 from nalanda_kernels.cpu import build
 from tiny_models import UNKNOWN_MAPS
@@ -124,6 +125,16 @@ def test_a_bad_number_is_not_hidden(name, options, value):
             # The row of one head, as a whole: a split map may keep its other half.
             assert torch.isfinite(x[0, 0, 0]).all() == torch.isfinite(y[0, 0, 0]).all()
             assert torch.isfinite(x[1:]).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": False}])
+def test_parameters_with_gaps(options):
+    feature_map, inputs = make("pola", 3, 16, **options), queries_and_keys(3, 16, 1.0)
+    expected = results(feature_map, "l2", inputs, torch.float32, "cpu")
+    for x, y in zip(
+        results(with_gaps(feature_map), "l2", inputs, torch.float32, "cpu"), expected, strict=True
+    ):
+        assert torch.equal(x, y)
 
 
 def test_memory_beyond_a_row_is_not_read():

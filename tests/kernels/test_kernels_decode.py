@@ -10,7 +10,7 @@ import nalanda_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from drawn import drawn
+from drawn import drawn, with_gaps
 from nalanda_kernels.triton import short_conv as conv_module
 from nalanda_kernels.triton import step as step_module
 
@@ -329,10 +329,11 @@ def prefill(module, x):
 
 
 @torch.no_grad()
-def check_steps(name, batch, dtype, tolerance, served):
+def check_steps(name, batch, dtype, tolerance, served, change=lambda module: module):
     """Two tokens after a prefill: outputs and states against the torch path in float64."""
     module = build(name, dtype)
     reference = copy.deepcopy(module).double()
+    module = change(module)
     x = torch.randn(batch, 8, 32).to(DEVICE, dtype)
     state = prefill(module, x[:, :6])
     wide = {name: t.double() for name, t in state.items()}
@@ -398,6 +399,11 @@ def test_steps(name, served):
 def test_steps_in_bf16(name, served):
     batch = {"nala": 3, "kda, nala": 2, "mamba2": 2, "pola": 2}.get(name, 1)
     check_steps(name, batch, torch.bfloat16, 2**-6, served)
+
+
+@pytest.mark.parametrize("name", ["kda", "mamba2", "retention", "deltanet, pola"])
+def test_weights_with_gaps(name, served):
+    check_steps(name, 2, torch.float32, 5e-6, served, change=with_gaps)
 
 
 @pytest.mark.parametrize("name", ["kda, nala", "gla"])

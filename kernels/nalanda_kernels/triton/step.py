@@ -475,7 +475,7 @@ def step(
     token = Token(**options)
     MAP, parameters = describe(token.feature_map, token.qk_norm, token.key_dim)
     _check_sizes(token, state["recurrent"].dtype)
-    powers, units = (*parameters, None, None)[:2]
+    powers, units = map(_dense, (*parameters, None, None)[:2])
     HV, K, V = token.num_v_heads, token.key_dim, token.value_dim
 
     x = inputs()
@@ -519,7 +519,7 @@ def step(
         powers=powers,
         units=units,
         frequencies=token.frequencies,
-        skip=token.skip,
+        skip=_dense(token.skip),
         magnitude=float(token.magnitude),
         BY_COUNT=token.by_count,
         SWAPPED=token.swapped,
@@ -556,9 +556,14 @@ def _source(name: str, x: dict[str, Tensor]) -> tuple | None:
     """An input as `load_input` reads it: columns of wider rows stay where they are."""
     if name not in x:
         return None
-    y, up = x[name], x.get(f"{name}_up")
+    y, up, bias = x[name], _dense(x.get(f"{name}_up")), _dense(x.get(f"{name}_bias"))
     y = rows_of(y, y.numel() // len(y))
-    return y, y.stride(0), up, x.get(f"{name}_bias"), 0 if up is None else up.shape[1]
+    return y, y.stride(0), up, bias, 0 if up is None else up.shape[1]
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    """A weight without gaps: the kernel computes addresses from shapes alone."""
+    return None if x is None else x.contiguous()
 
 
 def _convolution_arguments(
@@ -577,7 +582,7 @@ def _convolution_arguments(
 def _decay_arguments(sources: dict[str, Any], token: Token) -> dict[str, Any]:
     """The kernel's arguments for the decay: its kind, and its G entries for each head."""
     kind, G = token.decay_kind, 1
-    A_log, dt_bias = token.decay or (None, None)
+    A_log, dt_bias = map(_dense, token.decay or (None, None))
     if token.decay is not None:
         kind = "softplus"
     if sources["g"] is not None:
@@ -597,7 +602,8 @@ def _norm_arguments(token: Token, o: Tensor, BV: int, buffer: Tensor | None) -> 
     o: `[N, 1, HV, V]`. buffer: as in `tickets_of`.
     """
     weight, eps = token.norm or (None, 0.0)
-    arguments = {"norm_weight": weight, "norm_bias": token.norm_bias, "eps": float(eps)}
+    arguments: dict[str, Any] = {"norm_weight": _dense(weight), "eps": float(eps)}
+    arguments["norm_bias"] = _dense(token.norm_bias)
     if weight is None or weight.numel() == o.shape[3] <= BV:
         return arguments | {"o_raw": None, "tickets": None}
     tickets = tickets_of(o, o.numel() // weight.numel(), buffer)
