@@ -42,7 +42,7 @@ def glu_of_few_rows(x: Tensor, y: Tensor, norm: RMSNorm, mlp: Any) -> Tensor | N
 
     mlp: the decoder's `GLU`.
     """
-    if x.numel() > FEW * x.shape[-1] or not unrecorded():
+    if not unrecorded() or x.numel() > FEW * x.shape[-1]:
         return None
     # Whatever hangs on the modules must run: hooks, adapters, other precisions.
     if altered(mlp) or not _plain(norm):
