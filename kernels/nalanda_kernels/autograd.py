@@ -4,12 +4,31 @@ A Function takes two functions of the device before its tensors: `run` makes or 
 `run_backward` the gradients.
 """
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """A Function's backward whose result has no derivative. Raises RuntimeError where one could be asked for.
+
+    torch's decorator alone leaves what lies behind it out of a second derivative by `torch.autograd.grad`.
+    """
+    once = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx, *grads):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            name = type(ctx).__name__
+            raise RuntimeError(
+                f"create_graph=True: {name} has no derivative; take the difference of two gradients"
+            )
+        return once(ctx, *grads)
+
+    return run
 
 
 class SwiGLU(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """The loss is cross-entropy, in blocks and in half precision, as transformers and its Trainer count it."""
 
+import nalanda_kernels
 import pytest
 import torch
 import torch.nn.functional as F
@@ -329,6 +330,18 @@ def test_gradient_checkpointing_changes_nothing(small):
         grads.append([p.grad.clone() for p in small.parameters()])
     for a, b in zip(*grads, strict=True):
         close(a, b, 1e-6)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_second_derivative_is_refused(small, backend):
+    """It would lack what passes the loss, norms and recurrences: `torch.autograd.grad` leaves that out in silence."""
+    tokens, weights = ids(2, 9), [*small.parameters()]
+    with nalanda_kernels.use_backend(backend):
+        losses = small(tokens, labels=tokens).loss, small(tokens).logits.square().sum()
+        for loss in losses:
+            torch.autograd.grad(loss, weights, retain_graph=True)
+            with pytest.raises(RuntimeError, match="has no derivative; take the difference"):
+                torch.autograd.grad(loss, weights, create_graph=True)
 
 
 @pytest.mark.slow

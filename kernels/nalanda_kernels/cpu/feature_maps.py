@@ -5,9 +5,9 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported
+from nalanda_kernels.autograd import once_differentiable
 from nalanda_kernels.cpu.build import library
 from nalanda_kernels.cpu.structures import Settings
 from nalanda_kernels.maps import Map, describe, exponents_and_units

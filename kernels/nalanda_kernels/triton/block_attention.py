@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported
+from nalanda_kernels.autograd import once_differentiable
 from nalanda_kernels.triton.common import (
     FUSION,
     PRECISION,

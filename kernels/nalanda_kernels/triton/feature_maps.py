@@ -22,10 +22,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton.language.extra import libdevice
 
 from nalanda_kernels import Unsupported
+from nalanda_kernels.autograd import once_differentiable
 from nalanda_kernels.maps import Map, describe, exponents_and_units
 from nalanda_kernels.triton.common import FUSION, name_of, power_of_two
 from nalanda_kernels.triton.tiles import DTYPES, load

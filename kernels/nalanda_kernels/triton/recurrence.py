@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported
+from nalanda_kernels.autograd import once_differentiable
 from nalanda_kernels.triton.channels import channel_gradients, prepare_channels
 from nalanda_kernels.triton.chunk import (
     Readout,

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .call import Call, dtype_of
 from .chunk_backward import chunk_backward, empty_gradients
 from .chunk_forward import Chunk, chunk_forward
 from .chunk_order import chunk_of
-from .layers import no_autocast
+from .layers import no_autocast, once_differentiable
 
 TENSORS = len(Call._fields)
 

@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .call import Call, Options, group_of, wide_dtype
-from .layers import at_least_fp32, no_autocast
+from .layers import at_least_fp32, no_autocast, once_differentiable
 from .ops import run_recurrence, with_features
 from .sequences import Rows, Sequences, bounds_of_lengths, bounds_on_host, shaped_like
 

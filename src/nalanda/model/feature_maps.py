@@ -9,9 +9,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from .layers import Fp32Module, altered, at_least_fp32, direction, fp32_parameter, no_autocast, run
+from .layers import (
+    Fp32Module,
+    altered,
+    at_least_fp32,
+    direction,
+    fp32_parameter,
+    no_autocast,
+    once_differentiable,
+    run,
+)
 from .options import check_names, check_types, did_you_mean
 from .plugins import register
 from .soft import INVERSES, gaussian_kernel, landmark_weights

@@ -2,14 +2,13 @@
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _has_any_global_hook
 
 from .plans import LOCAL, SHARED, share
@@ -127,6 +126,25 @@ def run(function: type[torch.autograd.Function], *inputs):
         if torch.is_grad_enabled()
         else function.forward(_NoContext(), *inputs)
     )
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """A Function's backward whose result has no derivative. Raises RuntimeError where one could be asked for.
+
+    torch's decorator alone leaves what lies behind it out of a second derivative by `torch.autograd.grad`.
+    """
+    once = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx, *grads):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            name = type(ctx).__name__
+            raise RuntimeError(
+                f"create_graph=True: {name} has no derivative; take the difference of two gradients"
+            )
+        return once(ctx, *grads)
+
+    return run
 
 
 class _Direction(torch.autograd.Function):

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .kernels import by_kernel
-from .layers import autocasts
+from .layers import autocasts, once_differentiable
 
 
 @dataclass(eq=False)

@@ -16,10 +16,9 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .kernels import by_kernel
-from .layers import altered, autocasts, linear_dtype, unrecorded
+from .layers import altered, autocasts, linear_dtype, once_differentiable, unrecorded
 
 ALIGNED = 16  # fast kernels serve a product only if its rows begin at multiples of 16 bytes
 NARROW = 64  # columns; a product this narrow costs as much as a wider one
