@@ -348,7 +348,7 @@ TABLE = [
     ("verify runs/stoped", r"runs/stoped: no such run; did you mean stopped\?"),
     ("convert model out --to gguff", r"--to gguff: unknown; did you mean gguf\?"),
     ("linearize none r.yaml", r"none: no such folder; name a model's folder, or OWNER/NAME .*"),
-    ("data prepare r.yaml file/x", r"file/x/.*: a file; name a folder"),
+    ("data prepare r.yaml file/x", r"output file/x: a file; name a folder"),
     ("perplexity model --data x", r"No such option: --data .*; the text is an option: --text FILE"),
     ("report", r"Missing argument 'RUN'; write nalanda report RUN"),
     ("generate model --state none", r".*none.*"),
@@ -387,7 +387,7 @@ TABLE = [
     ("perplexity model --output dangling", rf"--output {DANGLING}"),
     ("generate model x --save-state dangling", rf"--save-state {DANGLING}"),
     ("convert model dangling", r"dangling exists; choose another folder"),
-    ("data prepare r.yaml dangling", DANGLING),
+    ("data prepare r.yaml dangling", rf"output {DANGLING}"),
     # number formats
     (
         "generate model x --dtype fp12",
