@@ -2,10 +2,11 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -211,12 +212,12 @@ def update_json(file: Path, **settings: Any) -> dict[str, Any]:
     return table
 
 
-def copy_contents(source: Path, folder: Path) -> None:
-    """Copies the files of `source` but for its manifest, which holds for it alone.
+def copy_contents(source: Path, folder: Path, patterns: Iterable[str] = ("**/*",)) -> None:
+    """Copies the files of `source` that match, but for its manifest, which holds for it alone.
 
-    The copies may be written to, whoever may write to the files.
+    Only their contents: a copy may be written to, also where the file may only be read.
     """
-    for file in source.rglob("*"):
+    for file in itertools.chain(*map(source.glob, patterns)):
         if file.is_file() and file.name != "manifest.json":
             copy = folder / file.relative_to(source)
             copy.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import custom_object_save
 
 from nalanda.common.errors import InputError
-from nalanda.common.files import new_folder, refuse_existing, update_json
+from nalanda.common.files import copy_contents, new_folder, refuse_existing, update_json
 from nalanda.common.number_formats import choose_format
 from nalanda.common.text import suggest
 from nalanda.config.model_folder import check_hub, weight_files
@@ -341,12 +340,7 @@ def find_leading_bos(folder: Path, config: NalandaConfig) -> int | None:
 
 def copy_side_files(folder: Path, staging: Path) -> None:
     """Copies the tokenizer, see `pad_batches` and `keep_tokenizer`, and other files beside the weights."""
-    for pattern in _SIDE_FILES:
-        for file in filter(Path.is_file, folder.glob(pattern)):
-            copy = staging / file.relative_to(folder)
-            copy.parent.mkdir(exist_ok=True)
-            # Only the content: copies of files that may only be read are written to.
-            shutil.copyfile(file, copy)
+    copy_contents(folder, staging, _SIDE_FILES)
     pad_batches(staging)
     keep_tokenizer(folder, staging)
 
