@@ -30,19 +30,11 @@ from nalanda.inference.generate import (
     describe_speed,
     fingerprint_of,
     load_state,
+    prompt_tokens,
     read_with_progress,
     render_chat,
 )
-from nalanda.inference.load import (
-    after_bos,
-    bos_token,
-    check_tokens,
-    end_tokens,
-    is_ours,
-    load_model,
-    number_check,
-    tokens_behind,
-)
+from nalanda.inference.load import end_tokens, is_ours, load_model, number_check
 from nalanda.inference.options import Sampling, sampling_options
 from nalanda.model import State
 from nalanda.model.cache import CACHE, cache_of
@@ -195,14 +187,10 @@ class Conversation:
 
     def _new_tokens(self, text: str) -> list[int]:
         """The tokens of `text` that were not read, with bos at the start of a conversation."""
+        started = self.state is not None or bool(self.tokens)
         new = text[len(self.text) :].removeprefix(self.end)
-        if self.state is not None or self.tokens:
-            tokens = tokens_behind(new, self.tokenizer, self.end or "\n")
-        else:
-            tokens = self.tokenizer(new, add_special_tokens=False).input_ids
-            tokens = after_bos(tokens, bos_token(self.model, self.tokenizer))
-        check_tokens(tokens, self.model, self.tokenizer)
-        return tokens
+        before = (self.end or "\n") if started else None
+        return prompt_tokens(new, self.model, self.tokenizer, before=before)
 
     @property
     def end(self) -> str:

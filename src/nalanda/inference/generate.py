@@ -334,12 +334,12 @@ def prepare_prompt(
 
     # Only the first text stands behind bos, unless it continues a state.
     first, second = (prompt, None) if before is None else (before, prompt)
-    tokens = prompt_tokens(first, model, tokenizer, in_mid_text=state is not None)
+    tokens = prompt_tokens(first, model, tokenizer, before=None if state is None else "\n")
     if folder:
         state = kept_state(model, tokens, folder, files.state_dtype, tokenizer)
         tokens = []
     if second:
-        tokens = tokens + prompt_tokens(second, model, tokenizer, in_mid_text=True)
+        tokens = tokens + prompt_tokens(second, model, tokenizer, before="\n")
     return state, tokens
 
 
@@ -406,16 +406,19 @@ def kept_state(
 
 
 def prompt_tokens(
-    text: str | None, model: Any, tokenizer: PreTrainedTokenizerBase, *, in_mid_text: bool
+    text: str | None, model: Any, tokenizer: PreTrainedTokenizerBase, *, before: str | None
 ) -> list[int]:
-    """The tokens of a prompt, after bos unless it stands in mid-text. Raises InputError without any."""
-    if in_mid_text:
-        tokens = tokens_behind(text or "", tokenizer)
+    """The tokens of a prompt. Raises InputError for the start of a text without any.
+
+    before: what a text behind another one may follow, as of `tokens_behind`; None: the text starts here, after bos.
+    """
+    if before is not None:
+        tokens = tokens_behind(text or "", tokenizer, before)
     else:
         tokens = tokenizer(text, add_special_tokens=False).input_ids if text else []
         tokens = after_bos(tokens, bos_token(model, tokenizer))
     check_tokens(tokens, model, tokenizer)
-    if not tokens and not in_mid_text:
+    if not tokens and before is None:
         raise InputError("the prompt is empty and the tokenizer has no bos token; give a prompt")
     return tokens
 
