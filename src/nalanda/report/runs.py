@@ -175,17 +175,18 @@ def _last_lines(folder: Path, validates: bool) -> tuple[int, dict]:
 
     validates: whether there may be validation losses to look for.
     """
-    step, newest = 0, {}
+    step, newest = None, {}
     for line in last_metrics(folder / "metrics.jsonl"):
         # The newest line alone: before it may be events of steps that a rollback has undone. Its own event, and that
         # of a stage, have the number of the step to come.
-        step = step or line["step"] - (line.get("event") in ("rollback", "stage"))
+        if step is None:
+            step = line["step"] - (line.get("event") in ("rollback", "stage"))
         if "event" not in line:
             # Lines come from the end: values that are there already are newer.
             newest = line | newest
         if "loss" in newest and ("val_ppl" in newest or not validates):
             break
-    return step, newest
+    return step or 0, newest
 
 
 def layers(mixer: str | list[str] | dict[str, list[str]]) -> str:
