@@ -126,7 +126,9 @@ def compare(run_dir: Path) -> Panel:
     rows = list(itertools.chain(*validation.values()))
     tokens = config.train.steps * config.train.tokens_per_step
     # Training has measured it at its end, on the same rows.
-    own = next(x["val_ppl"] for x in last_metrics(run_dir / "metrics.jsonl") if "val_ppl" in x)
+    own_perplexity = next(
+        x["val_ppl"] for x in last_metrics(run_dir / "metrics.jsonl") if "val_ppl" in x
+    )
     bigrams = Bigram(seen, len(tokenizer)).perplexity(rows)
     with zeroed_mixers(model):
         zeroed = measure_perplexity(model, rows)
@@ -134,7 +136,7 @@ def compare(run_dir: Path) -> Panel:
     tokens_per_byte = _tokens_per_byte(rows, text_bytes(tokenizer))
     _write_baselines(run_dir, {"bigrams": bigrams, "mixers zeroed": zeroed}, tokens_per_byte)
     figures = {
-        f"the model, {model.num_parameters() / 1e6:.1f} M parameters": own,
+        f"the model, {model.num_parameters() / 1e6:.1f} M parameters": own_perplexity,
         f"bigrams of the {tokens:,} tokens it saw": bigrams,
         "the model, token mixers zeroed": zeroed,
     }

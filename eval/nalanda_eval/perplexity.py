@@ -314,10 +314,10 @@ def _check_parts(model: PreTrainedModel, inputs: Tensor, targets: Tensor, step: 
     """Raises `InputError` if a model of another library reads parts otherwise than whole rows: some return no
     cache, and some caches forget. step: the longest row that is no part."""
     few = inputs[:1, : min(step, 48)], targets[:1, : min(step, 48)]
-    whole, parts = (_in_parts(model, *few, size, lambda *_: None) for size in (48, 3))
+    at_once, in_parts = (_in_parts(model, *few, size, lambda *_: None) for size in (48, 3))
     # Nats. Rounding makes 1e-5 in fp32; a convolution that forgets its last tokens made more than 1e-3.
     allowed = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.2
-    if not float((whole - parts).abs().max()) < allowed:
+    if not float((at_once - in_parts).abs().max()) < allowed:
         raise InputError(
             f"--length: {model.config.model_type} reads rows in parts otherwise than whole ones; take at most {step}"
         )

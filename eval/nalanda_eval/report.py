@@ -187,13 +187,16 @@ def _prompt_notes(results: dict[str, Any]) -> list[str]:
     if parts:
         lines.append(f"Prompts have {', '.join(parts)}; the published rows have none of these.")
     if shots:
-        kept = {
+        fixed_counts = {
             task: scores["num_fewshot"]
             for model in results["models"]
             for task, scores in model["tasks"].items()
             if scores.get("num_fewshot") not in (None, shots)
         }
-        lines += [f"{task} has {count} examples, as its file says." for task, count in kept.items()]
+        lines += [
+            f"{task} has {count} examples, as its file says."
+            for task, count in fixed_counts.items()
+        ]
     return lines
 
 
@@ -289,8 +292,8 @@ def model_titles(models: list[dict[str, Any]]) -> list[str]:
 
 def _state_sizes(results: dict[str, Any]) -> list[str]:
     """The size of each model's state, and how many times the smallest it is; "" if it is not known."""
-    found = [model.get("state_bytes") for model in results["models"]]
-    return [f"{size(x)}{beside_least(x, found)}" if x else "" for x in found]
+    sizes = [model.get("state_bytes") for model in results["models"]]
+    return [f"{size(x)}{beside_least(x, sizes)}" if x else "" for x in sizes]
 
 
 def _make_table(header: list[str], left: int) -> Table:

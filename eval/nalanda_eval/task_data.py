@@ -316,15 +316,15 @@ def check_harness_name(name: str) -> None:
     spec = importlib.util.find_spec("lm_eval")
     if spec is None or spec.origin is None:
         return  # its import says how to install it
-    known = ["python_docs"]
+    names = ["python_docs"]
     for file in Path(spec.origin).with_name("tasks").rglob("*"):
         if file.suffix not in (".yaml", ".yml"):
             continue
         text = file.read_text("utf-8", "replace")
         if name in text:
             return
-        known += re.findall(r"^(?:task|group|tag): *([\w.-]+)", text, re.MULTILINE)
-    raise InputError(f"{name}: unknown task{suggest_task(name, known)}")
+        names += re.findall(r"^(?:task|group|tag): *([\w.-]+)", text, re.MULTILINE)
+    raise InputError(f"{name}: unknown task{suggest_task(name, names)}")
 
 
 def suggest_task(name: str, names: list[str]) -> str:

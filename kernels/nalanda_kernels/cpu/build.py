@@ -59,7 +59,7 @@ def _load() -> ctypes.CDLL | str:
 def _find_compiler() -> str | None:
     named = os.environ.get("CXX")
     candidates = (named,) if named else COMPILERS
-    return next((found for name in candidates if (found := shutil.which(name))), None)
+    return next((path for name in candidates if (path := shutil.which(name))), None)
 
 
 def describe_library() -> str:

@@ -60,8 +60,8 @@ def _two(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
 def _fit(*tensors: Tensor) -> bool:
     C = tensors[0].shape[1]
     # Rows of scores go in fours.
-    known = all(x.dtype == torch.float32 and x.is_cpu and x.is_contiguous() for x in tensors)
-    return known and (C < 4 or C % 4 == 0)
+    are_readable = all(x.dtype == torch.float32 and x.is_cpu and x.is_contiguous() for x in tensors)
+    return are_readable and (C < 4 or C % 4 == 0)
 
 
 def _run(name: str, q: Tensor, *tensors: Tensor | None) -> None:

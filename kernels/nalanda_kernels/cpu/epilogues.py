@@ -90,8 +90,8 @@ def short_convs(
     if any(y.shape != (N, W - 1, x.shape[2]) for x, y in zip(xs, past, strict=False)):
         return None
     silu = [activation == "silu" for activation in activations]
-    given = len(xs), _bounds(xs[0], cu_seqlens), silu
-    ys = ShortConvs.apply(_short_convs, _short_convs_backward, *given, *xs, *weights, *past)
+    arguments = len(xs), _bounds(xs[0], cu_seqlens), silu
+    ys = ShortConvs.apply(_short_convs, _short_convs_backward, *arguments, *xs, *weights, *past)
     if not output_final_state:
         return [*ys], None
     before = past or [None] * len(xs)
@@ -140,8 +140,8 @@ def _bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 def _fit(*tensors: Tensor) -> bool:
     """Whether the C++ has these dtypes, and a call of it something to do."""
-    known = all(x.dtype in DTYPES and x.is_cpu for x in tensors)
-    return known and tensors[0].numel() > 0 and not torch.compiler.is_compiling()
+    are_readable = all(x.dtype in DTYPES and x.is_cpu for x in tensors)
+    return are_readable and tensors[0].numel() > 0 and not torch.compiler.is_compiling()
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -595,9 +595,9 @@ def short_convs(
     if torch.compiler.is_compiling():
         ys = _forward_op(xs, weights, past, cu_seqlens, silu)
     else:
-        given = len(xs), cu_seqlens, silu
+        arguments = len(xs), cu_seqlens, silu
         run_backward = functools.partial(_gradients, _backward)
-        ys = ShortConvs.apply(_forward, run_backward, *given, *xs, *weights, *past)
+        ys = ShortConvs.apply(_forward, run_backward, *arguments, *xs, *weights, *past)
 
     if not output_final_state:
         return [*ys], None

@@ -41,8 +41,8 @@ def check_named(name: str, changes: dict, options: CheckOptions) -> tuple[Subjec
     chosen = choose_properties(options)
     for library in options.against or []:
         if library not in [*LIBRARIES, "vllm"]:
-            known = ", ".join(LIBRARIES)
-            raise InputError(f"--against {library}: no such library; take {known}, vllm")
+            libraries = ", ".join(LIBRARIES)
+            raise InputError(f"--against {library}: no such library; take {libraries}, vllm")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()  # of saving and loading
     subject = make(

@@ -16,17 +16,17 @@ def find_plugins(names: Iterable[str], *folders: Path) -> list[str]:
 
     Raises `InputError` for a file that is in none.
     """
-    whole = []
+    full_names = []
     for name in names:
         if not name.endswith(".py"):
-            whole.append(name)
+            full_names.append(name)
             continue
         paths = [folder / Path(name).expanduser() for folder in folders]
         file = next((path for path in paths if path.is_file()), None)
         if file is None:
             raise InputError(f"plugins: {name}: no such file; write its path from {Path.cwd()}")
-        whole.append(str(file.resolve()))
-    return whole
+        full_names.append(str(file.resolve()))
+    return full_names
 
 
 def import_plugins(names: Iterable[str], *folders: Path) -> None:

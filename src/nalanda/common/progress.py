@@ -196,11 +196,11 @@ def _join_fitting(room: int | None, texts: Sequence[str], details: Sequence[str]
 
     room: None for as many as there are.
     """
-    shown = list(details)
-    line = _join_texts(*texts, *shown, eta)
-    while room is not None and len(line) > room and shown:
-        shown.pop()
-        line = _join_texts(*texts, *shown, eta)
+    fitting = list(details)
+    line = _join_texts(*texts, *fitting, eta)
+    while room is not None and len(line) > room and fitting:
+        fitting.pop()
+        line = _join_texts(*texts, *fitting, eta)
     if room is not None and len(line) > room:
         line = _join_texts(*texts)
     return line

@@ -92,10 +92,10 @@ def headlines(scores: Iterable[Score]) -> list[Score]:
         tasks.setdefault(score.task, []).append(score)
 
     chosen = []
-    for task, own in tasks.items():
-        metrics = [score.metric for score in own]
+    for task, task_scores in tasks.items():
+        metrics = [score.metric for score in task_scores]
         usual = [metric for metric in (*HEADLINES.get(task, ()), *USUAL) if metric in metrics]
-        chosen.append(own[metrics.index(usual[0]) if usual else 0])
+        chosen.append(task_scores[metrics.index(usual[0]) if usual else 0])
     return chosen
 
 

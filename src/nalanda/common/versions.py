@@ -33,13 +33,13 @@ def cpu_model() -> str:
 def kernel_packages() -> dict[str, str]:
     """The version of each package that brings kernels for GPUs; of one that is not there, `not installed`."""
     packages = {"triton": "triton", "fla": "flash-linear-attention", "flash_qla": "flash-qla"}
-    found = {}
+    versions = {}
     for backend, package in packages.items():
         try:
-            found[backend] = metadata.version(package)
+            versions[backend] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[backend] = "not installed"
-    return found
+            versions[backend] = "not installed"
+    return versions
 
 
 def list_versions(records: Iterable[dict[str, str]]) -> str:

@@ -58,24 +58,23 @@ def arm_rows(report: Report) -> list[list[str]]:
     """A row of cells for each arm. A figure more than 2 % beyond that of the first arm is marked ≠."""
     verdict, figures = report.verdict, report.figures
     first = next(iter(verdict.arms))
+
+    def model_figure(arm: str, key: str, write: Any, reference: str = first) -> str:
+        value, other = (figures[each].get(KEYS[key]) for each in (arm, reference))
+        if value is None:
+            return "–"
+        return write(value) + " ≠" * differs(value, other)
+
     rows = []
     for name, arm in verdict.arms.items():
         seeds = f"{arm.runs - len(arm.diverged)}"
         if arm.diverged:
             seeds += f" of {arm.runs}"
 
-        own = figures[name]
-
-        def model_figure(key: str, write: Any, first: str = first, own: Any = own) -> str:
-            value, reference = own.get(KEYS[key]), figures[first].get(KEYS[key])
-            if value is None:
-                return "–"
-            return write(value) + " ≠" * differs(value, reference)
-
         # A state that grows has its size at one length, which no fixed one must equal.
         fixed = next((arm for arm in verdict.arms if not figures[arm].get("state_grows")), name)
-        grows = own.get("state_grows")
-        state = model_figure("state", size, name if grows else fixed) + ", grows" * bool(grows)
+        grows = bool(figures[name].get("state_grows"))
+        state = model_figure(name, "state", size, name if grows else fixed) + ", grows" * grows
         rows.append(
             [
                 name,
@@ -85,8 +84,8 @@ def arm_rows(report: Report) -> list[list[str]]:
                 f"{arm.loss:.4f}" if math.isfinite(arm.loss) else "–",
                 f"{math.exp(min(arm.loss, 700)):.4g}" if math.isfinite(arm.loss) else "–",
                 "–" if arm.spread is None else f"{arm.spread:.4f}",
-                model_figure("parameters", si),
-                model_figure("flops", si),
+                model_figure(name, "parameters", si),
+                model_figure(name, "flops", si),
                 state,
                 si(arm.tokens) + " ≠" * differs(arm.tokens, verdict.arms[first].tokens),
                 duration(arm.seconds) if math.isfinite(arm.seconds) else "–",

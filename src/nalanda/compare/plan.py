@@ -49,20 +49,20 @@ def plan_runs(study: Study, results: Results) -> list[StudyRun]:
     runs: list[StudyRun] = []
     rates: dict[str, float | None] = dict.fromkeys(study.arms)
     if study.rates:
-        for place, arm in enumerate(swept):
+        for position, arm in enumerate(swept):
             grid, chosen = choose_rate(study, arm, results)
             trials = itertools.product(range(study.rate_seeds), enumerate(grid))
             for seed, (step, rate) in trials:
-                number = (step * study.rate_seeds + seed) * len(swept) + place
+                number = (step * study.rate_seeds + seed) * len(swept) + position
                 runs.append(StudyRun(arm, FIRST_RATE_SEED + seed, number, rate, trial=True))
             rates[arm] = chosen
         runs.sort(key=lambda run: run.number)
 
-    for seed, (place, arm) in itertools.product(range(study.seeds), enumerate(study.arms)):
+    for seed, (position, arm) in itertools.product(range(study.seeds), enumerate(study.arms)):
         rate = rates[study.first if study.fork_at is not None else arm]
         if rate is not None or not study.rates:
             # The arms that leave a run stay with its share, whose machine has the checkpoint.
-            number = seed if study.fork_at is not None else seed * len(study.arms) + place
+            number = seed if study.fork_at is not None else seed * len(study.arms) + position
             runs.append(StudyRun(arm, seed + 1, number, rate))
     return runs
 

@@ -129,13 +129,13 @@ def check_trained(study: Study, run: StudyRun, configs: Mapping[str, RunConfig])
         wanted["train.resume"] = fork_checkpoint(study, trunk, configs).name
     for key, value in wanted.items():
         section, name = key.split(".")
-        found = (recipe.get(section) or {}).get(name)
+        stored = (recipe.get(section) or {}).get(name)
         # A folder may have moved: of a checkpoint its name alone is compared.
-        found = Path(found).name if isinstance(found, str) else found
-        alike = f"{found:g}" == f"{value:g}" if isinstance(found, float) else found == value
-        if found is not None and not alike:
+        stored = Path(stored).name if isinstance(stored, str) else stored
+        alike = f"{stored:g}" == f"{value:g}" if isinstance(stored, float) else stored == value
+        if stored is not None and not alike:
             raise InputError(
-                f"{folder}: this run has {key} {found}, and the study has {value}; set compare.yaml back, or "
+                f"{folder}: this run has {key} {stored}, and the study has {value}; set compare.yaml back, or "
                 "remove the run"
             )
 
@@ -375,8 +375,8 @@ def cause_of(output: str, code: int, reason: str) -> tuple[int, str]:
     """
     # torchrun ends with 1, and reports the code and the line of the process that failed first.
     _, launched, report = output.rpartition("\nRoot Cause ")
-    if launched and (found := re.search(r"exitcode +: (-?\d+)", report)):
-        output, code = report, int(found[1])
+    if launched and (match := re.search(r"exitcode +: (-?\d+)", report)):
+        output, code = report, int(match[1])
 
     if code < 0:
         return code, f"ended by {signal.Signals(-code).name}"

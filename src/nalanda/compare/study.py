@@ -138,12 +138,12 @@ class Study:
     def recipe_of(self, arm: str) -> str:
         """The recipe of an arm: its own, or the study's."""
         words = split_settings(self.arms[arm])
-        own = [word for word in words if "=" not in word]
-        if len(own) > 1 or (own and words[0] != own[0]):
+        recipes = [word for word in words if "=" not in word]
+        if len(recipes) > 1 or (recipes and words[0] != recipes[0]):
             raise InputError(
-                f"arms.{arm}: {own[-1]}: expected section.key=value, such as train.steps=100"
+                f"arms.{arm}: {recipes[-1]}: expected section.key=value, such as train.steps=100"
             )
-        return own[0] if own else self.recipe
+        return recipes[0] if recipes else self.recipe
 
     @property
     def first(self) -> str:
@@ -182,25 +182,25 @@ def read_study(
 
     Raises `InputError`.
     """
-    given = {key: value for key, value in vars(options).items() if value not in (None, [], ())}
-    path, place = Path(name), None
+    chosen = {key: value for key, value in vars(options).items() if value not in (None, [], ())}
+    path, study_folder = Path(name), None
     if (path / "compare.yaml").is_file():
-        path, place = path / "compare.yaml", name
+        path, study_folder = path / "compare.yaml", name
     if is_store(name):
-        place = name.rstrip("/")
+        study_folder = name.rstrip("/")
         stored = read_bytes(f"{name.rstrip('/')}/compare.yaml", RETRIES)
         values = parse_yaml(stored.decode(errors="replace"), name)
     else:
         values = read_yaml(path) if path.is_file() else None
 
     if isinstance(values, dict) and "arms" in values:
-        if given:
-            key = next(iter(given))
+        if chosen:
+            key = next(iter(chosen))
             option = {"arms": "--arm", "fork_at": "--from"}.get(key, option_of(key))
             raise InputError(f"{option}: {redact(name)} is a study; set its keys in the file")
     else:
         find_recipe(name)
-        if "arms" not in given:
+        if "arms" not in chosen:
             raise InputError('give two arms or more, such as --arm "silu: model.feature_map=silu"')
         lists: dict[str, Any] = {"arms": read_arms(options.arms or [])}
         if options.rates is not None:
@@ -208,20 +208,20 @@ def read_study(
         if options.tasks is not None:
             lists["tasks"] = [task.strip() for task in options.tasks.split(",") if task.strip()]
         folder = f"runs/{Path(name).stem}-compare"
-        values = {"recipe": name, "output_dir": folder, **given, **lists}
+        values = {"recipe": name, "output_dir": folder, **chosen, **lists}
 
     if "recipe" not in values:
         raise InputError(f"{redact(name)}: recipe: missing; name the recipe of the arms")
-    own = [o for o in overrides if not o.startswith("output_dir=")]
+    settings = [o for o in overrides if not o.startswith("output_dir=")]
     folders = [o.partition("=")[2] for o in overrides if o.startswith("output_dir=")]
     shared = values.get("overrides", [])
     # What is no list is left to `section`, which says so.
-    values = {**values, "overrides": [*shared, *own] if isinstance(shared, list) else shared}
+    values = {**values, "overrides": [*shared, *settings] if isinstance(shared, list) else shared}
     if folders:
         values["output_dir"] = folders[-1]
-    elif place:
+    elif study_folder:
         # The folder may have moved since it was recorded.
-        values["output_dir"] = place
+        values["output_dir"] = study_folder
     folder = values.get("output_dir", f"runs/{path.stem}")
     values["output_dir"] = expand_home(local_path(folder), "output_dir")
 
@@ -245,7 +245,7 @@ def read_arms(texts: Sequence[str]) -> dict[str, str]:
 
 def read_rates(text: str) -> list[float]:
     """The rates of `1e-3,2e-3`. Raises `InputError`."""
-    rates = [parse_yaml(part, "--rates") for part in text.split(",") if part.strip()]
+    rates = [parse_yaml(word, "--rates") for word in text.split(",") if word.strip()]
     if not rates or not all(isinstance(rate, int | float) for rate in rates):
         raise InputError(f"--rates {text}: expected numbers with commas, such as 1e-3,2e-3")
     return sorted(map(float, rates))
@@ -342,12 +342,14 @@ def warn_about(study: Study, configs: Mapping[str, RunConfig]) -> list[str]:
             notes.append(
                 f"{name} begins with other weights than {study.first}: {', '.join(begun)}."
             )
-        own = [
+        own_rates = [
             f"stages.{key}.optim.lr" for key, stage in config.stages.items() if "lr" in stage.optim
         ]
-        own += ["optim.muon_lr"] * (config.optim.muon_lr is not None)
-        if study.rates and own:
-            notes.append(f"{name} keeps these rates, whatever --rates tries: {', '.join(own)}.")
+        own_rates += ["optim.muon_lr"] * (config.optim.muon_lr is not None)
+        if study.rates and own_rates:
+            notes.append(
+                f"{name} keeps these rates, whatever --rates tries: {', '.join(own_rates)}."
+            )
     if not study.rates and study.fork_at is None:
         rates = {config.optim.lr for config in configs.values()}
         if len(rates) == 1:

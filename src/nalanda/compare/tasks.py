@@ -78,12 +78,12 @@ def gather(study: Study, tasks: Mapping[StudyRun, Mapping[str, dict]]) -> list[T
 
     pairs = [*itertools.combinations(study.arms, 2)]
     gaps = {name: gaps_of(pairs, arms) for name, arms in values.items()}
-    told = iter(corrected([gap for each in gaps.values() for gap in each]))
+    corrected_gaps = iter(corrected([gap for each in gaps.values() for gap in each]))
     return [
         TaskScore(
             *name,
             {arm: float(np.mean([*arms[arm].values()])) for arm in arms if arms[arm]},
-            [next(told) for _ in gaps[name]],
+            [next(corrected_gaps) for _ in gaps[name]],
         )
         for name, arms in values.items()
     ]

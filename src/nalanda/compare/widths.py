@@ -88,9 +88,9 @@ def fit(figure: Callable[[float], float], start: float, wanted: float, where: st
         return next((f for n in range(count, 0, -1) if (f := at(n)) is not None), 0.0)
 
     most = max(8, round(8 * start / step))
-    place = bisect.bisect_left(range(1, most + 1), wanted, key=up_to) + 1
+    reaching = bisect.bisect_left(range(1, most + 1), wanted, key=up_to) + 1
     # Of the values at either side of the wanted figure, the nearer one.
-    near = [n for n in range(max(1, place - 8), min(most, place + 8) + 1) if at(n)]
+    near = [n for n in range(max(1, reaching - 8), min(most, reaching + 8) + 1) if at(n)]
     if not near:
         raise InputError(f"{where}: no value suits the model")
     best = min(near, key=lambda n: abs((at(n) or 0) - wanted))
@@ -109,17 +109,21 @@ def shared_weights(study: Study, configs: Mapping[str, RunConfig]) -> list[str]:
     }
     first = shapes[study.first]
     if study.fork_at is not None:
-        for arm, own in shapes.items():
-            if other := next((n for n in {**first, **own} if first.get(n) != own.get(n)), None):
+        for arm, arm_shapes in shapes.items():
+            if other := next(
+                (n for n in {**first, **arm_shapes} if first.get(n) != arm_shapes.get(n)), None
+            ):
                 raise InputError(
                     f"arm {arm}: --from: {other} has another shape than in {study.first}, whose run it leaves"
                 )
         return []
 
     notes = []
-    for arm, own in shapes.items():
-        total = sum(shape.numel() for shape in own.values())
-        shared = sum(shape.numel() for name, shape in own.items() if first.get(name) == shape)
+    for arm, arm_shapes in shapes.items():
+        total = sum(shape.numel() for shape in arm_shapes.values())
+        shared = sum(
+            shape.numel() for name, shape in arm_shapes.items() if first.get(name) == shape
+        )
         if shared < total:
             # Rounded down: no arm that lacks some shares 100 %.
             percent = math.floor(1000 * shared / total) / 10

@@ -273,8 +273,8 @@ class _Loader(yaml.SafeLoader):
 
     def construct_yaml_float(self, node: Any) -> float:
         number = super().construct_yaml_float(node)
-        whole = "e" in node.value.lower() and number.is_integer()
-        return int(number) if whole else number
+        is_integer = "e" in node.value.lower() and number.is_integer()
+        return int(number) if is_integer else number
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
         seen: dict[Any, int] = {}
@@ -512,8 +512,8 @@ def _meant(key: str) -> str:
 
 def _instead(cls: type, key: str, names: list[str], section: str) -> str:
     """Suggests a key in place of an unknown one of `cls`, from the same section, "optim.", or another one."""
-    if meant := _meant(f"{section}{key}"):
-        return meant
+    if correction := _meant(f"{section}{key}"):
+        return correction
     hints = typing.get_type_hints(RunConfig)
     sections = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     if cls in (RunConfig, *sections.values()) and not closest(key, names, 0.75):

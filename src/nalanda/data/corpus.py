@@ -421,8 +421,8 @@ def _walk_folder(root: Path) -> Iterator[tuple[Path, _File]]:
         folders[:] = sorted(visible, key=lambda name: (Path(folder, name).is_symlink(), name))
         # A folder of two names is read once, and a link to a folder above it ends here.
         real = os.path.realpath(folder)
-        made = Path(folder) != root and _is_made(Path(folder), {*folders, *files})
-        if real in entered or made:
+        is_output = Path(folder) != root and _is_made(Path(folder), {*folders, *files})
+        if real in entered or is_output:
             folders.clear()
             continue
         entered.add(real)

@@ -76,8 +76,8 @@ def make_token_set(
             return read_megatron(data_config, tokenizer_config, folder)
 
         # Without a recipe there are no keys: every message names flags.
-        given = (changes, tokenizer_changes)
-        flags = given if is_recipe(source) else (vars(documents), vars(tokenizer))
+        named = is_recipe(source)
+        flags = (changes, tokenizer_changes) if named else (vars(documents), vars(tokenizer))
         with _messages_name(*flags):
             return prepare(
                 data_config,

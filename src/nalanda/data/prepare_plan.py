@@ -181,18 +181,18 @@ def join_parts(units: Iterable[Unit]) -> list[Unit]:
 
 
 def plan_jobs(
-    units: list[Unit], limit: int, made: Mapping[str, list[str]]
+    units: list[Unit], limit: int, keys_by_shard: Mapping[str, list[str]]
 ) -> tuple[list[list[Unit]], list[str | None]]:
     """Groups of all units in their order, and for each the name of the shard that is made of it already.
 
     A made shard is kept if its units are there, unchanged and next to each other. Units between kept shards
     are grouped anew (`group_units`), so the documents' order is that of the source.
 
-    made: the keys of the units of each shard, by its name.
+    keys_by_shard: the keys of the units of each shard, by its name.
     """
     # Made shards by the unit that they begin with, and positions behind the units that they may end with.
     names_by_first: dict[tuple, list[str]] = {}
-    for name, keys in made.items():
+    for name, keys in keys_by_shard.items():
         first = Unit.of(keys[0])
         names_by_first.setdefault((first.corpus, first.identity, first.start), []).append(name)
 
@@ -203,10 +203,10 @@ def plan_jobs(
         first = units[start]
         for name in names_by_first.get((first.corpus, first.identity, first.start), ()):
             # Jobs may have been grouped otherwise then: the parts are joined before their keys are compared.
-            last = Unit.of(made[name][-1])
+            last = Unit.of(keys_by_shard[name][-1])
             # 0: the last unit is gone, and no units end there.
             stop = ends.get((last.corpus, last.identity, last.stop), 0)
-            if [unit.key for unit in join_parts(units[start:stop])] == made[name]:
+            if [unit.key for unit in join_parts(units[start:stop])] == keys_by_shard[name]:
                 return name, stop
         return None
 

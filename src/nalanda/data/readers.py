@@ -250,11 +250,11 @@ class _Piece:
     def __init__(self, fields: Fields):
         self.fields, self.parts, self.size = fields, [], 0
 
-    def add(self, part: bytes) -> bool:
+    def add(self, fragment: bytes) -> bool:
         """Returns whether reading may go on: it may not for a record that will be refused."""
-        self.size += len(part)
+        self.size += len(fragment)
         if self.size <= self.fields.max_bytes:
-            self.parts.append(part)
+            self.parts.append(fragment)
             return True
         self.parts.clear()
         return self.fields.skip

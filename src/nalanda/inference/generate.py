@@ -202,11 +202,11 @@ def load_state(
         raise InputError(
             f"{model.config.model_type} models have no state to load; leave the state file out"
         )
-    path, known = state_file(path), fingerprint_of(tokenizer)
+    path, fingerprint = state_file(path), fingerprint_of(tokenizer)
     # The code that an older export copied takes no tokenizer.
     checks = "tokenizer" in inspect.signature(model.load_state).parameters
     try:
-        state = model.load_state(path, known) if checks else model.load_state(path)
+        state = model.load_state(path, fingerprint) if checks else model.load_state(path)
     except (OSError, ValueError) as error:
         raise InputError(first_line(error)) from error
     if state.batch_size > 1:

@@ -135,9 +135,9 @@ class CachedAttention(Mixer):
             q_own, k_own, v_own = (x.index_select(1, rest) for x in (q, k, v))
             o = self.attend_all(q_own, k_own, v_own, shares.sequences)
         o, outputs = parts.exchange(o, torch.cat(attended), shares.received, shares.sent)
-        whole = outputs.new_zeros(1, q.shape[1], *outputs.shape[1:])
-        whole = whole.index_copy(1, tokens, outputs[None])
-        return whole.index_copy(1, rest, o) if len(rest) else whole, new
+        all_outputs = outputs.new_zeros(1, q.shape[1], *outputs.shape[1:])
+        all_outputs = all_outputs.index_copy(1, tokens, outputs[None])
+        return all_outputs.index_copy(1, rest, o) if len(rest) else all_outputs, new
 
     def wanted(self, past: Tensor) -> Tensor:
         """How many of its `past` tokens a sequence's next token sees."""
@@ -373,9 +373,9 @@ class ForgettingAttention(SoftmaxAttention):
         # A key has d_j of each query head that reads it, then the unit; a query the unit at its own, then −d_i.
         of_keys = parts.unflatten(2, (-1, self.group)).transpose(-1, -2)  # [B, T, HK, 3, group]
         of_keys = F.pad(of_keys, (0, 1), value=self.unit)
-        own = self.unit * torch.eye(self.group, dtype=q.dtype, device=q.device)
-        own = own.repeat(k.shape[2], 1)[:, None].expand(*parts.shape, -1)
-        of_queries = torch.cat([own, -parts[..., None]], -1)  # [B, T, H, 3, group + 1]
+        units = self.unit * torch.eye(self.group, dtype=q.dtype, device=q.device)
+        units = units.repeat(k.shape[2], 1)[:, None].expand(*parts.shape, -1)
+        of_queries = torch.cat([units, -parts[..., None]], -1)  # [B, T, H, 3, group + 1]
         # In front: there the large numbers cancel before the small ones are added.
         q = torch.cat([of_queries.flatten(-2), q], -1)
         k = torch.cat([of_keys.flatten(-2), k], -1)
@@ -386,10 +386,10 @@ class ForgettingAttention(SoftmaxAttention):
 
     def kept_sums(self, state: LayerState | None) -> Tensor | None:
         """d of the last kept key of each text, `[N, H]` in float64; None without any."""
-        kept, _ = kept_of(state)
-        if kept is None or not kept.shape[1]:
+        keys, _ = kept_of(state)
+        if keys is None or not keys.shape[1]:
             return None
-        of_keys = kept[:, -1, :, : 3 * (self.group + 1)].double()
+        of_keys = keys[:, -1, :, : 3 * (self.group + 1)].double()
         # [N, HK, 3, group + 1], without the unit
         return of_keys.unflatten(-1, (3, -1))[..., :-1].sum(-2).flatten(1)
 

@@ -238,15 +238,15 @@ class Mixer(FusedLinears):
     def __init_subclass__(cls, **kwargs):
         """Gives an `__init__` with `**options` its parents' options by name, for those who list or check them."""
         super().__init_subclass__(**kwargs)
-        own = inspect.signature(cls.__init__)
-        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        if "__init__" not in vars(cls) or len(named) == len(own.parameters):
+        signature = inspect.signature(cls.__init__)
+        named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        if "__init__" not in vars(cls) or len(named) == len(signature.parameters):
             return
         parent = inspect.signature(super(cls, cls).__init__)
-        more = [p for p in parent.parameters.values() if p.name not in own.parameters]
+        more = [p for p in parent.parameters.values() if p.name not in signature.parameters]
         function: Any = cls.__init__
         first = [p for p in named if p.kind is not p.KEYWORD_ONLY]
-        function.__signature__ = own.replace(parameters=[*first, *more, *named[len(first) :]])
+        function.__signature__ = signature.replace(parameters=[*first, *more, *named[len(first) :]])
         function.__annotations__ |= {p.name: p.annotation for p in more}
 
     def __init__(
@@ -480,8 +480,8 @@ class Mixer(FusedLinears):
             if next(module.parameters(recurse=False), None) is not None
         }
         for kind in map(type, (self, *modules.values())):
-            known = kind.__module__.startswith((f"{__package__}.", "torch."))
-            if not known and not {"tp_plan", "tp_style"} & vars(kind).keys():
+            is_planned = kind.__module__.startswith((f"{__package__}.", "torch."))
+            if not is_planned and not {"tp_plan", "tp_style"} & vars(kind).keys():
                 raise ValueError(
                     f"tensor parallelism: {kind.__name__} has no plan; give it `tp_plan`"
                 )

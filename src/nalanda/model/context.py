@@ -274,23 +274,23 @@ class Parts:
         """Of the queries; made once for all layers."""
         if self._shares is not None:
             return self._shares
-        taken, here = self.pieces(), self.context.rank
+        taken, rank = self.pieces(), self.context.rank
 
         # This part's pieces, by the process that attends them.
-        given = [[piece for piece in pieces if piece.part == here] for pieces in taken]
+        sent = [[piece for piece in pieces if piece.part == rank] for pieces in taken]
         spans = [
             torch.arange(piece.start, piece.end) + piece.row * self.size
-            for piece in itertools.chain(*given)
+            for piece in itertools.chain(*sent)
         ]
         received = [0] * len(taken)
-        for piece in taken[here]:
+        for piece in taken[rank]:
             received[piece.part] += len(piece)
 
         fresh, lengths = self.past == 0, self.cu_seqlens.diff()  # of each sequence here
         self._shares = Shares(
             tokens=torch.cat([self.tokens[:0], *spans]),
-            sent=[sum(map(len, pieces)) for pieces in given],
-            pieces=taken[here],
+            sent=[sum(map(len, pieces)) for pieces in sent],
+            pieces=taken[rank],
             received=received,
             rest=fresh.repeat_interleave(lengths).nonzero().squeeze(1),
             sequences=Sequences(bounds_of_lengths(lengths[fresh])),

@@ -80,8 +80,8 @@ def _plain(norm: RMSNorm) -> bool:
 
     A subclass with a forward of its own computes something else.
     """
-    own = isinstance(norm, RMSNorm) and not overrides(norm)
-    return own and not norm.weight.is_meta and not altered(norm)
+    is_rms_norm = isinstance(norm, RMSNorm) and not overrides(norm)
+    return is_rms_norm and not norm.weight.is_meta and not altered(norm)
 
 
 def _by_kernel(op: str, x: Tensor, *inputs, **options):

@@ -58,8 +58,8 @@ def executors(model: Any) -> list[LayerExecutors]:
     rows = [_read(model, tuple(layers), states) for layers in kinds.values()]
     with choose_decoder(model) as choice:
         in_python, reason = _whole_token(model, choice, [states[i] for i in sorted(states)])
-    whole = "CUDA graph" if model.device.type == "cuda" else "C++ program"
-    return [_with_decoder(row, whole, in_python, reason) for row in rows]
+    decoder = "CUDA graph" if model.device.type == "cuda" else "C++ program"
+    return [_with_decoder(row, decoder, in_python, reason) for row in rows]
 
 
 def _read(model: Any, layers: tuple[int, ...], states: dict[int, dict]) -> LayerExecutors:
@@ -118,13 +118,13 @@ def _whole_token(
 
 
 def _with_decoder(
-    row: LayerExecutors, whole: str, in_python: dict[int, str], reason: str | None
+    row: LayerExecutors, decoder: str, in_python: dict[int, str], reason: str | None
 ) -> LayerExecutors:
     """The row, with its token by the decoder of whole tokens if that serves it."""
     refused = reason or in_python.get(row.layers[0])
     if refused is None:
-        return row._replace(token=whole)
-    return row._replace(reasons=(*row.reasons, f"no {whole}: {refused}"))
+        return row._replace(token=decoder)
+    return row._replace(reasons=(*row.reasons, f"no {decoder}: {refused}"))
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

@@ -36,30 +36,30 @@ class Memory:
         return free
 
 
-def claim_rows(kept: Tensor, more: int, rest: bool = False) -> Memory:
-    """Memory whose first rows are those of kept `[N, R, H, D]`, and the next `more` the caller's; rest: and all behind.
+def claim_rows(held: Tensor, more: int, rest: bool = False) -> Memory:
+    """Memory whose first rows are those of held `[N, R, H, D]`, and the next `more` the caller's; rest: and all behind.
 
-    If kept ends where its memory's used rows end, that is its memory. Else kept moves to new memory: a second
+    If held ends where its memory's used rows end, that is its memory. Else held moves to new memory: a second
     continuation of one state does, and so does a state from a file.
     """
-    R = kept.shape[1]
-    memory = getattr(kept, "memory", None)
+    R = held.shape[1]
+    memory = getattr(held, "memory", None)
     # Outside of inference mode torch does not write into what was made inside.
-    sealed = kept.is_inference() and not torch.is_inference_mode_enabled()
+    sealed = held.is_inference() and not torch.is_inference_mode_enabled()
     if memory is None or sealed or not memory.claim(R, R + more, rest):
-        memory = Memory(kept, more)
+        memory = Memory(held, more)
         memory.claim(R, R + more, rest)
     return memory
 
 
-def grown(kept: Tensor, x: Tensor) -> Tensor:
-    """The rows of kept `[N, R, H, D]`, then those of x `[N, L, H, D]`, as `torch.cat` on dim 1 gives them.
+def grown(held: Tensor, x: Tensor) -> Tensor:
+    """The rows of held `[N, R, H, D]`, then those of x `[N, L, H, D]`, as `torch.cat` on dim 1 gives them.
 
     No gradient flows through it.
     """
-    R = kept.shape[1]
+    R = held.shape[1]
     end = R + x.shape[1]
-    memory = claim_rows(kept, x.shape[1])
+    memory = claim_rows(held, x.shape[1])
     memory.rows[:, R:end] = x
     state = memory.rows[:, :end]
     state.memory = memory  # pyrefly: ignore[missing-attribute]

@@ -112,9 +112,9 @@ class Int8Quantizer(HfQuantizer):
                 raise ValueError(f"modules_to_not_convert: the model has no module {name!r}")
 
         for name, module in modules.items():
-            made = REPLACED.get(type(module))
-            if made is not None and len(module.weight) >= LEAST_ROWS and name not in left:
-                model.set_submodule(name, made(module))
+            replacement = REPLACED.get(type(module))
+            if replacement is not None and len(module.weight) >= LEAST_ROWS and name not in left:
+                model.set_submodule(name, replacement(module))
         self._tie_scales(model)
         return model
 

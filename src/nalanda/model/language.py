@@ -123,14 +123,14 @@ class LanguageModel(NalandaPreTrainedModel):
         logits: Tensor | None,
         labels: Tensor | None,
         count: int | Tensor | None,
-        own: dict[str, Any],
+        requests: dict[str, Any],
         **shifted: Tensor,
     ) -> Tensor:
         """The `loss_function` that somebody set, of all logits, called as by transformers' models.
 
-        own: requests that only the model's own loss serves, by name. Raises ValueError if one of them is given.
+        requests: those that only the model's own loss serves, by name. Raises ValueError if one of them is given.
         """
-        for name, value in own.items():
+        for name, value in requests.items():
             if value:
                 raise ValueError(f"{name}: the loss_function that was set does not take it")
         keywords = shifted if count is None else shifted | {"num_items_in_batch": count}
@@ -517,14 +517,14 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         all_logits = self._logits_for_loss(h, targets)
 
         if targets is not None and self.has_other_loss:
-            own = {"z_loss": z_loss, "distillation": distillation, "context": context}
+            requests = {"z_loss": z_loss, "distillation": distillation, "context": context}
             shifted = {}
             if shift_labels is not None:
                 shifted["shift_labels"] = targets
             elif labels is not None:
                 # [B, T], −100 too where nothing predicts a token.
                 labels = torch.cat([labels[:, :1].to(targets), targets[:, :-1]], 1)
-            loss = self._other_loss(all_logits, labels, num_items_in_batch, own, **shifted)
+            loss = self._other_loss(all_logits, labels, num_items_in_batch, requests, **shifted)
         elif targets is not None:
             # Of whole rows, before they are cut: the parts' shares add up to the mean.
             count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch

@@ -137,22 +137,22 @@ class Mamba3(Mixer):
         assert g is not None
         assert dt is not None
         assert skip is not None
-        own = share * dt  # [B, T, HV], a token's weight before the next one is known
+        own_weight = share * dt  # [B, T, HV], a token's weight before the next one is known
         angles = self.angles(inputs, seq, state)
         q_turned, k_turned = (rotate_heads(x, angles) for x in (q, k))
 
         # fp32 but for v: in an angle's gradient those of all later tokens cancel.
-        step = torch.cat([own, angles.flatten(2)], -1)
+        step = torch.cat([own_weight, angles.flatten(2)], -1)
         in_fp32 = dict.fromkeys(("conv_k", "conv_step"), self.previous)
         (k_before, step_before), new = convolve(in_fp32, [k_turned.flatten(2), step], seq, state)
         (v_before,), of_values = convolve({"conv_v": self.previous}, [v.flatten(2)], seq, state)
-        weight = g.exp() * (step_before[..., : own.shape[-1]] + (1 - share) * dt)
+        weight = g.exp() * (step_before[..., : own_weight.shape[-1]] + (1 - share) * dt)
 
         v = at_least_fp32(v)
         values = weight[..., None] * v_before.view_as(v)
         written = Inputs(q_turned, k_before.view_as(k_turned), values, g=g)
         o, of_sum = mix_sum(self, written, seq, state)
-        return o + (own * (q * k).sum(-1) + skip)[..., None] * v, new | of_values | of_sum
+        return o + (own_weight * (q * k).sum(-1) + skip)[..., None] * v, new | of_values | of_sum
 
     def angles(self, inputs: Inputs, seq: Sequences, state: LayerState | None) -> Tensor:
         """How far q and k have turned since the text began, from 0 to 2π, `[B, T, HV, pairs]`."""

@@ -138,8 +138,8 @@ def step_on_cpu(
     def inputs() -> dict[str, Tensor]:
         if rule.decay in ("retention", "sigmoid"):
             # Rotations, and decays without `Decay`, are computed by `inputs`.
-            whole, _ = layer.inputs(x, seq, None)
-            heads = {name: y for name, y in whole._asdict().items() if y is not None}
+            all_inputs, _ = layer.inputs(x, seq, None)
+            heads = {name: y for name, y in all_inputs._asdict().items() if y is not None}
         else:
             heads = layer.project_inputs(x)
         if rule.read != "plain":

@@ -44,8 +44,8 @@ def own_heads(mixer: Any, y: Tensor, dim: int = -1) -> Tensor:
     mesh = head_mesh(mixer)
     if mesh is None:
         return y
-    whole = DTensor.from_local(y, mesh, [Replicate()], run_check=False)
-    return whole.redistribute(placements=[Shard(dim % y.dim())]).to_local()
+    replicated = DTensor.from_local(y, mesh, [Replicate()], run_check=False)
+    return replicated.redistribute(placements=[Shard(dim % y.dim())]).to_local()
 
 
 def all_heads(mixer: Any, y: Tensor) -> Tensor:
@@ -53,8 +53,8 @@ def all_heads(mixer: Any, y: Tensor) -> Tensor:
     mesh = head_mesh(mixer)
     if mesh is None:
         return y
-    part = DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
-    return part.redistribute(placements=[Replicate()]).to_local()
+    sharded = DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
+    return sharded.redistribute(placements=[Replicate()]).to_local()
 
 
 def own_outputs(mixer: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -64,12 +64,12 @@ def own_outputs(mixer: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     if head_mesh(mixer) is None:
         return outputs
-    whole = {
+    uncut = {
         name
         for name, layer in mixer.columns().items()
         if name not in mixer.stepped and outputs[name].shape[-1] == layer.out_features
     }
-    return {name: own_heads(mixer, y) if name in whole else y for name, y in outputs.items()}
+    return {name: own_heads(mixer, y) if name in uncut else y for name, y in outputs.items()}
 
 
 def style_of(parameter: str, plan: dict[str, str]) -> str | None:

@@ -82,8 +82,8 @@ class ProgramDecoder(StateBuffers):
         self.most = 1 if self.in_python else program.most
 
     def _add_block(self, i: int, block: Block, state: dict[str, Tensor]) -> None:
-        known = type(block).forward is Block.forward and type(block.mlp).forward is GLU.forward
-        refuse(not known, f"a layer of the class {type(block).__name__}")
+        is_served = type(block).forward is Block.forward and type(block.mlp).forward is GLU.forward
+        refuse(not is_served, f"a layer of the class {type(block).__name__}")
         mlp = block.mlp
         self._add_norm(block.mixer_norm, self.x, self.h)
         # A mixer that cannot be added leaves no operation behind.
@@ -114,8 +114,8 @@ class ProgramDecoder(StateBuffers):
 
     def _add_norm(self, norm: Any, x: Tensor, y: Tensor, gate: Tensor | None = None) -> None:
         """y = norm(x), with its gate."""
-        known = (RMSNorm, LayerNorm, SimpleRMSNorm)
-        refuse(type(norm) not in known, f"a norm of the class {type(norm).__name__}")
+        norms = (RMSNorm, LayerNorm, SimpleRMSNorm)
+        refuse(type(norm) not in norms, f"a norm of the class {type(norm).__name__}")
         weights = {name: getattr(norm, name, None) for name in ("weight", "bias")}
         outside = getattr(norm, "placement", "") == "outside"
         eps = 1e-8 if outside else norm.eps

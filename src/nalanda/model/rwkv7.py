@@ -231,13 +231,13 @@ class RWKV7(Mixer):
 
     def gates(self, projected: dict[str, Tensor], inputs: Inputs) -> Inputs:
         """g, the erase gate `[B, T, H, K]`, and in k both keys of a token, `[B, T, 2·H, K]`: aκ, then k̃."""
-        erased, written, erase, g, own = self.rates(
+        erased, written, erase, g, skip = self.rates(
             inputs.q, inputs.k, projected["w"], projected["a"]
         )
         # fp16 has too few digits for aκ where a is small.
         dtype = torch.float32 if inputs.k.dtype == torch.float16 else inputs.k.dtype
         k = torch.cat([erased, written], 2).to(dtype)
-        return inputs._replace(k=k, g=g, erase=erase, skip=own)
+        return inputs._replace(k=k, g=g, erase=erase, skip=skip)
 
     def mix(
         self, inputs: Inputs, seq: Sequences, state: LayerState | None
@@ -260,8 +260,8 @@ class RWKV7(Mixer):
 
     def read_out(self, o: Tensor, inputs: Inputs, x: Tensor) -> Tensor:
         assert inputs.skip is not None
-        own = inputs.skip[..., None] * at_least_fp32(inputs.v)  # [B, T, H, V]
-        y = (self.o_norm(o) + own.flatten(-2)).to(x.dtype)
+        skip = inputs.skip[..., None] * at_least_fp32(inputs.v)  # [B, T, H, V]
+        y = (self.o_norm(o) + skip.flatten(-2)).to(x.dtype)
         return self.o_proj(y if inputs.gate is None else y * inputs.gate)
 
     def state_spec(self, T: int) -> StateSpec:

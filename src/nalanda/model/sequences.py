@@ -243,22 +243,22 @@ class Sequences:
             return self.positions(1, device) + torch.arange(T - width, T, device=device)
         return (self.ends[:, None] + torch.arange(-width, 0)).to(device, non_blocking=True)
 
-    def pad(self, x: Tensor, kept: Tensor | None = None, grows: bool = False) -> Tensor:
-        """Each sequence's kept tokens, then its tokens of this call, padded on the left.
+    def pad(self, x: Tensor, held: Tensor | None = None, grows: bool = False) -> Tensor:
+        """Each sequence's held tokens, then its tokens of this call, padded on the left.
 
-        x `[B, T, …]` or `[1, ΣT, …]`, kept `[N, R, …]` (None: R = 0) to `[N, R + L, …]`, where L is the
+        x `[B, T, …]` or `[1, ΣT, …]`, held `[N, R, …]` (None: R = 0) to `[N, R + L, …]`, where L is the
         longest sequence of this call. Padding is zero. grows: the result is kept for the next call.
         """
         if self.cu_seqlens is None:
-            if kept is None:
+            if held is None:
                 return x
             # Autograd must see every value, and compiled code no memory of its own.
             copies = torch.is_grad_enabled() or torch.compiler.is_compiling()
-            kept = kept.to(x.dtype)
-            return grown(kept, x) if grows and not copies else torch.cat([kept, x], 1)
+            held = held.to(x.dtype)
+            return grown(held, x) if grows and not copies else torch.cat([held, x], 1)
         rows = [x[0], x.new_zeros(1, *x.shape[2:])]
-        rows += [] if kept is None else [kept.to(x.dtype).flatten(0, 1)]
-        return torch.cat(rows)[self._padded(0 if kept is None else kept.shape[1], x.device)]
+        rows += [] if held is None else [held.to(x.dtype).flatten(0, 1)]
+        return torch.cat(rows)[self._padded(0 if held is None else held.shape[1], x.device)]
 
     @kept
     def _padded(self, R: int, device: torch.device) -> Tensor:

@@ -156,8 +156,8 @@ def drawing(
     from matplotlib import font_manager, rc_context
     from matplotlib.figure import Figure
 
-    here = set(font_manager.get_font_names())
-    families = ["sans-serif", *(name for name in FALLBACKS if name in here)]
+    installed = set(font_manager.get_font_names())
+    families = ["sans-serif", *(name for name in FALLBACKS if name in installed)]
     columns = min(columns, panels)
     rows = math.ceil(panels / columns)
     letters = int(72 * PAGE / 4.2)  # of 8 points

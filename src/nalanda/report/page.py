@@ -135,13 +135,13 @@ def follow(
     running = [folder for folder in folders if read_run(folder).state == "running"]
     if not running:
         return
-    names, said = ", ".join(map(str, running)), False
+    names, announced = ", ".join(map(str, running)), False
     try:
         while any(read_run(folder).state == "running" for folder in running):
             file = write(FOLLOW)
-            if not said:
+            if not announced:
                 print(f"{file}: written every {FOLLOW} s while {names} goes on", file=sys.stderr)
-            said = True
+            announced = True
             sleep(FOLLOW)
     except KeyboardInterrupt:
         write(None)
@@ -164,8 +164,8 @@ def render(template: str, figures: dict[str, Any], **values: Any) -> str:
     script, panels = components(figures) if figures else ("", {})
 
     # Names, recipes and samples are foreign text, which the template escapes. What Bokeh writes is HTML.
-    here = Path(__file__).parent
-    loader = FileSystemLoader([here, here.parent], encoding="utf-8")
+    folder = Path(__file__).parent
+    loader = FileSystemLoader([folder, folder.parent], encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=loader)
     return environment.get_template(template).render(
         panels={key: Markup(panel) for key, panel in panels.items()},
@@ -180,12 +180,12 @@ def render(template: str, figures: dict[str, Any], **values: Any) -> str:
 def cost_of(price: str, hours: float) -> str:
     """The cost of some hours at `$2.49` or `2 €` an hour. Raises `InputError` for another text."""
     # A currency, not `/h` or `per hour`: these would stand behind the cost too.
-    found = re.fullmatch(r"([^\d/-]{0,8})(\d+(?:\.\d+)?)([^\d/-]{0,8})", price.strip())
-    if not found:
+    match = re.fullmatch(r"([^\d/-]{0,8})(\d+(?:\.\d+)?)([^\d/-]{0,8})", price.strip())
+    if not match:
         raise InputError(
             f"--cost-per-hour {price}: not a price; write it as 2.49, $2.49 or '2.49 €'"
         )
-    before, number, behind = found.groups()
+    before, number, behind = match.groups()
     cost = float(number) * hours
     digits = 2 if cost >= 0.1 or not cost else 4
     return f"{before}{cost:,.{digits}f}{behind}, at {price.strip()} an hour"

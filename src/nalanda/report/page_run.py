@@ -82,8 +82,8 @@ def read_run_scores(folder: Path) -> list[Score]:
 
     def is_of(record: dict[str, Any]) -> bool:
         # The run may have been moved since.
-        place = Path(str(record.get("place", ""))).parts[-2:]
-        return place == final.parts[-2:] and record.get("step", step) in (step, None)
+        recorded = Path(str(record.get("place", ""))).parts[-2:]
+        return recorded == final.parts[-2:] and record.get("step", step) in (step, None)
 
     return read_scores(find_results(folder), is_of)
 

@@ -81,8 +81,8 @@ def draw_panels(runs: Sequence[PageRun]) -> dict[str, Panel]:
             panel.legend = [(source, *line_look(i)) for i, source in enumerate(names)]
         for run, key, points in series:
             if points["step"]:
-                own = run.name, run.colour, run.dash
-                look = panel.legend[panel.keys.index(key)] if panel.legend else own
+                run_look = run.name, run.colour, run.dash
+                look = panel.legend[panel.keys.index(key)] if panel.legend else run_look
                 draw_run(figure, key, run, points, axis, *look)
         if len(runs) == 1:
             draw_baselines(figure, name, runs[0], series[0][2][axis], max(values))
@@ -95,11 +95,11 @@ def draw_panels(runs: Sequence[PageRun]) -> dict[str, Panel]:
 
 def choose_panels(runs: Sequence[PageRun]) -> dict[str, Panel]:
     """The panels that have values, without their figures. No two have the same curve."""
-    found = [
+    keys_by_run = [
         {key for line in run.lines for key, v in line.items() if _is_finite(v)} for run in runs
     ]
-    every = set().union(*found)
-    validated = [keys for keys in found if "val_loss" in keys]
+    every = set().union(*keys_by_run)
+    validated = [keys for keys in keys_by_run if "val_loss" in keys]
     bits = bool(validated) and all("val_bpb" in keys for keys in validated)
 
     keys = [key for key in TITLES if key in every]

@@ -199,12 +199,14 @@ def _draw_run(axes: Any, run: Curve, style: Look, name: str | None, x: str) -> N
         axes.axvline(at, color=GREY, linewidth=0.8, linestyle=":", zorder=1)
         # Runs that share a border share its name.
         if (at, stage) not in [(text.xy[0], text.get_text()) for text in axes.texts]:
-            place = {
+            anchor = {
                 "xy": (at, 1),
                 "xycoords": ("data", "axes fraction"),
                 "textcoords": "offset points",
             }
-            axes.annotate(stage, xytext=(2, -2), rotation=90, va="top", size=8, color=GREY, **place)
+            axes.annotate(
+                stage, xytext=(2, -2), rotation=90, va="top", size=8, color=GREY, **anchor
+            )
 
 
 MARKS = {"skipped": "x", "rollback": "v"}

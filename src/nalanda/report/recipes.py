@@ -33,8 +33,8 @@ def recipe_rows() -> list[dict[str, Any]]:
     rows = []
     for name, file in recipe_files().items():
         entry = stored.get(name, {})
-        known = entry.get("sha256") == sha256_of(file)
-        rows.append(entry["row"] if known else compute_row(name, file))
+        is_current = entry.get("sha256") == sha256_of(file)
+        rows.append(entry["row"] if is_current else compute_row(name, file))
     return [row | {"state": row["state"] + _larger(row, rows)} for row in rows]
 
 

@@ -56,11 +56,11 @@ def find_runs(directory: str | Path) -> list[Path]:
         raise InputError(f"{directory}: no such directory; name a directory that holds runs")
     runs, seen = [], set()
     for folder, below, files in os.walk(directory, followlinks=True):
-        place = os.path.realpath(folder)
-        if place in seen:
+        real = os.path.realpath(folder)
+        if real in seen:
             below.clear()
             continue
-        seen.add(place)
+        seen.add(real)
 
         if {"config.yaml", "run.json"} & set(files):
             runs.append(Path(folder))
@@ -212,13 +212,13 @@ def validation_of(recipe: dict) -> dict[str, Any]:
     """The keys that say on what a model is validated at the end, with their values."""
     data = vars(DataConfig()) | (recipe.get("data") or {})
     for stage in (recipe.get("stages") or {}).values():
-        own = stage.get("data") or {}
+        stage_data = stage.get("data") or {}
         # A mixture replaces a source, and a source a mixture.
-        if own.get("mixture"):
+        if stage_data.get("mixture"):
             data["source"] = None
-        elif own.get("source"):
+        elif stage_data.get("source"):
             data["mixture"] = None
-        data |= own
+        data |= stage_data
 
     names = ["validation_source", "validation_split", "name", "revision", "text_field"]
     if not data["validation_source"]:

@@ -60,8 +60,8 @@ class Http:
         if checksum := _stated_checksum(reply.headers):
             kind, stated = checksum
             with partial.open("rb") as stream:
-                found = hashlib.file_digest(stream, kind).hexdigest()
-            if found != stated:
+                digest = hashlib.file_digest(stream, kind).hexdigest()
+            if digest != stated:
                 self._begin_anew(f"the bytes do not have the server's {kind}")
 
     def _begin_anew(self, why: str) -> NoReturn:

@@ -119,9 +119,9 @@ def ask(
     url: str,
     retries: int,
     fails: str = "cannot be read",
-    kept: Callable[[], int] = lambda: 0,
+    received: Callable[[], int] = lambda: 0,
 ) -> T:
-    """`do(fs, path)`, tried again a bounded number of times. kept: as in `persist`.
+    """`do(fs, path)`, tried again a bounded number of times. received: as in `persist`.
 
     Raises:
         SourceUnavailable: the server still fails.
@@ -129,7 +129,7 @@ def ask(
     """
     with one_line(url, fails):
         fs, path = open_url(url)
-        return persist(lambda: do(fs, path), redact(url), retries, kept)
+        return persist(lambda: do(fs, path), redact(url), retries, received)
 
 
 @contextlib.contextmanager

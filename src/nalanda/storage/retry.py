@@ -117,10 +117,12 @@ def _status_of(error: BaseException) -> int | None:
     return None
 
 
-def persist(do: Callable[[], T], what: str, retries: int, kept: Callable[[], int] = lambda: 0) -> T:
+def persist(
+    do: Callable[[], T], what: str, retries: int, received: Callable[[], int] = lambda: 0
+) -> T:
     """`do()`, tried again after `transient` errors.
 
-    kept: bytes that the next try need not bring. More than ever before begin the count of failures anew.
+    received: bytes that the next try need not bring. More than ever before begin the count of failures anew.
 
     Raises:
         SourceUnavailable: after `retries` failed retries in a row.
@@ -131,7 +133,7 @@ def persist(do: Callable[[], T], what: str, retries: int, kept: Callable[[], int
         try:
             return do()
         except Exception as error:
-            if (now := kept()) > most:
+            if (now := received()) > most:
                 failures, most = 0, now
             failures += 1
             _wait_after(error, failures, what, retries)

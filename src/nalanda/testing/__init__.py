@@ -287,11 +287,11 @@ def gradients_are_finite_differences(model: Any) -> None:
                 p -= sign * step * d
         return (ends[0] - ends[1]) / (2 * step)
 
-    found, slack = difference(step), 1e-4 * (1 + slope.abs())
-    if (slope - found).abs() >= slack:
+    measured, slack = difference(step), 1e-4 * (1 + slope.abs())
+    if (slope - measured).abs() >= slack:
         # A norm of a difference, such as Comba's q − d k, bends strongly. Two steps cancel the ε².
-        found = (4 * found - difference(2 * step)) / 3
-    assert (slope - found).abs() < slack, f"{float(slope)} and {float(found)}"
+        measured = (4 * measured - difference(2 * step)) / 3
+    assert (slope - measured).abs() < slack, f"{float(slope)} and {float(measured)}"
 
 
 def chunkwise_is_recurrent_is_reference(model: Any) -> None:
@@ -498,8 +498,8 @@ def every_parameter_learns(model: Any) -> None:
 
 def saved_is_loaded_to_the_bit(model: Any) -> None:
     model = model.float()
-    found, expected = properties.saved_is_loaded(model, ids(2, 9))
-    assert torch.equal(found, expected)
+    actual, expected = properties.saved_is_loaded(model, ids(2, 9))
+    assert torch.equal(actual, expected)
 
 
 def all_memory_is_set_at_construction(model: Any) -> None:

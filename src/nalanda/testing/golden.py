@@ -93,12 +93,12 @@ def gradient_vectors(
     outputs: dict[str, Tensor], inputs: dict[str, Tensor], draw: Callable
 ) -> Iterator[tuple[str, Tensor]]:
     """Random gradients of the outputs, and those of the inputs that follow, as `grad.NAME`."""
-    given = {name: draw(*x.shape) for name, x in outputs.items()}
-    found = torch.autograd.grad(
-        list(outputs.values()), list(inputs.values()), list(given.values()), allow_unused=True
+    cotangents = {name: draw(*x.shape) for name, x in outputs.items()}
+    gradients = torch.autograd.grad(
+        list(outputs.values()), list(inputs.values()), list(cotangents.values()), allow_unused=True
     )
-    yield from ((f"grad.{name}", x) for name, x in given.items())
-    for name, gradient in zip(inputs, found, strict=True):
+    yield from ((f"grad.{name}", x) for name, x in cotangents.items())
+    for name, gradient in zip(inputs, gradients, strict=True):
         if gradient is not None:
             yield f"grad.{name}", gradient
 

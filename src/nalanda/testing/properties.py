@@ -85,8 +85,8 @@ def uncached_rows(model, ids):
 def gradients(model, loss):
     """The gradients of all parameters as one vector."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    pairs = zip(parameters, found, strict=True)
+    by_parameter = torch.autograd.grad(loss, parameters, allow_unused=True)
+    pairs = zip(parameters, by_parameter, strict=True)
     return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in pairs])
 
 
@@ -190,9 +190,9 @@ def piece_by_piece(model, ids):
 def copied_cache(model, ids):
     """A copy of a cache goes on as the cache did, whatever came after it."""
     _, cache = goes_on(model, ids[:, :60])
-    kept = copy.deepcopy(cache)
+    copied = copy.deepcopy(cache)
     goes_on(model, ids[:, 60:].flip(0, 1)[:, :1], cache)
-    return goes_on(model, ids[:, 60:61], kept)[0], uncached(model, ids)[:, 60:61]
+    return goes_on(model, ids[:, 60:61], copied)[0], uncached(model, ids)[:, 60:61]
 
 
 def saved_cache(model, ids):
@@ -258,8 +258,8 @@ def assisted_search(model, ids):
 def loss_of_labels(model, ids):
     """The loss is the mean −log p of the next tokens, without those labelled −100."""
     labels = torch.where(ids % 3 == 0, -100, ids)
-    found = model(ids, labels=labels, use_cache=False).loss
-    return found, label_loss(model, ids, labels) / (labels[:, 1:] != -100).sum()
+    loss = model(ids, labels=labels, use_cache=False).loss
+    return loss, label_loss(model, ids, labels) / (labels[:, 1:] != -100).sum()
 
 
 def loss_of_parts(model, ids):
@@ -331,8 +331,8 @@ def tensor_parallel_is_whole(model, ids):
         raise NotImplementedError("the model has no base_model_tp_plan")
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        given = (model, ids, folder)
-        torch.multiprocessing.start_processes(part, given, 2, start_method="fork")
+        arguments = (model, ids, folder)
+        torch.multiprocessing.start_processes(part, arguments, 2, start_method="fork")
         return torch.load(f"{folder}/0"), uncached(model, ids)
 
 

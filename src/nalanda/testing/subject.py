@@ -89,17 +89,17 @@ def make(
     lines += [f"import {module}" for module in imports] + [f"torch.manual_seed({seed})"]
     remote = ", trust_remote_code=True" if trust_remote_code else ""
     load = f"for_model({name!r}" if name in CONFIG_MAPPING else f"from_pretrained({name!r}{remote}"
-    asked = layers is not None or width is not None
+    is_sized = layers is not None or width is not None
     changes = changes or {}
     problems: list[Exception] = []
 
     try:
-        if not asked and not changes and list(Path(name).glob("*.safetensors")):
+        if not is_sized and not changes and list(Path(name).glob("*.safetensors")):
             loaded = f"model = AutoModelForCausalLM.from_pretrained({name!r}{remote})"
             return around(_run([loaded])["model"], name, [*lines, loaded])
-        whole = _run([_config_line(load, changes)])["config"]
-        text = whole.get_text_config()
-        if text is not whole:  # the text model of one that sees or hears too
+        config = _run([_config_line(load, changes)])["config"]
+        text = config.get_text_config()
+        if text is not config:  # the text model of one that sees or hears too
             load = f"for_model(**AutoConfig.{load}).get_text_config().to_dict()"
         narrower = narrowings(text, layers, width)
     except Exception as error:  # configs and remote code raise anything
@@ -109,17 +109,17 @@ def make(
     for fields in narrower:
         experts = any("experts" in key for key in fields)  # the default has no float64
         options = remote + ', experts_implementation="batched_mm"' * experts
-        made = [
+        construction = [
             _config_line(load, fields | changes),
             f"model = AutoModelForCausalLM.from_config(config{options})",
         ]
         try:
             with torch.device("meta"):
-                count = _run(made)["model"].num_parameters()
-            if count > LARGEST and not asked:
+                count = _run(construction)["model"].num_parameters()
+            if count > LARGEST and not is_sized:
                 raise InputError(f"{count:,} parameters; take --width, --layers")
             torch.manual_seed(seed)
-            return around(_run(made)["model"], name, [*lines, *made])
+            return around(_run(construction)["model"], name, [*lines, *construction])
         except Exception as error:
             problems.append(error)
             if "Unrecognized configuration class" in str(error) or ENCODER in str(error):
@@ -237,25 +237,25 @@ def narrow_fields(fields: dict[str, Any], hidden: int, width: int) -> dict[str, 
     while hidden // (fewer * smaller) > width and hidden % (2 * fewer * smaller) == 0:
         smaller *= 2
 
-    found: dict[str, Any] = {}
+    narrowed: dict[str, Any] = {}
     has_experts = any("experts" in key for key in fields)
     for key, value in fields.items():
         if type(value) is not int or value <= 0 or key.endswith("token_id"):
             continue
         most = next((most for pattern, most in _MOST.items() if re.search(pattern, key)), None)
         if most:
-            found[key] = min(value, most)
+            narrowed[key] = min(value, most)
         elif _HEAD_SIZES.search(key):
-            found[key] = max(1, value // smaller)
+            narrowed[key] = max(1, value // smaller)
         elif _HEAD_COUNTS.search(key):
             least = 2 if re.search("key_value|kv", key) else 1
-            found[key] = max(value // fewer if value % fewer == 0 else 0, min(value, least))
+            narrowed[key] = max(value // fewer if value % fewer == 0 else 0, min(value, least))
         elif _WIDTHS.search(key) and not _FIXED.search(key):
-            found[key] = max(1, value // (fewer * smaller))
+            narrowed[key] = max(1, value // (fewer * smaller))
             if has_experts and key.endswith("intermediate_size"):
-                found[key] = min(found[key], 64)  # each token gathers its experts' weights
-    found |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return {key: value for key, value in found.items() if value != fields.get(key)}
+                narrowed[key] = min(narrowed[key], 64)  # each token gathers its experts' weights
+    narrowed |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return {key: value for key, value in narrowed.items() if value != fields.get(key)}
 
 
 def layer_choices(
@@ -273,14 +273,16 @@ def layer_choices(
     rows: list[Any] = [*zip(*names, strict=True)] or [*kinds_of_layers(config)] or [None] * count
 
     def cut(chosen: Sequence[int]) -> dict[str, Any]:
-        found: dict[str, Any] = {key: len(chosen) for key in fields if _LAYERS.search(key)}
+        cut_fields: dict[str, Any] = {key: len(chosen) for key in fields if _LAYERS.search(key)}
         for key, value in of_layers.items():
             picked = [value[i] for i in chosen]
-            found[key] = "".join(picked) if isinstance(value, str) else picked
+            cut_fields[key] = "".join(picked) if isinstance(value, str) else picked
         if by_number := fields.get("per_layer_config"):  # such as {"05": {"head_dim": 512}}
-            own = {int(i): value for i, value in by_number.items()}
-            found["per_layer_config"] = {n: own[i] for n, i in enumerate(chosen) if i in own}
-        return found
+            by_layer = {int(i): value for i, value in by_number.items()}
+            cut_fields["per_layer_config"] = {
+                n: by_layer[i] for n, i in enumerate(chosen) if i in by_layer
+            }
+        return cut_fields
 
     if layers:
         yield cut(range(min(layers, count)))

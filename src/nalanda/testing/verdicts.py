@@ -49,13 +49,13 @@ Property = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Finding:
-    """One property of one model. difference: a share of the largest value. place: of the largest difference."""
+    """One property of one model. difference: a share of the largest value. location: of the largest difference."""
 
     name: str
     says: str
     verdict: Verdict
     difference: float | None = None
-    place: str = ""
+    location: str = ""
     note: str = ""
     script: str = ""
 
@@ -65,8 +65,8 @@ class Finding:
 
     @property
     def reason(self) -> str:
-        """The place, the note, or both."""
-        return ", ".join(said for said in (self.place, self.note) if said)
+        """The location, the note, or both."""
+        return ", ".join(text for text in (self.location, self.note) if text)
 
 
 def find_properties(names: Iterable[str], option: str) -> list[Property]:
@@ -75,14 +75,14 @@ def find_properties(names: Iterable[str], option: str) -> list[Property]:
     Raises:
         InputError: there is no such property.
     """
-    known: dict[str, Property] = {each.__name__: each for each in [*PROPERTIES, *OPTIONAL]}
-    found = []
+    by_name: dict[str, Property] = {each.__name__: each for each in [*PROPERTIES, *OPTIONAL]}
+    chosen = []
     for name in names:
         joined = name.replace(" ", "_")
-        if joined not in known:
-            raise InputError(f"{option} {name}: no such property{suggest(joined, known)}")
-        found.append(known[joined])
-    return found
+        if joined not in by_name:
+            raise InputError(f"{option} {name}: no such property{suggest(joined, by_name)}")
+        chosen.append(by_name[joined])
+    return chosen
 
 
 def check(subject: Subject, chosen: Iterable[Property] = PROPERTIES) -> Iterator[Finding]:
@@ -98,29 +98,29 @@ def check(subject: Subject, chosen: Iterable[Property] = PROPERTIES) -> Iterator
 def judge_property(subject: Subject, holds: Property, allowed: float) -> Finding:
     """allowed: the largest difference that rounding explains, as a share of the largest value."""
     name, says = holds.__name__.replace("_", " "), inspect.getdoc(holds) or ""
-    given: set[str] = set()
+    passed: set[str] = set()
     missing = DOORS - accepted(subject.model)
     hook = subject.model.register_forward_pre_hook(
-        lambda _, __, inputs: given.update(inputs), with_kwargs=True
+        lambda _, __, inputs: passed.update(inputs), with_kwargs=True
     )
     try:
-        found, expected = both_ways(holds, subject.model, subject.ids)
+        actual, expected = both_ways(holds, subject.model, subject.ids)
     except Exception as error:  # anybody's code raises anything
         refused = re.findall(r"unexpected keyword argument '(\w+)'", str(error))
-        return unable(name, says, error, given & {*missing, *refused})
+        return unable(name, says, error, passed & {*missing, *refused})
     finally:
         hook.remove()
 
-    ignored = given & missing
-    difference = relative_difference(found, expected)
+    ignored = passed & missing
+    difference = relative_difference(actual, expected)
     if difference <= EXACT:
         return Finding(name, says, "holds", difference)
     if difference <= allowed:
         return Finding(name, says, "rounding", difference)
     if ignored:
         return Finding(name, says, "not offered", note=f"ignores {', '.join(sorted(ignored))}")
-    place = locate(found, expected) + first_layer(subject, holds, allowed)
-    return Finding(name, says, "differs", difference, place, script=script(subject, holds))
+    location = locate(actual, expected) + first_layer(subject, holds, allowed)
+    return Finding(name, says, "differs", difference, location, script=script(subject, holds))
 
 
 def both_ways(holds: Property, model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,8 +128,8 @@ def both_ways(holds: Property, model: Any, ids: Tensor) -> tuple[Tensor, Tensor]
     torch.manual_seed(0)
     with warnings.catch_warnings(), torch.set_grad_enabled(needs_gradients(holds)):
         warnings.simplefilter("ignore")
-        found, expected = holds(model, ids)
-    return found.detach(), expected.detach()
+        actual, expected = holds(model, ids)
+    return actual.detach(), expected.detach()
 
 
 def accepted(model: nn.Module) -> set[str]:
@@ -145,35 +145,35 @@ def unable(name: str, says: str, error: Exception, ignored: Iterable[str] = ()) 
     """The row of a model that raised: it lacks the input or the method, refuses in words, or fails."""
     # A method that is missing raises where the property asks for it, not in the model.
     asked_by = [frame.filename for frame in traceback.extract_tb(error.__traceback__)[-2:]]
-    said = f"{type(error).__name__}: {first_line(error)}"
+    message = f"{type(error).__name__}: {first_line(error)}"
     if isinstance(error, ProcessRaisedException):
-        said = str(error).strip().splitlines()[-1]
+        message = str(error).strip().splitlines()[-1]
     missing = isinstance(error, AttributeError | KeyError | StopIteration)
     missing |= "unexpected keyword" in str(error)
     verdict: Verdict = "fails"
     if ignored or (missing and properties.__file__ in asked_by):
         verdict = "not offered"
-    elif isinstance(error, ValueError | NotImplementedError) or said.startswith("ValueError"):
+    elif isinstance(error, ValueError | NotImplementedError) or message.startswith("ValueError"):
         verdict = "refused"
-    return Finding(name, says, verdict, note=said)
+    return Finding(name, says, verdict, note=message)
 
 
 def needs_gradients(holds: Property) -> bool:
     return "gradients" in holds.__code__.co_names
 
 
-def relative_difference(found: Tensor, expected: Tensor) -> float:
+def relative_difference(actual: Tensor, expected: Tensor) -> float:
     """The largest difference as a share of the largest value; NaN and other shapes differ infinitely."""
-    if found.shape != expected.shape or not bool(found.isfinite().all()):
+    if actual.shape != expected.shape or not bool(actual.isfinite().all()):
         return float("inf")
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
-def locate(found: Tensor, expected: Tensor) -> str:
+def locate(actual: Tensor, expected: Tensor) -> str:
     """Row and token of the first difference that is half of the largest."""
-    if found.ndim < 2 or found.shape != expected.shape:
+    if actual.ndim < 2 or actual.shape != expected.shape:
         return ""
-    difference = (found - expected).abs().nan_to_num(torch.inf)
+    difference = (actual - expected).abs().nan_to_num(torch.inf)
     if difference.ndim == 3:
         difference = difference.amax(-1)  # [B, T]
     row, token = (difference >= difference.max() / 2).nonzero()[0].tolist()

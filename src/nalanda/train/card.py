@@ -78,10 +78,10 @@ def update_card(folder: Path, scores: Sequence[Score]) -> bool:
     """
     file = folder / "README.md"
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    place = re.compile(f"{re.escape(SCORES)}.*?{re.escape(END)}", re.DOTALL)
-    if not place.search(text):
+    pattern = re.compile(f"{re.escape(SCORES)}.*?{re.escape(END)}", re.DOTALL)
+    if not pattern.search(text):
         return False
-    changed = place.sub(lambda _: scores_table(scores), text, count=1)
+    changed = pattern.sub(lambda _: scores_table(scores), text, count=1)
 
     # The hub reads the same scores in the metadata.
     head = re.match(r"---\n(.*?\n)---\n", changed, re.DOTALL)

@@ -100,15 +100,15 @@ def tensor_parallel_share(model: Any, seq_len: int, degree: int) -> dict[str, An
     """
     config: NalandaConfig = model.config
     config.check_tensor_parallel(degree)
-    count, whole = 0, []
+    count, uncut = 0, []
     for name, parameter in model.named_parameters():
         if is_cut(name, model.tp_plan):
             count += -(-parameter.numel() // degree)
         else:
             count += parameter.numel()
-            whole.append(re.sub(r"^model\.(layers\.\d+\.)?", "", name))
+            uncut.append(re.sub(r"^model\.(layers\.\d+\.)?", "", name))
     state = config.state_bytes(seq_len, degree=degree) if config.is_decoder else None
-    return {"parameters": count, "state_bytes": state, "whole": list(dict.fromkeys(whole))}
+    return {"parameters": count, "state_bytes": state, "whole": list(dict.fromkeys(uncut))}
 
 
 def vocabulary(config: RunConfig) -> int:

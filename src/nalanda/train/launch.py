@@ -115,15 +115,15 @@ def advise_on_threads(config: RunConfig, processes: int) -> None:
     )
 
 
-def choose_precision(asked: str) -> str:
+def choose_precision(precision: str) -> str:
     """The precision of `train.precision: auto` on this process's device; the others stay.
 
     Raises `InputError` for bf16 on a card that only emulates it: one before Ampere.
     """
-    if asked == "bf16" and on_card() and not has_bf16():
+    if precision == "bf16" and on_card() and not has_bf16():
         raise InputError("train.precision: this card has no bf16; set train.precision=fp16")
-    if asked != "auto":
-        return asked
+    if precision != "auto":
+        return precision
     if on_card():
         return "bf16" if has_bf16() else "fp16"
     # Without units for bf16 a CPU takes a hundred times as long.

@@ -221,10 +221,9 @@ def record_interruption(run_dir: Path, facts: dict, main: bool) -> Iterator[None
             print("interrupted while setting up: the same command starts again", flush=True)
             if facts.get("state") != "finished":
                 # Without those of an earlier end.
-                kept = {
-                    key: facts[key] for key in facts if key not in ("reason", "diverged", "ended")
-                }
-                write_facts(run_dir, {"step": 0, "saved": 0} | kept | {"state": "interrupted"})
+                ends = ("reason", "diverged", "ended")
+                rest = {key: facts[key] for key in facts if key not in ends}
+                write_facts(run_dir, {"step": 0, "saved": 0} | rest | {"state": "interrupted"})
         raise
 
 

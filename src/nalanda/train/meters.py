@@ -100,9 +100,9 @@ class RankTimes:
             return {"data_seconds": waited / steps}
 
         computed = sum(self._seconds(*span) for span in spans)
-        own = torch.tensor([[waited / steps, computed / steps]], device=self.accelerator.device)
+        local = torch.tensor([[waited / steps, computed / steps]], device=self.accelerator.device)
         # [processes, 2]
-        data, forward = self.accelerator.gather(own).T.tolist()
+        data, forward = self.accelerator.gather(local).T.tolist()
         values: dict[str, float] = {}
         for span, seconds in (("data", data), ("forward", forward)):
             slowest = max(seconds)

@@ -380,10 +380,10 @@ class Mirror:
             last.append("run.json")
         for name in last:
             self._upload(name, retries)
-        whole = {step_of(path) for path in folders if path not in left and path.exists()}
-        if whole:
-            older = {step for step in _steps(stored) if step < max(whole)}
-            self._prune(len(whole), older - set(map(step_of, folders)), retries)
+        complete_steps = {step_of(path) for path in folders if path not in left and path.exists()}
+        if complete_steps:
+            older = {step for step in _steps(stored) if step < max(complete_steps)}
+            self._prune(len(complete_steps), older - set(map(step_of, folders)), retries)
         return left
 
     def _folders(self) -> list[Path]:
@@ -442,59 +442,59 @@ class Mirror:
         # An error if it was removed meanwhile: without a manifest it would be taken for another checkpoint.
         manifest = (path / MANIFEST).read_bytes()
         entries = _entries(manifest)
-        there = {name.removeprefix(prefix) for name in stored if name.startswith(prefix)}
-        here = {name for name in entries if (path / name).is_file()}
+        stored_names = {name.removeprefix(prefix) for name in stored if name.startswith(prefix)}
+        available = {name for name in entries if (path / name).is_file()}
 
-        if MANIFEST in there and path.name not in self._sent:
+        if MANIFEST in stored_names and path.name not in self._sent:
             # Read once: later this process knows what it has sent.
             self._sent[path.name] = read_bytes(url + MANIFEST, retries)
-        whole = MANIFEST in there and self._sent[path.name] == manifest
-        if not whole and MANIFEST in there:
+        is_complete = MANIFEST in stored_names and self._sent[path.name] == manifest
+        if not is_complete and MANIFEST in stored_names:
             # Another checkpoint of this step, from before a rollback.
             remove(url + MANIFEST, retries)
 
         # `clear_remains` may have removed files that went there.
-        sent = self._sent_parts.get(path.name) == manifest and here <= there
-        if not whole and not sent:
-            part = f"part-{self.rank}.json"
-            if part in there:  # a list of other files
-                remove(url + part, retries)
-            for name in sorted(here):
+        sent = self._sent_parts.get(path.name) == manifest and available <= stored_names
+        if not is_complete and not sent:
+            list_name = f"part-{self.rank}.json"
+            if list_name in stored_names:  # a list of other files
+                remove(url + list_name, retries)
+            for name in sorted(available):
                 self._upload(prefix + name, retries)
             if self.rank != 0:
-                text = json.dumps({"manifest": _digest(manifest), "files": sorted(here)})
-                self._upload_text(text, prefix + part, retries)
+                text = json.dumps({"manifest": _digest(manifest), "files": sorted(available)})
+                self._upload_text(text, prefix + list_name, retries)
             self._sent_parts[path.name] = manifest
         if self.rank != 0:
             return True
 
         # Since the last copy a mark may have come or gone.
-        if MARK in there and not (path / MARK).exists():
+        if MARK in stored_names and not (path / MARK).exists():
             remove(url + MARK, retries)
-        elif MARK not in there and (path / MARK).exists():
+        elif MARK not in stored_names and (path / MARK).exists():
             self._upload(prefix + MARK, retries)
 
-        if not whole:
+        if not is_complete:
             # Those of other machines count by their lists.
-            if here != entries.keys():
+            if available != entries.keys():
                 lists = [name for name in files_at(url, retries) if PART.fullmatch(name)]
-                there.update(lists)
-                here = here.union(*(self._files_of(url + name, manifest) for name in lists))
-            if here != entries.keys():
+                stored_names.update(lists)
+                available.update(*(self._files_of(url + name, manifest) for name in lists))
+            if available != entries.keys():
                 return False
             # It goes last, see the top.
             self._upload(prefix + MANIFEST, retries)
             self._sent[path.name] = manifest
 
         # The lists, and files from before a rollback to other processes.
-        for name in there - entries.keys() - {MANIFEST, MARK}:
+        for name in stored_names - entries.keys() - {MANIFEST, MARK}:
             remove(url + name, retries)
         return True
 
     def _files_of(self, url: str, manifest: bytes) -> set[str]:
         """The files of this checkpoint that a machine has uploaded, by its list."""
-        part = json.loads(read_bytes(url, self.retries, b"{}"))  # removed at this moment
-        return set(part["files"]) if part.get("manifest") == _digest(manifest) else set()
+        listing = json.loads(read_bytes(url, self.retries, b"{}"))  # removed at this moment
+        return set(listing["files"]) if listing.get("manifest") == _digest(manifest) else set()
 
     def _prune(self, count: int, steps: set[int], retries: int) -> None:
         """Removes older checkpoints that only the store has, once the run's folder has `keep_last`.

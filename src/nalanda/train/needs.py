@@ -252,14 +252,14 @@ def check_disk(files: RunFiles, run_dir: Path) -> None:
     """Raises `DiskFull` if a disk has less room than the run will still take. run_dir: an existing folder."""
     needed, folder = {run_dir: files.more}, checkpoint_disk(run_dir)
     if folder.stat().st_dev != run_dir.stat().st_dev:
-        there = files.total - files.more
-        needed = {folder: files.checkpoints * files.checkpoint - there, run_dir: files.final}
+        written = files.total - files.more
+        needed = {folder: files.checkpoints * files.checkpoint - written, run_dir: files.final}
 
-    for place, more in needed.items():
-        free = shutil.disk_usage(place).free
+    for directory, more in needed.items():
+        free = shutil.disk_usage(directory).free
         if more > free:
             raise DiskFull(
-                f"output_dir: {place}: the run will take {files.describe()}; {size(more)} of that are still to be "
+                f"output_dir: {directory}: the run will take {files.describe()}; {size(more)} of that are still to be "
                 f"written there, and {size(free)} are free; make room, lower checkpoint.keep_last, or choose "
                 "another disk"
             )

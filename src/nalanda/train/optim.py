@@ -358,9 +358,9 @@ class Muon(torch.optim.Muon):
         height = rows // group.get("blocks", 1)
         for first in range(0, rows, height):
             cuts = [min(max(edge, first), first + height) for edge in edges]
-            own = slice(cuts[rank] - edges[rank], cuts[rank + 1] - edges[rank])
+            own_rows = slice(cuts[rank] - edges[rank], cuts[rank + 1] - edges[rank])
             counts = [end - begin for begin, end in itertools.pairwise(cuts)]
-            yield Matrix(weight[own], update[own], counts, group)
+            yield Matrix(weight[own_rows], update[own_rows], counts, group)
 
 
 class Matrix(NamedTuple):
@@ -388,21 +388,22 @@ def update_by_owner(matrices: list[Matrix], shards: dist.ProcessGroup) -> None:
     """Orthogonalises the updates of the matrices, each on its owner, and takes the step on this process's rows."""
     size, rank = dist.get_world_size(shards), dist.get_rank(shards)
     owned = share_out(matrices, size)
-    mine, ordered = owned[rank], [matrix for part in owned for matrix in part]
+    own_matrices = owned[rank]
+    ordered = [*itertools.chain(*owned)]
 
     # Elements that go to each owner, and those that come from each process.
-    sent = [sum(matrix.update.numel() for matrix in part) for part in owned]
-    received = [sum(matrix.sizes()[r] for matrix in mine) for r in range(size)]
+    sent = [sum(matrix.update.numel() for matrix in each) for each in owned]
+    received = [sum(matrix.sizes()[r] for matrix in own_matrices) for r in range(size)]
     flat = torch.cat([matrix.update.flatten() for matrix in ordered])
     gathered = flat.new_empty(sum(received))
     dist.all_to_all_single(gathered, flat, received, sent, group=shards)
 
-    # By process, and within it by matrix: a matrix's rows are every len(mine)-th piece.
-    pieces = gathered.split([matrix.sizes()[r] for r in range(size) for matrix in mine])
+    # By process, and within it by matrix: a matrix's rows are every len(own_matrices)-th piece.
+    pieces = gathered.split([matrix.sizes()[r] for r in range(size) for matrix in own_matrices])
     orthogonalised = []
-    for i, matrix in enumerate(mine):
-        whole = torch.cat(pieces[i :: len(mine)]).view(matrix.shape)
-        orthogonalised.append(orthogonal(whole, matrix.group).split(matrix.counts))
+    for i, matrix in enumerate(own_matrices):
+        full = torch.cat(pieces[i :: len(own_matrices)]).view(matrix.shape)
+        orthogonalised.append(orthogonal(full, matrix.group).split(matrix.counts))
 
     # The way back, in the same order. A process that owns none sends nothing.
     parts = [rows[r].flatten() for r in range(size) for rows in orthogonalised]

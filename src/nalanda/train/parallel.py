@@ -52,7 +52,7 @@ def follow_parallelism_config(train: TrainConfig, environ: MutableMapping[str, s
     if not is_on(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         return train
     environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG")
-    here = "accelerate's parallelism_config"
+    source = "accelerate's parallelism_config"
     names = "dp_replicate", "dp_shard", "cp", "tp", "sp"
     sizes = {
         name: int(environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names
@@ -61,19 +61,19 @@ def follow_parallelism_config(train: TrainConfig, environ: MutableMapping[str, s
     for name in ("tp", "sp"):
         if sizes[name] != 1:
             raise InputError(
-                f"{here}: {name}_size is {sizes[name]}, and training serves dp_replicate_size, "
+                f"{source}: {name}_size is {sizes[name]}, and training serves dp_replicate_size, "
                 f"dp_shard_size and cp_size; set {name}_size to 1"
             )
     if (strategy := environ.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather")) != "allgather":
-        raise InputError(f"{here}: cp_comm_strategy {strategy} is not served; set allgather")
+        raise InputError(f"{source}: cp_comm_strategy {strategy} is not served; set allgather")
 
     processes = int(environ.get("WORLD_SIZE", "1"))
     if all(size == 1 for size in sizes.values()):
         sizes["dp_replicate"] = processes  # as accelerate reads it
     shards = sizes["dp_shard"] * sizes["cp"]
-    if (asked := sizes["dp_replicate"] * shards) != processes:
+    if (product := sizes["dp_replicate"] * shards) != processes:
         raise InputError(
-            f"{here}: dp_replicate_size × dp_shard_size × cp_size is {asked}, and the launch has "
+            f"{source}: dp_replicate_size × dp_shard_size × cp_size is {product}, and the launch has "
             f"{processes} process(es); change one of them"
         )
 
@@ -89,7 +89,7 @@ def follow_parallelism_config(train: TrainConfig, environ: MutableMapping[str, s
         if written not in (value, default):
             means = "null" if value is None else value
             raise InputError(
-                f"train.{key}: the recipe has {written}, but {here} means {means}; change one of them"
+                f"train.{key}: the recipe has {written}, but {source} means {means}; change one of them"
             )
     return replace(train, **values)
 
@@ -99,7 +99,7 @@ def is_on(environ: Mapping[str, str], name: str) -> bool:
     return environ.get(name, "false").lower() in ("1", "true", "yes", "on")
 
 
-def choose_parallel(asked: str, environ: MutableMapping[str, str]) -> Kind:
+def choose_parallel(parallel: str, environ: MutableMapping[str, str]) -> Kind:
     """Resolves `train.parallel`; auto follows accelerate's config.
 
     Removes accelerate's FSDP setting from `environ`: accelerate would wrap the model again, and transformers
@@ -116,8 +116,8 @@ def choose_parallel(asked: str, environ: MutableMapping[str, str]) -> Kind:
     environ.pop("ACCELERATE_USE_FSDP", None)
     for name in [name for name in environ if name.startswith("ACCELERATE_DYNAMO_")]:
         environ.pop(name)  # it would compile the whole model; `train.compile` compiles its blocks
-    if asked != "auto":
-        return asked  # type: ignore[return-value]
+    if parallel != "auto":
+        return parallel  # type: ignore[return-value]
     return "fsdp" if fsdp else "ddp"
 
 
@@ -188,9 +188,9 @@ def parallelize(
     return wrapped, accelerator.prepare_optimizer(build())
 
 
-def compiles(asked: bool | str, device: torch.device) -> bool:
+def compiles(setting: bool | str, device: torch.device) -> bool:
     """Resolves `train.compile`; auto: on GPUs."""
-    return device.type == "cuda" if asked == "auto" else bool(asked)
+    return device.type == "cuda" if setting == "auto" else bool(setting)
 
 
 def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:

@@ -156,8 +156,8 @@ class Run:
             settings = parameter_groups(self.model, stage.config.optim)
             for group, new in zip(self.optimizer.param_groups, settings, strict=True):
                 group.update({key: new[key] for key in ("weight_decay", "lr_scale")})
-        if known := self.facts.get("stages"):
-            of_stage = known[self.stages.index(stage)]
+        if stage_facts := self.facts.get("stages"):
+            of_stage = stage_facts[self.stages.index(stage)]
             self.facts["training_flops_per_token"] = of_stage["training_flops_per_token"]
 
     @property

@@ -75,10 +75,10 @@ def last_good(
         is_newer = suspect is not None and step_of(path) >= step_of(suspect)
         return is_newer or saved_between_bad_steps(path)
 
-    found = latest_checkpoint(directory, lambda line: None, complete, passed_over)
-    if found and suspect:
+    checkpoint = latest_checkpoint(directory, lambda line: None, complete, passed_over)
+    if checkpoint and suspect:
         mark_unsound(suspect, f"no step behind it was good: {reason}")
-    return found or suspect
+    return checkpoint or suspect
 
 
 def rollback_message(step: int, why: str, back: Path | None, saved: Path | None) -> str:
