@@ -6,6 +6,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -228,7 +229,7 @@ def test_a_compiler_that_fails(fresh, monkeypatch):
 @pytest.mark.slow
 def test_a_compiler_without_threads(fresh, monkeypatch):
     """As on macOS: the library is built for one thread."""
-    body = '[ "$threads" = -fopenmp ] && { echo no such flag >&2; exit 1; }\n'
+    body = '[ "$threads" = -fopenmp ] && { echo unsupported option -fopenmp >&2; exit 1; }\n'
     body += (
         f"exec c++ -std=c++17 -O1 -shared -fPIC $headers {build.SOURCES}/feature_maps.cpp -o $out"
     )
@@ -241,6 +242,28 @@ def test_a_compiler_without_threads(fresh, monkeypatch):
         torch.testing.assert_close(x, y)
 
 
+def test_a_failure_for_another_reason_leaves_no_library_without_threads(fresh, monkeypatch):
+    body = '[ "$threads" = -fopenmp ] && { echo compilation terminated, no memory >&2; exit 1; }\n'
+    body += "exec c++ -x c++ -shared -fPIC /dev/null -o $out"
+    monkeypatch.setenv("CXX", compiler(fresh, body))
+    served_by_torch("failed with compilation terminated, no memory")
+    assert not list((fresh / "libraries").glob("*.so"))
+
+
+@pytest.mark.parametrize("folder", ["plain", "with blanks"])
+def test_a_compiler_behind_other_words(fresh, monkeypatch, folder):
+    """As `ccache g++`, and a compiler in a folder whose name has blanks."""
+    (fresh / folder).mkdir()
+    path = compiler(fresh / folder, "exec c++ -x c++ -shared -fPIC /dev/null -o $out")
+    launcher = fresh / "launcher"
+    launcher.write_text('#!/bin/sh\nexec "$@"\n')
+    launcher.chmod(0o755)
+    monkeypatch.setenv("CXX", path if " " in folder else f"{launcher} {path}")
+    build.library()
+    assert list((fresh / "libraries").glob("*.so"))
+    assert re.fullmatch(r"C\+\+ built by (launcher \S+/)?compiler", build.describe_library())
+
+
 def test_a_compiler_that_writes_nonsense(fresh, monkeypatch):
     monkeypatch.setenv("CXX", compiler(fresh, "echo nonsense > $out"))
     served_by_torch("cpu cannot serve calls here")
@@ -251,6 +274,44 @@ def test_a_folder_that_cannot_be_written(fresh, monkeypatch):
     (fresh / "file").touch()
     monkeypatch.setenv("NALANDA_CPU_CACHE", str(fresh / "file" / "libraries"))
     served_by_torch("Not a directory")
+
+
+@pytest.fixture
+def homeless(fresh, monkeypatch):
+    """A home in which nothing can be made, as in many containers, and an empty folder of temporary files."""
+    (fresh / "file").touch()
+    monkeypatch.delenv("NALANDA_CPU_CACHE")
+    monkeypatch.setenv("HOME", str(fresh / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(fresh))
+    return fresh / f"nalanda-cpu-{os.getuid()}"
+
+
+def test_without_a_home_to_write_to_the_library_lies_among_temporary_files(homeless, monkeypatch):
+    body = "exec c++ -x c++ -shared -fPIC /dev/null -o $out"
+    monkeypatch.setenv("CXX", compiler(homeless.parent, body))
+    build.library()
+    assert list(homeless.glob("*.so"))
+    assert stat.S_IMODE(homeless.stat().st_mode) == 0o700
+
+
+def test_a_temporary_folder_of_another_user_is_not_trusted(homeless, monkeypatch):
+    homeless.mkdir()
+    user = os.getuid()
+    homeless.rename(homeless.with_name(f"nalanda-cpu-{user + 1}"))
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    served_by_torch("another user's; set NALANDA_CPU_CACHE")
+
+
+def test_libraries_in_a_home_that_is_only_read_are_taken(fresh, monkeypatch):
+    home = fresh / ".cache" / "nalanda" / "cpu"
+    home.mkdir(parents=True)
+    monkeypatch.delenv("NALANDA_CPU_CACHE")
+    monkeypatch.setenv("HOME", str(fresh))
+    monkeypatch.setattr(tempfile, "tempdir", str(fresh))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert build.cache_folder() != home
+    (home / "a.so").touch()
+    assert build.cache_folder() == home
 
 
 def test_a_damaged_library(fresh):

@@ -240,7 +240,7 @@ def test_int8_on_other_processors(processor, tmp_path):
     source, library = tmp_path / "product.cpp", tmp_path / "product.so"
     source.write_text(HARNESS)
     flags = [flag for flag in build.FLAGS if not flag.startswith("-march")]
-    command = [build._find_compiler(), *flags, f"-march={processor}", f"-I{build.SOURCES}"]
+    command = [*build._find_compiler(), *flags, f"-march={processor}", f"-I{build.SOURCES}"]
     build._run([*command, str(source), "-o", str(library)])
 
     torch.manual_seed(0)

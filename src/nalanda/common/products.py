@@ -54,7 +54,7 @@ def choose_product_route() -> str:
 
     try:
         return recall_route(cache_folder())
-    # Of a full or closed folder, a user without a home, a lock that is held too long.
+    # Of a full or closed folder, a lock that is held too long.
     except (OSError, RuntimeError):
         return measure_route()
 
