@@ -102,7 +102,8 @@ class LanguageModel(NalandaPreTrainedModel):
         z_loss: float,
         teacher: Distillation | None = None,
     ) -> Tensor:
-        """`linear_cross_entropy` of hidden states `[M, D]`, or the same of the head's logits `[M, V]`."""
+        """`linear_cross_entropy` of hidden states `[…, D]`, or the same of the head's logits `[…, V]`."""
+        h, targets = h.flatten(0, -2), targets.flatten()  # [M, D], [M]
         if logits is None:
             weight = self.lm_head.weight
             return linear_cross_entropy(h, weight, targets, z_loss=z_loss, teacher=teacher)
@@ -110,7 +111,7 @@ class LanguageModel(NalandaPreTrainedModel):
             raise ValueError(
                 "distillation: the head must be a matrix in memory, without an adapter"
             )
-        logits = at_least_fp32(logits)
+        logits = at_least_fp32(logits.flatten(0, -2))
         total = F.cross_entropy(logits, targets, reduction="sum")
         if z_loss:
             squares = z_loss * logits[targets != -100].logsumexp(-1).square().sum()
@@ -530,10 +531,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
             if context is not None:
                 targets = context.part(targets)
-            flat_logits = None if all_logits is None else all_logits.flatten(0, 1)
-            total = self._summed_loss(
-                h.flatten(0, 1), flat_logits, targets.flatten(), z_loss, distillation
-            )
+            total = self._summed_loss(h, all_logits, targets, z_loss, distillation)
             loss = mean_over(total, count)
 
         logits = self._logits(h, all_logits, loss, _positions(logits_to_keep))
