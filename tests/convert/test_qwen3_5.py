@@ -323,6 +323,25 @@ def test_a_field_that_is_left_out_has_its_default():
         assert meaning(left_out) == meaning(config | {name: field.default}), name
 
 
+def test_a_tied_model_whose_config_leaves_a_field_out_is_read(tmp_path):
+    """Layouts are made of all names: a layer without any passes for a null layer, which needs each field."""
+    settings = SIZES | MODELS["tied"] | {"num_heads": 16, "head_dim": 4}
+    settings["mixer_options"] = {"softmax": FULL | {"num_heads": 16, "num_kv_heads": 4}}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(NalandaConfig(**settings))
+    model.save_pretrained(tmp_path / "ours")
+    convert(str(tmp_path / "ours"), str(tmp_path / "theirs"), "qwen3_5", check=False)
+
+    file = tmp_path / "theirs" / "config.json"
+    config = json.loads(file.read_text())
+    assert config.pop("num_attention_heads") == 16
+    file.write_text(json.dumps(config))
+    convert(str(tmp_path / "theirs"), str(tmp_path / "again"), "nalanda", check=False)
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    ids = torch.arange(20)[None]
+    assert torch.equal(back(ids).logits, model(ids).logits)
+
+
 # ------------------------------ the certificate
 
 

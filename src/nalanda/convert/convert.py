@@ -169,14 +169,15 @@ def match_tensors(
     stored = {name: tensor for name, tensor in stored.items() if not _COMPUTED.search(name)}
     _split_glu(stored, config.intermediate_size)
     shapes = _shapes(config)
-    if config.tie_word_embeddings:
+    tied = config.tie_word_embeddings
+    # Of all names at once: a layer without any is a null layer.
+    layouts = tensors([*shapes, *["lm_head.weight"] * tied])
+    if tied:
         # A file may have a tied matrix twice; then both must be equal, and one is dropped.
-        head, embedding = (
-            stored.get(layout.foreign)
-            for name in ("lm_head.weight", "model.embed_tokens.weight")
-            for layout in tensors([name])
-            if layout.ours == (name,)
-        )
+        by_names = {layout.ours: layout for layout in layouts}
+        matrices = by_names["lm_head.weight",], by_names["model.embed_tokens.weight",]
+        layouts.remove(matrices[0])
+        head, embedding = (stored.get(layout.foreign) for layout in matrices)
         if head and embedding:
             if not torch.equal(head.read(), embedding.read()):
                 raise InputError(
@@ -185,7 +186,7 @@ def match_tensors(
             del stored[head.name]
 
     parts = {}
-    for layout in tensors(shapes):
+    for layout in layouts:
         tensor = stored.pop(layout.foreign, None)
         if tensor is None:
             raise InputError(f"tensor {layout.foreign} is missing")
