@@ -254,7 +254,7 @@ def test_numbers_that_are_nan_where_rows_are_padded_have_a_place():
     leaky = planted(on_outputs(change))
     row = judge_property(leaky, properties.left_padded_is_alone, ALLOWED)
     assert (row.verdict, row.difference) == ("differs", math.inf)
-    assert row.location == "row 0, token 3, layer 0 (llama)"
+    assert row.place == "row 0, token 3, layer 0 (llama)"
 
 
 def test_padding_that_is_nan_in_float64_alone_is_judged_in_fp32():
@@ -281,7 +281,7 @@ def test_lengths_that_are_taken_and_not_used_are_found():
 
     row = judge_property(subject(Deaf), properties.packed_by_cu_seqlens, ALLOWED)
     assert row.verdict == "differs"
-    assert row.location.endswith("layer 0 (llama)")
+    assert row.place.endswith("layer 0 (llama)")
 
 
 def test_a_leak_of_a_later_layer_names_it_and_leaves_the_model_whole():
@@ -289,7 +289,7 @@ def test_a_leak_of_a_later_layer_names_it_and_leaves_the_model_whole():
     layer = deep.model.model.layers[3].self_attn
     layer.register_forward_hook(lambda module, inputs, out: (out[0] + out[0].mean(0), *out[1:]))
     row = judge_property(deep, properties.batch_is_rows, ALLOWED)
-    assert row.location.endswith(", layer 3 (llama)")
+    assert row.place.endswith(", layer 3 (llama)")
     assert len(deep.model.model.layers) == 5
 
 
@@ -314,7 +314,7 @@ def test_a_list_of_experts_is_none_of_layers():
     for layer, kind in zip(mixture.model.model.layers, (torch.nn.Tanh, Mean), strict=True):
         layer.mlp = Experts(kind)
     row = judge_property(mixture, properties.batch_is_rows, ALLOWED)
-    assert row.location.endswith(", layer 1 (llama)")
+    assert row.place.endswith(", layer 1 (llama)")
 
 
 def test_the_page_says_what_differs_where_and_how_to_see_it():
@@ -323,7 +323,7 @@ def test_the_page_says_what_differs_where_and_how_to_see_it():
     page = findings_page(leaky, [row])
     assert "1 of 1 properties differ or fail" in page
     assert 'href="#batch_is_rows"' in page
-    assert f"the first at {row.location}" in page
+    assert f"the first at {row.place}" in page
     assert "def batch_is_rows(model, ids):" in page
 
 
@@ -512,7 +512,7 @@ def test_the_script_of_a_difference_runs_without_us(monkeypatch, capsys):
     hybrid = make("qwen3_next", width=32)
     row = judge_property(hybrid, properties.packed_by_positions, ALLOWED)
     assert row.verdict == "differs"
-    assert row.location.endswith("layer 0 (linear_attention)")
+    assert row.place.endswith("layer 0 (linear_attention)")
     assert "nalanda" not in row.script
     assert len([line for line in row.script.splitlines() if line]) <= 30
 

@@ -26,7 +26,7 @@ class Verdict:
     """Verdict on one checkpoint."""
 
     step: int
-    complete: str
+    whole: str
     """Answer to: does every file have the bytes that were written? "yes", or the problem."""
     finite: str
     """Answer to: is every weight and moment finite and at most `checkpoint.LARGEST`?"""
@@ -37,7 +37,7 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        return self.complete == self.finite == self.loadable == "yes" and self.marked is None
+        return self.whole == self.finite == self.loadable == "yes" and self.marked is None
 
 
 def verify(run_dir: Path) -> Iterator[Verdict]:
@@ -52,7 +52,7 @@ def verify(run_dir: Path) -> Iterator[Verdict]:
     for path in checkpoints:
         yield Verdict(
             step=step_of(path),
-            complete=verify_manifest(path) or "yes",
+            whole=verify_manifest(path) or "yes",
             finite=_answer_of(_find_unsound, path),
             loadable=_answer_of(_find_mismatch, path, config),
             marked=unsound_reason(path),
@@ -125,7 +125,7 @@ def print_verdicts(run_dir: Path, as_json: bool) -> bool:
 
 def print_verdict(verdict: Verdict) -> None:
     """Prints a line for the checkpoint, and one for each problem."""
-    parts = {"whole": verdict.complete, "finite": verdict.finite, "loadable": verdict.loadable}
+    parts = {"whole": verdict.whole, "finite": verdict.finite, "loadable": verdict.loadable}
     words = [name if answer == "yes" else f"not {name}" for name, answer in parts.items()]
     if verdict.marked is not None:
         words.append("marked")

@@ -49,13 +49,13 @@ Property = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Finding:
-    """One property of one model. difference: a share of the largest value. location: of the largest difference."""
+    """One property of one model. difference: a share of the largest value. place: of the largest difference."""
 
     name: str
     says: str
     verdict: Verdict
     difference: float | None = None
-    location: str = ""
+    place: str = ""
     note: str = ""
     script: str = ""
 
@@ -65,8 +65,8 @@ class Finding:
 
     @property
     def reason(self) -> str:
-        """The location, the note, or both."""
-        return ", ".join(text for text in (self.location, self.note) if text)
+        """The place, the note, or both."""
+        return ", ".join(text for text in (self.place, self.note) if text)
 
 
 def find_properties(names: Iterable[str], option: str) -> list[Property]:
